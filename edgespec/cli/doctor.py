@@ -17,10 +17,10 @@ import click
 
 from edgespec import __version__
 from edgespec.cli import command_lines, say, wrapped
-from edgespec.engines.machine import physical_cores
+from edgespec.engines.machine import default_threads, physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.manifest import ModelFile
+from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.installation import (
     build_command,
     has_engine,
@@ -30,7 +30,7 @@ from edgespec.installation import (
     requirements,
     swap_command,
 )
-from edgespec.loading.registry import list_models
+from edgespec.loading.registry import registered_folders
 
 PROBE_TIMEOUT_S = 60
 # Backends of llama.cpp for GPUs, and what each is for.
@@ -54,13 +54,13 @@ def command(as_json: bool) -> int:
 def examine() -> dict[str, Any]:
     """Everything that doctor prints, as plain JSON values; sizes in bytes."""
     engines = {"llamacpp": _llamacpp(), "onnx": _onnxruntime()}
-    models, model_problem = _models()
-    problems = [model_problem] if model_problem else []
+    models, damaged = _models()
+    problems = list(damaged)
     # llama.cpp is an extra: where nobody installed it nothing is wrong.
     problems += [found["reason"] for name, found in engines.items() if not found["available"] and found["installed"]]
     if not any(found["available"] for found in engines.values()):
         problems.append(f"no engine works, so nothing can be run: {install_command()}")
-    elif not models and not model_problem:
+    elif not models and not damaged:
         problems.append("no model was found: give a path, such as edgespec chat FILE.gguf")
     if _version("onnxruntime") and _version("onnxruntime-gpu"):
         problems.append(
@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": {"name": _cpu_name(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()},
         "memory_bytes": _memory_bytes(),
-        "threads": physical_cores(),
+        "threads": default_threads(),
         "engines": engines,
         "packages": _packages(),
         "extras": _extras(),
@@ -124,21 +124,18 @@ def _onnxruntime() -> dict[str, Any]:
         return {"installed": installed, "available": False, "reason": str(exc)}
 
 
-def _models() -> tuple[list[dict[str, Any]], str]:
-    """The models of the registry with the sizes of their files, and what is wrong with it if anything is."""
-    try:
-        pairs = list_models()
-    except EdgespecError as exc:
-        return [], str(exc)
-    return [
-        {
-            "name": pair.name,
-            "description": pair.description,
-            "engines": pair.engines,
-            "files": {role: _file(file) for role, file in pair.files.items()},
-        }
-        for pair in pairs
-    ], ""
+def _models() -> tuple[list[dict[str, Any]], list[str]]:
+    """The models of the registry with the sizes of their files, and what is wrong with the others."""
+    found, problems = [], []
+    for name, folder in sorted(registered_folders().items()):
+        try:
+            pair = read_pair(folder, check_hashes=False)
+        except EdgespecError as exc:
+            problems.append(str(exc))
+            continue
+        files = {role: _file(file) for role, file in pair.files.items()}
+        found.append({"name": name, "description": pair.description, "engines": pair.engines, "files": files})
+    return found, problems
 
 
 def _file(model: ModelFile) -> dict[str, Any]:
@@ -160,10 +157,14 @@ def _cpu_name() -> str:
 
 
 def _memory_bytes() -> int | None:
-    """Physical memory; None where the system does not tell."""
-    if sys.platform == "win32":
+    """Physical memory; None where that cannot be found out."""
+    if sys.platform != "win32":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        import psutil  # doctor also runs where requirements are missing
+    except ImportError:
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().total)
 
 
 def _version(package: str) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from edgespec.config.endpoints import DEFAULT_PORT, is_loopback
-from edgespec.engines.machine import physical_cores
+from edgespec.engines.machine import default_threads
 from edgespec.errors import ConfigError, EngineError
 from edgespec.formats.files import user_folder
 from edgespec.installation import require_engine
@@ -57,7 +57,7 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
     start_watching([port])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the library would only drop its client
     serve_rpc(
-        f"{host}:{port}", threads=threads or physical_cores(), names=names, cache_folder=_folder() if cache else None
+        f"{host}:{port}", threads=threads or default_threads(), names=names, cache_folder=_folder() if cache else None
     )
     raise EngineError(f"the RPC server on {host}:{port} stopped by itself; the library's message above says why")
 

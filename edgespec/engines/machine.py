@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from edgespec.engines.cores import CPUS, apple_fast, linux_fast, windows_fast
 from edgespec.engines.limits import allowed_processors
 
 _CPUINFO, _STATUS = Path("/proc/cpuinfo"), Path("/proc/self/status")
-CPUS = Path("/sys/devices/system/cpu")
 
 
 def processor() -> str:
@@ -76,17 +76,28 @@ def machine_name() -> str:
     return f"{processor()}, {usable_processors()} processors"
 
 
-def physical_cores() -> int:
-    """Threads that a compute-bound library should use: physical cores that this process may run on, at least 1.
+def default_threads() -> int:
+    """Threads for a compute-bound library: one on each fast core that this process may run on, at least 1.
 
     Two threads on one core compete for its vector units, and more threads than cores slow llama.cpp down tenfold.
     """
-    if sys.platform != "linux":
-        import psutil  # Linux does without
+    if sys.platform == "linux":
+        return _allowed_cores(linux_fast(os.sched_getaffinity(0)))
+    asked = {"darwin": apple_fast, "win32": windows_fast}.get(sys.platform)
+    return (asked and asked()) or physical_cores()
 
-        fast = _performance_cores() if sys.platform == "darwin" else None
-        return fast or psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    cores = {_siblings(cpu) for cpu in os.sched_getaffinity(0)}
+
+def physical_cores() -> int:
+    """Cores that this process may run on, slow ones too, at least 1."""
+    if sys.platform == "linux":
+        return _allowed_cores(os.sched_getaffinity(0))
+    import psutil  # Linux does without
+
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def _allowed_cores(processors: Iterable[int]) -> int:
+    cores = {_siblings(cpu) for cpu in processors}
     return max(min(len(cores), allowed_processors() or len(cores)), 1)
 
 
@@ -96,15 +107,6 @@ def _siblings(cpu: int) -> str:
         return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
-
-
-def _performance_cores() -> int | None:
-    """Apple's performance cores: all threads would wait for the efficiency cores at every barrier."""
-    value, size = ctypes.c_int32(0), ctypes.c_size_t(4)
-    failed = ctypes.CDLL(None).sysctlbyname(
-        b"hw.perflevel0.physicalcpu", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
-    )
-    return None if failed or value.value < 1 else value.value
 
 
 def peak_rss_bytes() -> int:

@@ -65,11 +65,6 @@ def folder_of(text: str) -> Path | None:
     return None if name is None else folders[name]
 
 
-def list_models() -> list[ModelPair]:
-    """Every registered pair, by name. Files are not hashed. Raises ModelFileError for a bad manifest."""
-    return [read_pair(folder, check_hashes=False) for _, folder in sorted(registered_folders().items())]
-
-
 def _looks_like_path(text: str) -> bool:
     return text.endswith(SUFFIXES) or "/" in text or os.sep in text or text.startswith((".", "~"))
 

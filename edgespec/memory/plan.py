@@ -15,7 +15,7 @@ from edgespec.config.sizes import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.footprint import Footprint, Use
-from edgespec.engines.machine import physical_cores
+from edgespec.engines.machine import default_threads
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.split import model_files
@@ -258,7 +258,7 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
 
 def _threads(options: LoadOptions, engines: set[str], models: int) -> int:
     """One runs the rounds; ONNX Runtime's models have helpers of their own, llama.cpp's share theirs."""
-    helpers = (options.threads or physical_cores()) - 1
+    helpers = (options.threads or default_threads()) - 1
     return 1 + helpers * (models if "onnx" in engines else 1)
 
 

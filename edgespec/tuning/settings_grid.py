@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions, keywords_of
 from edgespec.drafters.spec import HEADS, MEDIUM, MTP_LAYERS, SPECS
+from edgespec.engines.machine import physical_cores
 from edgespec.errors import CapabilityError
 from edgespec.loading.requirements import target_has_mtp
 from edgespec.runtime import Model, load
@@ -91,12 +92,13 @@ def candidates(request: TuneRequest, scout: Loaded, model: Model) -> list[Candid
 
 
 def thread_counts(request: TuneRequest, usual: int) -> list[int]:
-    """The numbers of threads to try: up to `usual`, the physical cores that the engine found; only it if fixed."""
+    """The numbers of threads to try: up to `usual`, those that the engine took, and all cores where it left slow ones
+    out; only `usual` if fixed.
+    """
     if "threads" in request.fixed or usual <= 1:
         return [usual]
-    if usual <= _FEW_CORES:
-        return list(range(1, usual + 1))
-    return sorted({usual, *(2**power for power in range(usual.bit_length()) if 2**power <= usual)})
+    few = range(1, usual + 1) if usual <= _FEW_CORES else (2**power for power in range(usual.bit_length()))
+    return sorted({*few, usual, max(usual, physical_cores())})
 
 
 def needed(loaded: Loaded, chosen: Sequence[Candidate]) -> DrafterName:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli.main import COMMANDS, cli
+from edgespec.formats.files import shipped_models
+from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import swap_command
 from tiny_gguf import Shape, write_model
 
@@ -385,6 +388,17 @@ def test_doctor_reports_engine_and_versions():
     assert report["engines"]["llamacpp"]["rpc"] in (True, False)
     assert report["threads"] >= 1
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_doctor_names_models_by_their_folders_and_tells_which_are_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
+    shutil.copytree(shipped_models() / "demo", tmp_path / "copy")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / MANIFEST).write_text("no = = toml")
+    result = run("doctor", "--json")
+    report = json.loads(result.stdout)
+    assert {"copy", "demo"} <= {model["name"] for model in report["models"]}
+    assert result.exit_code == 1 and any(f"broken{os.sep}{MANIFEST}" in problem for problem in report["problems"])
 
 
 def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):

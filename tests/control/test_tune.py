@@ -261,10 +261,16 @@ def test_other_exits_of_an_onnx_pair_are_tried(onnx_path, tmp_path):
 @pytest.mark.parametrize(
     ("usual", "counts"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])]
 )
-def test_threads_go_up_to_the_cores_unless_they_are_fixed(usual, counts):
+def test_threads_go_up_to_the_cores_unless_they_are_fixed(usual, counts, monkeypatch):
     options = LoadOptions()
+    monkeypatch.setattr("edgespec.tuning.settings_grid.physical_cores", lambda: usual)
     assert thread_counts(TuneRequest(options, frozenset(), Sampling(), 4), usual) == counts
     assert thread_counts(TuneRequest(options, frozenset({"threads"}), Sampling(), 4), usual) == [usual]
+
+
+def test_slow_cores_are_tried_too_where_the_engine_left_them_out(monkeypatch):
+    monkeypatch.setattr("edgespec.tuning.settings_grid.physical_cores", lambda: 14)
+    assert thread_counts(TuneRequest(LoadOptions(), frozenset(), Sampling(), 4), 6) == [1, 2, 4, 6, 14]
 
 
 def test_an_unavailable_drafter_that_was_not_requested_is_skipped(target_path):

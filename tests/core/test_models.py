@@ -10,7 +10,7 @@ import pytest
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.manifest import read_pair
 from edgespec.loading import registry as models
-from edgespec.loading.registry import list_models, resolve
+from edgespec.loading.registry import resolve
 from tiny_gguf import write_model
 
 TARGET, DRAFT = b"target weights", b"draft weights"
@@ -58,12 +58,6 @@ def test_the_users_folder_comes_before_the_checkout(home: Path):
     write_pair(home / "demo")
     assert resolve("demo").name == "pair"
     assert models.registered_folders()["demo"] == home / "demo"
-
-
-def test_listing_names_every_pair_once(home: Path):
-    write_pair(home / "pair")
-    names = [pair.name for pair in list_models()]
-    assert names.count("pair") == 1 and names.count("demo") == 1
 
 
 def test_an_unknown_name_suggests_the_nearest(home: Path):

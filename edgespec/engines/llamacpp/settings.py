@@ -10,7 +10,7 @@ from typing import Any, Self
 from edgespec.engines.llamacpp.devices import gpus, handles_of
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, uninterrupted
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
-from edgespec.engines.machine import physical_cores
+from edgespec.engines.machine import default_threads
 from edgespec.errors import CapabilityError, ConfigError
 
 DEFAULT_CONTEXT = 4096
@@ -79,7 +79,7 @@ class ContextSettings:
     @classmethod
     def checked(cls, *, threads: int | None, **given: Any) -> Self:
         """Raises ConfigError for a value out of range, CapabilityError for one that this build does not support."""
-        settings = cls(threads=physical_cores() if threads is None else threads, **given)
+        settings = cls(threads=default_threads() if threads is None else threads, **given)
         settings._check_ranges()
         for kind in (settings.cache_type_k, settings.cache_type_v):
             if kind not in CACHE_TYPES:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.machine import physical_cores
+from edgespec.engines.machine import default_threads
 from edgespec.engines.onnx.edge import edge_of
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.widths import MAX_PADDED_WIDTH
@@ -108,7 +108,7 @@ class OnnxSettings:
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
         settings = cls(
             context_length=min(longest, default_context) if context_length is None else context_length,
-            threads=physical_cores() if threads is None else threads,
+            threads=default_threads() if threads is None else threads,
             head_size=head_size,
             **given,
         )
