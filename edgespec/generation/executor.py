@@ -8,12 +8,13 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from typing import NamedTuple
 from weakref import WeakSet
 
 from edgespec.config import DrafterName, LoadOptions
@@ -45,8 +46,7 @@ _open: WeakSet[Executor] = WeakSet()
 Events = Generator[TokenEvent, None, None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(NamedTuple):
     run: Run
     events: Events
 
@@ -135,10 +135,7 @@ class Executor:
 
     def _drop_models(self) -> tuple[DrafterName, ...]:
         """Close the draft models; their drafters. The first pool owns them, so it comes last."""
-        names: tuple[DrafterName, ...] = ()
-        for _, pool in reversed(self._places):
-            names = pool.drop_models()
-        return names
+        return [pool.drop_models() for _, pool in reversed(self._places)][-1]
 
     def finish(self, claim: Claim) -> None:
         """End the generation of `claim`, finished or not: its answer is learnt and `interrupt` no longer affects it."""
@@ -256,6 +253,12 @@ class Executor:
                 if not at_exit:
                     return_freed_memory()
 
+    def abandon(self) -> None:
+        """In a fork, where the engines' threads are missing: nothing runs any more, and nothing is freed or saved."""
+        self.turn.abandon()
+        self._is_closed = True
+        self._interrupting, self._reading = threading.RLock(), threading.RLock()  # whoever held them is not here
+
     def _free(self) -> None:
         with self._interrupting:
             self._is_closed = True
@@ -275,6 +278,17 @@ def _answer_opening(target: Engine) -> tuple[int, ...]:
     from edgespec.chat.template import answer_opening  # jinja2 is needed only here
 
     return answer_opening(target.vocabulary)
+
+
+def _abandon_all() -> None:
+    """Calls in a fork raise StateError instead of waiting for ever."""
+    for executor in list(_open):
+        executor.abandon()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 @atexit.register

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 _DRAIN_LOOK_S = 0.002
 CLOSED = "this model is closed: load it again"
+FORKED = (
+    "this model was loaded before the process was forked, and the threads that compute its passes are not in the fork: "
+    "load it in the process that uses it, such as after the server has started its workers"
+)
 
 
 class Caller(NamedTuple):
@@ -84,6 +88,7 @@ class Turn:
         self._queue: deque[Claim] = deque()
         self._joining = threading.Lock()
         self.is_shut = self.is_exiting = False
+        self._reason = CLOSED
 
     @property
     def num_queued(self) -> int:
@@ -173,7 +178,13 @@ class Turn:
             if claim is not None:
                 claim.inside = None
             threading.Event().wait()
-        raise StateError(CLOSED)
+        raise StateError(self._reason)
+
+    def abandon(self) -> None:
+        """In a fork: shut, and forget claims of threads that are not in it."""
+        self._reason, self.is_shut = FORKED, True
+        self._queue.clear()
+        self._joining = threading.Lock()  # whoever held it is not here
 
     def drain(self, timeout_s: float) -> bool:
         """After `shut`: wait until no thread uses the model. Returns False if one still does after `timeout_s`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -387,6 +388,30 @@ def test_an_open_stream_at_exit_ends_without_errors(where: str, tmp_path: Path) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_fork_refuses_the_model_instead_of_waiting_for_threads_that_it_lacks(tmp_path: Path) -> None:
+    code = (
+        f"import os, sys, threading, warnings; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
+        "warnings.simplefilter('ignore')\n"
+        "from pathlib import Path\nfrom bench_table import table_model\nfrom edgespec.errors import StateError\n"
+        f"model = table_model(Path({str(tmp_path)!r}), 0.001, drafter='model', draft_length=4)\n"
+        "stream = model.stream('abc')\nnext(stream)\n"
+        "held, forked = threading.Event(), threading.Event()\n"
+        "def hold():\n    with model._executor._reading:\n        held.set()\n        forked.wait()\n"
+        "threading.Thread(target=hold).start()\nheld.wait()\n"
+        "if not (child := os.fork()):\n"
+        "    for call in (stream.result, lambda: model.generate('abc'), lambda: model.encode('abc')):\n"
+        "        try:\n            call()\n"
+        "        except StateError as exc:\n            assert 'load it in the process that uses it' in str(exc)\n"
+        "        else:\n            raise AssertionError\n"
+        "    model.cancel()\n    stream.close()\n    model.close()\n    sys.exit(7)\n"
+        "forked.set()\ncode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "print(code, stream.result().finish_reason)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("7 length\n", "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
