@@ -334,7 +334,7 @@ class Model(Closing):
 
     def cancel(self) -> None:
         """End the running generation after at most one pass. Does nothing if none runs. See `Generation.cancel`."""
-        self._executor.interrupt()
+        self._executor.interruption.interrupt()
 
     def close(self) -> None:
         """Cancel the running generation, wait for it to end and free both models. Closing twice is allowed.

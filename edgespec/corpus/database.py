@@ -100,7 +100,10 @@ class Corpus:
             check_budget(text, others, _budget(database))
             row = (*text[:-1], digest_of(blob), blob)
             database.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?, ?)", row)
-        self.index()
+        try:
+            self.index()  # sorted now, so that the next load need not
+        except DamagedError as exc:  # of another text: this one is stored
+            logger.warning("%s", exc)
         return text
 
     def check_is_free(self, name: str, source: str) -> None:

@@ -85,7 +85,7 @@ class ContinuousBatch:
         loop = steps(run, controller, rule)
         member = Member(generation, run, slot, loop, controller, on_event, latest_pass=self._num_passes)
         self._members.append(member)
-        self._executor.join_batch(generation.claim)
+        self._executor.interruption.join(generation.claim)
         self._advance(member, partial(next, loop))
 
     def results(self, generations: Sequence[Generation]) -> list[Result]:
@@ -293,7 +293,7 @@ class ContinuousBatch:
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""
         self._members.remove(member)
-        self._executor.leave_batch(member.generation.claim)
+        self._executor.interruption.leave(member.generation.claim)
         stats = member.run.stats
         if failure is None:
             stats.finish_reason = stats.finish_reason or "cancelled"

@@ -1,6 +1,6 @@
 """Owns the engines, caches and drafters of a loaded pair and runs one request at a time with them.
 
-`begin` and `finish` must be called by the holder of the turn; `interrupt` may be called from any thread.
+`begin` and `finish` must be called by the holder of the turn; `interruption` may be used from any thread.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from edgespec.errors import EdgespecError, StateError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.advisor import Advisor
 from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.interruption import Interruption
 from edgespec.generation.relief import Relief
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
@@ -75,12 +76,8 @@ class Executor:
         self._relief = None if memory is None else Relief(memory.watch, self.parked, self._drop_models)
         self.last_stats = Stats()
         self._running: _Running | None = None
-        self._current: Claim | None = None  # the generation that `interrupt` ends
-        self._batched: list[Claim] = []  # or those of a batch
-        # Reentrant: a signal handler may call `interrupt` while this thread begins or ends a generation.
-        self._interrupting = threading.RLock()
+        self.interruption = Interruption(target, lambda: list(self.pool.drafters.values()))
         self._reading = threading.RLock()  # guards the vocabulary, which is freed with the target
-        self._is_closed = False
         _open.add(self)
 
     @contextmanager
@@ -135,16 +132,17 @@ class Executor:
 
     def _drop_models(self) -> tuple[DrafterName, ...]:
         """Close the draft models; their drafters. The first pool owns them, so it comes last."""
-        return [pool.drop_models() for _, pool in reversed(self._places)][-1]
+        with self.interruption.lock:
+            return [pool.drop_models() for _, pool in reversed(self._places)][-1]
 
     def finish(self, claim: Claim) -> None:
-        """End the generation of `claim`, finished or not: its answer is learnt and `interrupt` no longer affects it."""
-        if self._current is claim:
+        """End the generation of `claim`, finished or not: its answer is learnt, and cancelling no longer affects it."""
+        if self.interruption.is_of(claim):
             self._take_over(None)
 
     def settle(self, claim: Claim) -> None:
         """`finish` for a generation that has given its turn back; does nothing if another one has begun."""
-        if self._current is not claim:
+        if not self.interruption.is_of(claim):
             return
         own = Claim()
         try:
@@ -165,23 +163,7 @@ class Executor:
                 if line := self.advisor.judged(running.run.stats):
                     running.run.stats.notes.append(line)
         finally:
-            with self._interrupting:
-                self._current = claim
-                if not self._is_closed:
-                    self.target.clear_cancel()
-                    for drafter in self._drafters():
-                        drafter.clear_cancel()
-
-    def join_batch(self, claim: Claim) -> None:
-        """A generation of a batch begins: `interrupt` affects it from now on."""
-        with self._interrupting:
-            self._batched.append(claim)
-            self.target.clear_cancel()
-
-    def leave_batch(self, claim: Claim) -> None:
-        """A generation of a batch has ended."""
-        with self._interrupting:
-            self._batched.remove(claim)
+            self.interruption.begin(claim)
 
     def conclude(self, run: Run, pool: DrafterPool) -> None:
         """A generation has ended: complete its counters and learn its answer."""
@@ -190,31 +172,6 @@ class Executor:
             run.stats.planned_bytes = self.memory.plan.total_bytes + self.parked.num_bytes
         begin = run.prompt_ids.size
         pool.learn(run.target.token_ids[begin : begin + run.stats.new_tokens])
-
-    def interrupt(self, claim: Claim | None = None) -> None:
-        """End the running generation after at most one pass; with `claim`, only if it is that claim's.
-
-        May be called from any thread or a signal handler.
-        """
-        with self._interrupting:
-            for batched in self._batched if claim is None else ():
-                batched.withdraw()
-            if self._batched and all(batched.is_withdrawn for batched in self._batched):
-                self.target.cancel()  # the running pass serves nobody
-            current = self._current
-            if current is None or claim not in (None, current):
-                return
-            current.withdraw()
-            self._cancel_passes()
-
-    def _cancel_passes(self) -> None:
-        if not self._is_closed:
-            self.target.cancel()
-            for drafter in self._drafters():
-                drafter.cancel()
-
-    def _drafters(self) -> list[Drafter]:
-        return list(self.pool.drafters.values())
 
     def forget(self) -> None:
         """Clear all caches. The caller must hold the turn."""
@@ -233,14 +190,13 @@ class Executor:
         self.turn.shut(at_exit=at_exit)
         deadline_s = monotonic() + (_EXIT_WAIT_S if at_exit else math.inf)
         while True:
-            with self._interrupting:  # repeated: a generation that is just beginning resets the cancellation
-                self._cancel_passes()
+            self.interruption.stop_passes()  # repeated: a generation that is just beginning resets the cancellation
             if self.turn.drain(_LOOK_S):
                 break
             if monotonic() > deadline_s:
                 return
         with self._reading:
-            if self._is_closed:
+            if self.interruption.is_closed:
                 return
             try:
                 self._take_over(None)
@@ -256,16 +212,16 @@ class Executor:
     def abandon(self) -> None:
         """In a fork, where the engines' threads are missing: nothing runs any more, and nothing is freed or saved."""
         self.turn.abandon()
-        self._is_closed = True
-        self._interrupting, self._reading = threading.RLock(), threading.RLock()  # whoever held them is not here
+        self.interruption.abandon()
+        self._reading = threading.RLock()  # whoever held it is not here
 
     def _free(self) -> None:
-        with self._interrupting:
-            self._is_closed = True
+        with self.interruption.lock:
+            self.interruption.is_closed = True
         self.parked.clear()
         if self.memory is not None:
             self.memory.watch.close()
-        for drafter in self._drafters():
+        for drafter in self.pool.drafters.values():
             drafter.close()
         self.target.close()
         _open.discard(self)

@@ -241,7 +241,7 @@ class Generation(Closing):
         May be called from any thread or a signal handler.
         """
         self._claim.withdraw()
-        self._executor.interrupt(self._claim)
+        self._executor.interruption.interrupt(self._claim)
 
     def close(self) -> None:
         """End this generation and release the model; waits for a step in another thread. Closing twice is allowed."""

@@ -157,7 +157,7 @@ def _argument(rule: str, form: type[ArgumentForm], key: str, schema: Mapping[str
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and 0 < value <= _MOST_COUNTED
+    return type(value) is int and 0 <= value <= _MOST_COUNTED  # True is an int to isinstance
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ but each has its own best setting: speed does not say which quantisation is good
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import defaultdict
@@ -198,31 +199,24 @@ class Sweep:
         groups: dict[Loaded, list[Candidate]] = defaultdict(list)
         for candidate in alive:
             groups[candidate.loaded].append(candidate)
-        order = list(groups)
-        opened: tuple[Loaded, Model] | None = None
-        try:
-            for visit in range(visits):
-                for loaded in order if visit % 2 == 0 else reversed(order):
-                    if opened is None or opened[0] != loaded:
-                        if opened is not None:
-                            opened[1].close()
-                            opened = None
-                        model = self._open(loaded, groups[loaded])
-                        if model is None:
-                            continue
-                        opened = loaded, model
-                        self._warm_up(model, groups[loaded], loaded)
-                    self._visit(opened[1], groups[loaded], count)
-        finally:
-            if opened is not None:
-                opened[1].close()
+        there = list(groups)
+        order = [loaded for visit in range(visits) for loaded in (there if visit % 2 == 0 else reversed(there))]
+        for loaded, repeats in itertools.groupby(order):  # at each turn a model stays loaded
+            model = self._open(loaded, groups[loaded])
+            if model is None:
+                continue
+            with model:
+                self._warm_up(model, groups[loaded], loaded)
+                for _ in repeats:
+                    self._visit(model, groups[loaded], count)
 
     def _open(self, loaded: Loaded, chosen: Sequence[Candidate]) -> Model | None:
         """Load the pair; if a drafter that the user did not ask for is not available, drop its settings: None."""
         try:
             return self.request.load(loaded, needed(loaded, chosen))
         except EdgespecError as exc:
-            if loaded.opens == self.request.options.drafter:
+            is_asked_for = loaded.opens == self.request.options.drafter and loaded.exit_layer is None
+            if is_asked_for:
                 raise
             logger.warning("drafter %s is skipped: %s", loaded.opens, exc)
         for candidate in chosen:

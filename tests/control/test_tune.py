@@ -19,7 +19,7 @@ from demo import DEMO, heed_interrupts
 from edgespec.cli.main import cli
 from edgespec.cli.tune_view import _labels, _short
 from edgespec.config import LoadOptions
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.sampling import Sampling
 from edgespec.tuning.profiles import load_profile, new_profile, profile_path, save_profile
 from edgespec.tuning.settings_grid import (
@@ -256,6 +256,19 @@ def test_other_exits_of_an_onnx_pair_are_tried(onnx_path, tmp_path):
     model = sweep.request.load(replace(cut[0].loaded, opens="early-exit", exit_layer=6), "early-exit")
     with model:
         assert model.target.early_exit().layers == 6
+
+
+def test_another_exit_that_cannot_be_opened_is_left_out(target_path, caplog):
+    """Also where the user asked for early exit itself: only the exit that was asked for must be there."""
+    options = LoadOptions(model=str(target_path), drafter="early-exit", threads=1)
+    request = TuneRequest(options, frozenset({"threads", "drafter"}), Sampling(), 4)
+    asked = Candidate(Loaded(str(target_path), "llamacpp", 1, None, "early-exit"), "early-exit", 4)
+    other = replace(asked, loaded=replace(asked.loaded, exit_layer=3))
+    sweep = Sweep(request, {(str(target_path), "llamacpp"): [[5, 6]]}, {each: Score(each) for each in (asked, other)})
+    sweep._decode([other], 1, 2)
+    assert list(sweep.scores) == [asked] and "early-exit is skipped" in caplog.text
+    with pytest.raises(EdgespecError):
+        sweep._decode([asked], 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,17 @@ def test_a_budget_of_another_type_is_a_budget(tmp_path: Path) -> None:
         assert isinstance(corpus.budget_bytes(), int)
 
 
+def test_a_text_is_stored_beside_a_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus = make(tmp_path)
+    corpus.add("a", "/a", documents(0))
+    with sqlite3.connect(corpus.path) as database:
+        database.execute("UPDATE texts SET digest = x'00'")
+    assert corpus.add("b", "/b", documents(1)).name == "b"
+    assert "'a' does not match its checksum" in caplog.text
+    corpus.remove("a")
+    assert corpus.index() is not None and [text.name for text in corpus.texts()] == ["b"]
+
+
 def test_more_of_a_source_comes_behind_what_it_gave_before(tmp_path: Path) -> None:
     corpus = make(tmp_path)
     first, second = documents(0), documents(1, count=2)

@@ -50,6 +50,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "required": ["x"],
     },
     "names": {"properties": {"my key": SMALL, "Größe": {"type": "boolean"}}, "required": ["my key", "Größe"]},
+    "no letters": {
+        "properties": {"e": {"type": "string", "maxLength": 0}, "t": {"type": "string", "maxLength": 3}},
+        "required": ["e", "t"],
+    },
     "values": {"properties": {"z": {"enum": [1, "1", None, "None", True]}}, "required": ["z"]},
     "lists": {"properties": {"l": {"type": "array", "items": SMALL, "uniqueItems": False, "maxItems": 2}}},
 }
