@@ -18,7 +18,6 @@ from edgespec.loading.registry import is_known
 # A draft pays where its passes are much cheaper than the target's; below half a gigabyte a target is too cheap itself.
 _LEAST_TARGET_BYTES, _LEAST_RATIO = 500 << 20, 4
 _MOST_NEIGHBOURS = 20  # headers that are read: each holds a whole vocabulary
-_COMPARED_TOKENS = 4096
 # Pattern of "architecture name tokenizer", and the smallest model of that family in the catalogue.
 _FAMILIES = (
     (r"\bsmollm2\b", "smollm2-135m"),
@@ -80,19 +79,11 @@ def _neighbour(path: Path, header: GgufHeader, num_bytes: int) -> Path | None:
     small = sorted((each for each in sizes if sizes[each] * _LEAST_RATIO <= num_bytes), key=lambda each: -sizes[each])
     for each in small[:_MOST_NEIGHBOURS]:
         try:
-            if _same_vocabulary(header, read_header(each)):
+            if header.shares_vocabulary(read_header(each)):
                 return each
         except (OSError, ModelFileError):
             continue
     return None
-
-
-def _same_vocabulary(one: GgufHeader, other: GgufHeader) -> bool:
-    """Compares the kind and the first tokens only: loading compares all of them, and names the first that differs."""
-    keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
-    if any(one.metadata.get(key) != other.metadata.get(key) for key in keys) or not one.tokens:
-        return False
-    return list(one.tokens[:_COMPARED_TOKENS]) == list(other.tokens[:_COMPARED_TOKENS])
 
 
 def _family(header: GgufHeader, num_bytes: int) -> str | None:

@@ -18,8 +18,6 @@ from edgespec.formats.manifest import ModelPair, read_pair
 from edgespec.loading.registry import registered_folders
 
 _MOST_FILES = 8  # most headers to read: each holds a whole vocabulary
-_SAME_SHARE = 0.99  # of the larger vocabulary; what one has beyond the other is padding
-_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
 @keeping_headers()
@@ -69,13 +67,4 @@ def _can_draft(path: Path, target: Path, header: GgufHeader) -> bool:
             return False
     except EdgespecError:
         return False
-    return _is_same_vocabulary(found, header)
-
-
-def _is_same_vocabulary(one: GgufHeader, other: GgufHeader) -> bool:
-    if any(one.metadata.get(key) != other.metadata.get(key) for key in _TOKENIZER):
-        return False
-    size = min(len(one.tokens), len(other.tokens))
-    if size < max(_SAME_SHARE * max(len(one.tokens), len(other.tokens)), 1):
-        return False
-    return list(one.tokens[:size]) == list(other.tokens[:size])
+    return found.shares_vocabulary(header)
