@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
@@ -34,6 +34,9 @@ from edgespec.memory.report import MemoryReport
 from edgespec.memory.verdict import Room
 from edgespec.sampling import Sampling
 from edgespec.types import Progress, RoundRecord, Stats
+
+if TYPE_CHECKING:
+    from edgespec.chat.parts import AnswerParts
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -203,18 +206,24 @@ class Model(Closing):
         """
         self._requests.check_structure(options)
 
+    def split_answer(self, result: Result, tools: Messages = ()) -> AnswerParts:
+        """The reasoning, the text and the tool calls of a chat's result; `tools`: those that the chat had.
+
+        A call that does not parse stays in the text. Raises CapabilityError for tools with a model whose chat template
+        writes calls in no known form, StateError if the model is closed.
+        """
+        from edgespec.chat.parts import answer_parts
+
+        with self._executor.vocabulary() as vocabulary:
+            return answer_parts(vocabulary, result.prompt_token_ids, result.token_ids, result.text, tools)
+
     def split_reasoning(self, result: Result) -> tuple[str, str]:
         """(reasoning, answer) of a chat's result, without the tags around the reasoning.
 
         The reasoning is "" for a model that does not reason. Raises StateError if the model is closed.
         """
-        from edgespec.chat.reasoning import Reasoning
-
-        with self._executor.vocabulary() as vocabulary:
-            reasoning = Reasoning.of(vocabulary, result.prompt_token_ids)
-            return (
-                ("", result.text) if reasoning is None else reasoning.split(vocabulary, result.text, result.token_ids)
-            )
+        parts = self.split_answer(result)
+        return parts.reasoning, parts.text
 
     @contextmanager
     def batch(self) -> Iterator[ContinuousBatch]:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, Self
 from edgespec.chat.channels import ANSWER_HEADER, ChannelSplitter
 from edgespec.chat.marks import Marks, begun, control_text, reasoning_marks
 from edgespec.config import GenerateOptions
-from edgespec.vocabulary import IncrementalDecoder, Vocabulary
+from edgespec.vocabulary import Vocabulary
 
 _LAST_TOKENS = 24  # of a prompt, among which a mark may be spelled; one token each in most vocabularies
 
@@ -55,17 +55,6 @@ class Reasoning:
         if self.marks.has_channels:
             return ChannelSplitter(is_open=self.is_open)
         return ReasoningSplitter(self.marks, is_open=self.is_open)
-
-    def split(self, vocabulary: Vocabulary, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
-        """(reasoning, answer) in the `text` of a finished answer, which `token_ids` spell."""
-        splitter, decoder = self.splitter(), IncrementalDecoder(vocabulary)
-        parts, num_read = list[tuple[str, str]](), 0
-        for token_id in token_ids:
-            length = len(decoder.push(token_id))
-            parts.append(splitter.push(self.spelled(vocabulary, token_id) + text[num_read : num_read + length]))
-            num_read += length
-        parts += [splitter.push(text[num_read:]), splitter.finish()]
-        return "".join(reasoning for reasoning, _ in parts), "".join(answer for _, answer in parts)
 
     def spelled(self, vocabulary: Vocabulary, token_id: int) -> str:
         """The name of a control token of the marks; empty for any other token, and for marks that print themselves."""
