@@ -18,7 +18,7 @@ from edgespec.cli.completion import names_here, names_known
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.listing import Listed, entry_bytes, list_here, list_known, pair_bytes
+from edgespec.loading.listing import Listed, entry_bytes, list_elsewhere, list_here, list_known, pair_bytes
 from edgespec.loading.own_models import add as add_model
 from edgespec.loading.own_models import remove
 from edgespec.loading.registry import is_known, models_folder, resolve
@@ -32,12 +32,12 @@ _LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewe
 @click.option("--all", "everything", is_flag=True, help="Also models that do not fit into this machine's memory")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list")
 def ls(everything: bool, as_json: bool) -> int:
-    """List the models on this machine, and those that edgespec knows where to get.
+    """List the models on this machine, also those of Ollama, LM Studio and the hub's cache, and those to pull.
 
     Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits
     depends on the memory that is available now.
     """
-    here = list(list_here())
+    here = [*list_here(), *list_elsewhere()]
     known = list(list_known({each.name for each in here}))
     shown = known if everything else [each for each in known if each.fits is not False]
     if as_json:

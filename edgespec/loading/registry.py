@@ -1,8 +1,8 @@
 """The registry of model pairs: a name, a folder or a single model file becomes a `ModelPair`.
 
-A name is that of a folder, or the one that a model was pulled by: `qwen3-8b:Q8_0`, `Qwen/Qwen3-8B-GGUF`. Folders with
-a manifest are searched for, in this order, in the user's own folder (`EDGESPEC_MODELS`, or the platform's data folder),
-in `models/` of a source checkout, and inside the installed package.
+A name is that of a folder, or the one that a model was pulled by: `qwen3-8b:Q8_0`, `Qwen/Qwen3-8B-GGUF`, here or by
+another program. Folders with a manifest are searched for, in this order, in the user's own folder (`EDGESPEC_MODELS`,
+or the platform's data folder), in `models/` of a source checkout, and inside the installed package.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from edgespec.formats.gguf.split import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.loading.catalogue import entries
+from edgespec.loading.elsewhere import path_elsewhere
 from edgespec.loading.hub import REPO
 from edgespec.loading.hub_choice import NO_MODEL
 from edgespec.loading.reference import Reference, parse, without_hub
@@ -226,6 +227,8 @@ def resolve(
     folder = folder_of(name_or_path)
     if folder is not None:
         pair = read_pair(folder, engine, check_hashes=check_hashes)
+    elif not exists(expanded(name_or_path)) and (path := path_elsewhere(name_or_path)) is not None:
+        pair = _local_pair(str(path), engine, check_hashes=check_hashes)
     elif _looks_like_path(name_or_path) or exists(name_or_path):
         pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
     else:
@@ -241,7 +244,7 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     folder = folder_of(text) if not exists(path) else path if is_file(path / MANIFEST) else None
     if folder is not None:
         return read_pair(folder, engine).files["target"]
-    path = model_in(path)
+    path = model_in(path if exists(path) else path_elsewhere(text) or path)
     if not is_file(path) or path.suffix not in SUFFIXES:
         hint = _with_suffix(path)
         raise (None if hint else _how_to_get(text)) or ModelNotFound(

@@ -1,6 +1,6 @@
 """What of a pair is opened under given options: which drafters, heads, contexts and caches; from headers alone.
 
-Memory is planned with it before anything is loaded, so it imports no drafter and no engine.
+Memory is planned with it before anything is loaded, so it opens no model.
 """
 
 from __future__ import annotations
