@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from edgespec.cli import printable, say
 from edgespec.cli.completion import names_here, names_known
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
+from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.listing import Listed, entry_bytes, list_elsewhere, list_here, list_known, pair_bytes
 from edgespec.loading.own_models import add as add_model
@@ -119,7 +119,7 @@ def _show_here(name: str) -> None:
     _show_fit(pair_bytes(pair), has_draft=pair.draft is not None)
     say(
         f"run it: {run_command(name, pair.files['target'])}"
-        + ("" if pair.draft else f"; drafts for it: edgespec pair {shlex.quote(name)}")
+        + ("" if pair.draft else f"; drafts for it: edgespec pair {quoted(name)}")
     )
 
 

@@ -6,7 +6,6 @@ in the cache folder.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from statistics import median
@@ -22,6 +21,7 @@ from edgespec.engines.conditions import Conditions
 from edgespec.engines.machine import physical_cores
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
+from edgespec.installation import quoted
 from edgespec.loading.registry import resolve
 from edgespec.types import RoundRecord, Stats
 
@@ -126,7 +126,7 @@ class Advisor:
         other, gain = (None, 1.0) if is_busy else self._other_engine()
         share, most = self._draft_cost()
         return Evidence(
-            model=shlex.quote(str(options.model)),
+            model=quoted(str(options.model)),
             passes=stats.target_passes,
             disk_reads=_risen(before.disk_reads, now.disk_reads),
             stalled=now.stalled,

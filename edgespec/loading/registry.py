@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from edgespec.formats.files import exists, expanded, is_file, is_folder, resolve
 from edgespec.formats.gguf.split import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
+from edgespec.installation import quoted
 from edgespec.loading.catalogue import entries
 from edgespec.loading.elsewhere import path_elsewhere
 from edgespec.loading.hub import REPO
@@ -148,7 +148,7 @@ def model_in(path: Path) -> Path:
         raise ModelFileError(fix)
     if is_file(path / "config.json"):
         raise ModelFileError(
-            f"{shown(str(path))} is a Hugging Face model, convert it first: edgespec export {shlex.quote(str(path))}"
+            f"{shown(str(path))} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"
         )
     raise ModelFileError(
         f"folder {shown(str(path))} holds no {MANIFEST} and no .gguf or .onnx file: give one that does"
@@ -188,7 +188,7 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
         if _begins_as_gguf(path):
             raise ModelFileError(
                 f"{text} is a GGUF file whose name does not end in .gguf, as Ollama keeps them: link it under a name "
-                f"that does: ln -s {shlex.quote(str(path))} model.gguf"
+                f"that does: {_link(path)}"
             )
         raise ModelFileError(
             f"{text} is not a .gguf or .onnx file; convert a Hugging Face folder first: edgespec export"
@@ -198,6 +198,13 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
+
+
+def _link(path: Path) -> str:
+    """The command that gives a file a second name; on Windows one that needs no rights, and both shells have."""
+    if os.name == "nt":
+        return f"cmd /c mklink /H model.gguf {quoted(str(path))}"
+    return f"ln -s {quoted(str(path))} model.gguf"
 
 
 def _begins_as_gguf(path: Path) -> bool:
