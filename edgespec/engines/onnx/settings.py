@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.machine import default_threads
+from edgespec.engines.machine import default_threads, is_x86
 from edgespec.engines.onnx.edge import edge_of
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.widths import MAX_PADDED_WIDTH
@@ -158,3 +158,12 @@ class OnnxSettings:
     def edge(self) -> int:
         """The cell that no pass may go across (see the module `edge`), 0 outside reproducible mode."""
         return edge_of(self.head_size) if self.reproducible else 0
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention on a CPU may be flash attention.
+
+        Elsewhere than on x86 a row of that has other bits in a pass of one row, of two or three, and of more, so that
+        no width class could be found.
+        """
+        return not self.reproducible or (is_x86() and not self.edge)
