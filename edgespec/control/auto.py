@@ -213,14 +213,18 @@ class AutoController(Controller):
         return first or self._hedge.pick(decided.gains) or self._probe(decided, most, first=False)
 
     def _probe(self, decided: Round, most: int, *, first: bool) -> str | None:
-        """A paid drafter that is due for a trial, one of its `first` or a later one, which the bank can pay."""
+        """A paid drafter that is due for a trial, one of its `first` or a later one, which the bank can pay.
+
+        One whose reading is too dear now leaves the round to the next: waiting with it saves nothing for it, since
+        other drafts are paid from the same bank.
+        """
         pass_s, share = decided.prices.pass_s, c.FIRST_READING if first else c.PROBE_READING
         for name, state in self._states.items():
             if name in decided.uncached and state.probe_in <= 0 and first == (state.times_asked < c.FIRST_TRIALS):
                 cost = self.costs.draft(name)
-                if ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING:
-                    reading_s = decided.uncached[name] * cost.read_s
-                    return name if reading_s <= share * self.bank.balance_s else None
+                may_pay = ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING
+                if may_pay and decided.uncached[name] * cost.read_s <= share * self.bank.balance_s:
+                    return name
         return None
 
     def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:

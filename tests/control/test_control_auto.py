@@ -296,6 +296,18 @@ def test_a_drafter_that_cannot_be_afforded_leaves_the_round_to_another() -> None
     assert sum(record.accepted_tokens for record in records) > 0.6 * text.num_tokens
 
 
+def test_a_drafter_that_cannot_be_afforded_leaves_trials_to_another() -> None:
+    """The draft model would read for 2000 passes. The head behind it has read all, and only a trial shows its worth."""
+    text = made_up(256, repeat(0.97), honest, prompt_tokens=20_000)
+    world = World(Machine(LLAMA_Q8_0))
+    costs = {"model": DraftCost(0.04 * PLAIN_S, 0.1 * PLAIN_S), "eagle": DraftCost(0.5 * PLAIN_S)}
+    drafters = {name: TracedDrafter(world.clock, cost.token_s, cost.read_s) for name, cost in costs.items()}
+    controller = AutoController(drafters, world.machine.curve(), costs, clock=world.clock)
+    records = simulate(controller, text, world.machine, world.clock, reads_prompts=False)
+    assert {record.drafter for record in records} == {"eagle", None}
+    assert sum(record.accepted_tokens for record in records) > 0.6 * text.num_tokens
+
+
 class Looking(CopyingDrafter):
     """A free drafter that takes a moment for each draft, wanted or not."""
 
