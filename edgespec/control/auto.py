@@ -316,12 +316,12 @@ class AutoController(Controller):
 
     # -- kept between runs
 
-    def state(self) -> dict[str, Any]:
-        """What was learnt of the drafters and of a round's own work, as JSON."""
-        return {"kinds": self._kinds.kept(), "round": self.costs.round.kept()}
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt of the drafters and of a round's own work, for the next run."""
+        return {"kinds": self._kinds.to_json(), "round": self.costs.round.to_json()}
 
     def restore(self, kept: Any) -> None:
-        """Continue from what `state` returned; what does not fit is ignored."""
+        """Continue from what `to_json` returned; what does not fit is ignored."""
         if isinstance(kept, dict):
             self._kinds.restore(kept.get("kinds"))
-            self.costs.round = RoundCost.of(kept.get("round"))
+            self.costs.round = RoundCost.from_json(kept.get("round"))

@@ -95,12 +95,12 @@ class DrafterState:
             if not expected:
                 self.probe_interval = min(2 * self.probe_interval, c.PROBE_AT_MOST)
 
-    def kept(self) -> list[Any]:
-        """For the next run, as JSON."""
-        return [self.calibrator.state(), self.upcoming.state()]
+    def to_json(self) -> list[Any]:
+        """What was learnt, for the next run."""
+        return [self.calibrator.to_json(), self.upcoming.to_json()]
 
     def restore(self, kept: Any) -> None:
-        """Continue from what `kept` returned; raises ValueError, TypeError, KeyError or IndexError otherwise."""
+        """Continue from what `to_json` returned; raises ValueError, TypeError, KeyError or IndexError otherwise."""
         self.calibrator.restore(kept[0])
         self.upcoming.restore(kept[1])
 
@@ -210,14 +210,13 @@ class Kinds:
             self._kinds[kind] = states, Hedge(self._drafters), Worth()
         return self._kinds[kind]
 
-    def kept(self) -> dict[str, Any]:
-        """For the next run, as JSON."""
-        return {
-            kind: {name: state.kept() for name, state in states.items()} for kind, (states, *_) in self._kinds.items()
-        }
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, for the next run."""
+        kinds = self._kinds.items()
+        return {kind: {name: state.to_json() for name, state in states.items()} for kind, (states, *_) in kinds}
 
     def restore(self, kept: object) -> None:
-        """Continue from what `kept` returned; what does not fit is ignored."""
+        """Continue from what `to_json` returned; what does not fit is ignored."""
         for kind, drafters in kept.items() if isinstance(kept, dict) else ():
             states, *_ = self.of(kind)
             for name, parts in drafters.items() if isinstance(drafters, dict) else ():

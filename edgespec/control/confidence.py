@@ -44,12 +44,12 @@ class Calibrator(ABC):
         """Learn the outcome of a token whose predecessors were all accepted."""
 
     @abstractmethod
-    def state(self) -> Any:
-        """What was learnt, as JSON."""
+    def to_json(self) -> Any:
+        """What was learnt, for the next run."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Continue from what `state` returned; raises ValueError, TypeError or KeyError when it is something else."""
+        """Continue from what `to_json` returned; raises ValueError, TypeError or KeyError when it is something else."""
 
 
 class BetaTable(Calibrator):
@@ -88,7 +88,7 @@ class BetaTable(Calibrator):
             counts[0] = counts[0] * c.BETA_MEMORY + accepted
             counts[1] = counts[1] * c.BETA_MEMORY + 1.0
 
-    def state(self) -> Any:
+    def to_json(self) -> Any:
         return [[*key, *counts] for key, counts in self._counts.items()]
 
     def restore(self, state: Any) -> None:
@@ -156,7 +156,7 @@ class Logistic(Calibrator):
             slopes[number] += error * value / known
         self._recent_error += (1.0 - c.ERROR_MEMORY) * (c.ERROR_SCALE * error - self._recent_error)
 
-    def state(self) -> Any:
+    def to_json(self) -> Any:
         return [
             [self._bias, self._precision],
             self._places,
@@ -227,7 +227,7 @@ class NextConfidence:
             self.observe(before, probability)
             before = probability
 
-    def state(self) -> Any:
+    def to_json(self) -> Any:
         return [self._means, self._counts]
 
     def restore(self, state: Any) -> None:

@@ -296,7 +296,7 @@ class DrafterPool:
                 if cost.is_observed and not cost.is_relative:
                     store_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), cost)
         for name, controller in controllers.items():
-            disk_cache.put("learnt", self._learnt_key(name), controller.state())
+            disk_cache.put("learnt", self._learnt_key(name), controller.to_json())
 
     def _learnt_key(self, name: DrafterName) -> str:
         files = [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files]

@@ -111,8 +111,8 @@ class PriorCurve(CostCurve):
         self._judge()
         self._table_step = -1
 
-    def kept(self) -> dict[str, Any]:
-        """For the next run, as JSON; empty while no plain pass was timed."""
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, for the next run; empty while no plain pass was timed."""
         if not self._is_scaled:
             return {}
         widths = np.flatnonzero(self._passes)
@@ -124,8 +124,8 @@ class PriorCurve(CostCurve):
         }
 
     @classmethod
-    def of(cls, kept: object, low: int = 1) -> Self | None:
-        """The curve that `kept` returned; None for anything else."""
+    def from_json(cls, kept: object, low: int = 1) -> Self | None:
+        """The curve that `to_json` returned; None for anything else."""
         try:
             assert isinstance(kept, Mapping)
             plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])

@@ -493,7 +493,7 @@ def test_rounds_of_one_kind_of_sampling_teach_nothing_about_another() -> None:
     text = TEXTS["dialogue"][0.0][0]
     world.run(controller, [text], Sampling(temperature=0.0))
     world.run(controller, [text], Sampling(temperature=1.5))
-    assert set(controller.state()["kinds"]) == {"greedy", "hot"}
+    assert set(controller.to_json()["kinds"]) == {"greedy", "hot"}
 
 
 def proposed(controller: AutoController, text: Text, most: int) -> int:
@@ -526,11 +526,11 @@ def test_what_was_learnt_serves_the_next_run() -> None:
     world = World(Machine(ORT_INT8))
     first = world.auto()
     world.run(first, texts)
-    kept = json.loads(json.dumps(first.state()))
+    kept = json.loads(json.dumps(first.to_json()))
     later, cold = World(Machine(ORT_INT8)), World(Machine(ORT_INT8))
     second = later.auto()
     second.restore(kept)
-    assert second.state() == first.state()
+    assert second.to_json() == first.to_json()
     assert later.run(second, texts) < cold.run(cold.auto(), texts)
 
 
@@ -570,10 +570,9 @@ def test_a_state_with_one_bad_number_is_left_out(place: int, value: object) -> N
     world = World(Machine(ORT_INT8))
     controller = world.auto()
     world.run(controller, TEXTS["dialogue"][0.0])
-    kept = json.loads(json.dumps(controller.state()))
+    kept = json.loads(json.dumps(controller.to_json()))
     kept["kinds"]["greedy"]["model"][0][place][0] = value
     fresh = World(Machine(ORT_INT8)).auto()
     fresh.restore(kept)
-    assert (
-        fresh.state()["kinds"]["greedy"]["model"] == World(Machine(ORT_INT8)).auto().state()["kinds"]["greedy"]["model"]
-    )
+    untaught = World(Machine(ORT_INT8)).auto()
+    assert fresh.to_json()["kinds"]["greedy"]["model"] == untaught.to_json()["kinds"]["greedy"]["model"]

@@ -326,7 +326,7 @@ def test_a_guess_is_timed_for_each_number_of_threads() -> None:
     controller.use_threads(1)
     simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)
     assert controller.costs.curve.at(1) == pytest.approx(2 * PLAIN_S, rel=0.1)
-    assert not curve.kept()  # what is stored under two threads
+    assert not curve.to_json()  # what is stored under two threads
     controller.use_threads(2)
     simulate(controller, TEXTS[1], Machine(FLAT, plain_s=PLAIN_S), clock)
     assert controller.costs.curve is curve
