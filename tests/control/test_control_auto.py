@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.control.auto import AutoController
-from edgespec.control.base import NOTHING
+from edgespec.control.base import NOTHING, FixedLength
 from edgespec.control.choice import DrafterState, kind_of
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
@@ -18,6 +18,7 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engines.pass_request import at_once
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict, one_hot
 from simulation import (
@@ -155,10 +156,8 @@ def out_of_time(world: World, prompt_ids: TokenIds) -> AutoController:
         controller.costs.curve.observe(1, 0, world.machine.plain_s)
     controller.bank.balance_s = -0.1 * world.machine.plain_s
     controller.begin(prompt_ids)
-    assert (
-        controller.propose(DraftRequest(prompt_ids, 8, Sampler(Sampling(temperature=0.0), VOCABULARY))).draft.num_tokens
-        == 0
-    )
+    request = DraftRequest(prompt_ids, 8, Sampler(Sampling(temperature=0.0), VOCABULARY))
+    assert at_once(controller.proposing(request)) is NOTHING
     return controller
 
 
@@ -308,6 +307,15 @@ def test_a_drafter_that_cannot_be_afforded_leaves_trials_to_another() -> None:
     assert sum(record.accepted_tokens for record in records) > 0.6 * text.num_tokens
 
 
+def test_a_drafter_that_is_closed_while_its_prompt_is_read_is_left_out() -> None:
+    """In a batch another answer may run out of memory between the choice of a controller and its first round."""
+    controller = FixedLength(NgramDrafter(), 3)
+    controller.drop(["ngram"])
+    controller.begin(np.ones(8, np.int32))
+    request = DraftRequest(np.ones(8, np.int32), 3, Sampler(Sampling(temperature=0.0), VOCABULARY))
+    assert at_once(controller.proposing(request)) is NOTHING
+
+
 class Looking(CopyingDrafter):
     """A free drafter that takes a moment for each draft, wanted or not."""
 
@@ -398,7 +406,7 @@ def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[Traced
     for states, *_ in auto._kinds._kinds.values():
         states["model"].expected_gain = 50.0
     started_s = world.clock()
-    proposal = auto.propose(request)
+    proposal = at_once(auto.proposing(request))
     assert world.clock() > started_s  # the model was asked
     assert proposal.drafter == ("model" if kind is Sampled else "ngram")
     if kind is Sampled:
@@ -498,7 +506,7 @@ def test_rounds_of_one_kind_of_sampling_teach_nothing_about_another() -> None:
 
 def proposed(controller: AutoController, text: Text, most: int) -> int:
     request = DraftRequest(text.token_ids[: text.prompt_tokens + 1], most, Sampler(Sampling(temperature=0.0), 5000))
-    return controller.propose(request).draft.num_tokens
+    return at_once(controller.proposing(request)).draft.num_tokens
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])

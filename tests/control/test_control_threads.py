@@ -15,6 +15,7 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
+from edgespec.engines.pass_request import at_once
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import RoundRecord, Verdict
 from simulation import (
@@ -310,10 +311,10 @@ def test_each_number_of_threads_has_costs_of_its_own() -> None:
     controller.use_threads(2)
     request = DraftRequest(TEXTS[0].token_ids[:40], 8, Sampler(Sampling(temperature=0.0), 5000))
     drafter.take(TEXTS[0])
-    controller.propose(request)
+    at_once(controller.proposing(request))
     assert [controller.costs.curve.at(width) for width in (1, 2, 4, 8)] == pytest.approx(before)
     controller.use_threads(1)
-    controller.propose(request)
+    at_once(controller.proposing(request))
     assert controller.costs.curve is steep
 
 
