@@ -53,7 +53,7 @@ class AutoController(Controller):
         self._accounts = Accounts(RunCosts(curve, drafts, threads), bank)
         self._clock = self._own_clock = clock
         self._kinds = Kinds(self.drafters)
-        self._states, self._hedge, self._worth = self._kinds.of("greedy")
+        self._states, self._hedge, self._decision_score = self._kinds.of("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
@@ -79,7 +79,7 @@ class AutoController(Controller):
         """
         made = AutoController(drafters, self.costs.curve, {}, clock=self._clock)
         made._accounts, made._kinds = Accounts(self.costs, self.bank), self._kinds
-        made._states, made._hedge, made._worth = made._kinds.of("greedy")
+        made._states, made._hedge, made._decision_score = made._kinds.of("greedy")
         return made
 
     def begin(
@@ -126,7 +126,7 @@ class AutoController(Controller):
             self._accounts.rested(self._rested, context)
             self._rested = 0
         self.costs.follow_threads()
-        self._states, self._hedge, self._worth = self._kinds.of(kind_of(request))
+        self._states, self._hedge, self._decision_score = self._kinds.of(kind_of(request))
         prices = self.costs.prices(context)
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
         if not self.costs.curve.is_sure_of_plain():
@@ -160,7 +160,7 @@ class AutoController(Controller):
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
         self._learn(proposal, verdict, record)
-        self._judge_unused(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
+        self._learn_unused(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
         self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
         self._accounts.learning_s = self._clock() - started_s
 
@@ -175,7 +175,7 @@ class AutoController(Controller):
             self._asked = name
             if drafter.is_free:
                 state = self._states[name]
-                trial = request._replace(should_continue=while_it_may_pay(state.calibrator.judge(), prices))
+                trial = request._replace(should_continue=while_it_may_pay(state.calibrator.predictor(), prices))
                 found.trials[name] = draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
                 confidences = state.confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
@@ -277,8 +277,8 @@ class AutoController(Controller):
         else:
             gained = -rate * (work_s - reading_s)  # drafted, and a wider pass would not have paid
         if self._has_decided:
-            self._worth.observe(gained)
-            if is_plain and decided.paid is None and not decided.is_refresh and not self._worth.pays:
+            self._decision_score.observe(gained)
+            if is_plain and decided.paid is None and not decided.is_refresh and not self._decision_score.pays:
                 self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
         self._has_decided = True
         self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
@@ -299,7 +299,7 @@ class AutoController(Controller):
                 chain = decided.paid.draft.main_chain
                 self._unused.add(UnusedDraft(decided.chosen, context, chain, 0, decided.gains, 0.0))
 
-    def _judge_unused(self, accepted_ids: TokenIds, next_id: int) -> None:
+    def _learn_unused(self, accepted_ids: TokenIds, next_id: int) -> None:
         text_ids = np.concatenate((self._context_ids, accepted_ids, np.array([next_id], np.int32)))
         for unused, agreed in self._unused.resolved(text_ids):
             self._states[unused.drafter].learn(unused.draft, agreed)

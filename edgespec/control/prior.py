@@ -108,7 +108,7 @@ class PriorCurve(CostCurve):
         self._base = self._base_s.tolist()
         self.measured = {width: self._base[width] for width in self.measured}
         self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base_s[1:] / before[1:]), 0.0)
-        self._judge()
+        self._smooth()
         self._table_step = -1
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class PriorCurve(CostCurve):
         curve._is_scaled = True
         for width, passes, own in widths:
             curve._passes[width], curve._own[width] = passes, own
-        curve._judge()
+        curve._smooth()
         return curve
 
 

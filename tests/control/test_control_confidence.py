@@ -112,7 +112,7 @@ def test_old_outcomes_of_a_table_fade() -> None:
     assert table.probability(0, (4.0,)) < 0.4
 
 
-def test_a_judge_says_what_is_known_when_it_is_asked_for() -> None:
+def test_a_predictor_says_what_is_known_when_it_is_asked_for() -> None:
     rng = np.random.default_rng(0)
     for calibrator, size in ((BetaTable(), 1), (Logistic(), 3)):
         for _ in range(100):
@@ -120,11 +120,12 @@ def test_a_judge_says_what_is_known_when_it_is_asked_for() -> None:
             calibrator.observe(int(rng.integers(0, 12)), evidence, accepted=bool(rng.random() < 0.6))
         chain = [tuple(rng.integers(2, 5, size).astype(float).tolist()) for _ in range(16)]
         one_by_one = [calibrator.probability(index, evidence) for index, evidence in enumerate(chain)]
-        assert list(map(calibrator.judge(), range(16), chain)) == pytest.approx(one_by_one)
+        assert list(map(calibrator.predictor(), range(16), chain)) == pytest.approx(one_by_one)
         calibrator.observe(0, chain[0], accepted=False)
-        assert calibrator.judge()(0, chain[0]) == pytest.approx(calibrator.probability(0, chain[0])) != one_by_one[0]
+        later = calibrator.predictor()(0, chain[0])
+        assert later == pytest.approx(calibrator.probability(0, chain[0])) != one_by_one[0]
         calibrator.restore(type(calibrator)().to_json())
-        assert calibrator.judge()(0, chain[0]) == pytest.approx(calibrator.probability(0, chain[0]))
+        assert calibrator.predictor()(0, chain[0]) == pytest.approx(calibrator.probability(0, chain[0]))
 
 
 @pytest.mark.parametrize("make", [BetaTable, Logistic])
