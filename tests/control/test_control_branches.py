@@ -94,7 +94,7 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
 ) -> None:
     pool = demo._pool
     pool.drafter("tree")  # asked for by name before: that changes nothing
-    monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
+    monkeypatch.setitem(pool.costs.__dict__, "curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
     assert set(pool.names) == {"suffix", "model"}
-    monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
+    monkeypatch.setitem(pool.costs.__dict__, "curve", CostCurve({1: 1.0, 9: 1.2}))
     assert set(pool.names) == {"suffix", "model", "tree", "lookahead"}
