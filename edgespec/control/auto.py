@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -33,27 +33,17 @@ from edgespec.types import RoundRecord, TokenIds, Verdict
 class AutoController(Controller):
     """Decides drafter and draft length each round so that tokens per second are most and never below plain decoding's.
 
-    `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of plain
-    decoding's time speculation may lose at most. It owns none of the drafters. `clock` is there for simulations.
-    `threads`: what these costs were, or are to be, measured with.
+    It owns none of the drafters. `accounts`: of this sequence; `kinds`: what is known of the drafters, of which it may
+    lack some. `clock` is there for simulations.
     """
 
     def __init__(
-        self,
-        drafters: Mapping[str, Drafter],
-        curve: CostCurve,
-        costs: Mapping[str, DraftCost],
-        share: float = 0.02,
-        clock: Clock = perf_counter,
-        threads: int = 1,
+        self, drafters: Mapping[str, Drafter], accounts: Accounts, kinds: Kinds, clock: Clock = perf_counter
     ) -> None:
         self.drafters = dict(drafters)
-        drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
-        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=not curve.is_scaled)
-        self._accounts = Accounts(RunCosts(curve, drafts, threads), bank)
+        self._accounts, self._kinds = accounts, kinds
         self._clock = self._own_clock = clock
-        self._kinds = Kinds(self.drafters)
-        self._states, self._hedge, self._decision_score = self._kinds.of("greedy")
+        self._states, self._hedge, self._decision_score = kinds.of("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
@@ -72,15 +62,28 @@ class AutoController(Controller):
     def bank(self) -> TimeBank:
         return self._accounts.bank
 
-    def another(self, drafters: Mapping[str, Drafter]) -> AutoController:
-        """A controller for another sequence of the same models: its own rounds; costs, confidences, bank in common.
+    @classmethod
+    def of(
+        cls,
+        drafters: Mapping[str, Drafter],
+        curve: CostCurve,
+        costs: Mapping[str, DraftCost],
+        share: float = 0.02,
+        clock: Clock = perf_counter,
+        threads: int = 1,
+    ) -> Self:
+        """The controller of a model's first sequence, which knows nothing of the drafters yet.
 
-        `drafters`: some of the same names.
+        `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of
+        plain decoding's time speculation may lose at most; `threads`: what costs were, or are to be, measured with.
         """
-        made = AutoController(drafters, self.costs.curve, {}, clock=self._clock)
-        made._accounts, made._kinds = Accounts(self.costs, self.bank), self._kinds
-        made._states, made._hedge, made._decision_score = made._kinds.of("greedy")
-        return made
+        drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
+        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=not curve.is_scaled)
+        return cls(drafters, Accounts(RunCosts(curve, drafts, threads), bank), Kinds(drafters), clock)
+
+    def another(self, drafters: Mapping[str, Drafter]) -> Self:
+        """One for another sequence, with rounds of its own; all else is shared. `drafters`: some of the same names."""
+        return type(self)(drafters, Accounts(self.costs, self.bank), self._kinds, self._clock)
 
     def begin(
         self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0

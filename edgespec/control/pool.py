@@ -153,7 +153,7 @@ class DrafterPool:
             names = self.names if name == "auto" else [name]
             drafters: dict[str, Drafter] = {FORCED: ForcedDrafter()} | {each: self.drafter(each) for each in names}
             curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
-            found = AutoController(drafters, curve, costs, self._options.max_slowdown, threads=threads)
+            found = AutoController.of(drafters, curve, costs, self._options.max_slowdown, threads=threads)
             found.costs.splits = self._target.engine.facts.splits_passes
             if self.threads is not None:
                 found.use_threads(self.threads.threads)

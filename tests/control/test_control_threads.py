@@ -278,7 +278,9 @@ TEXTS = [made_up(400, beta_chances(0.7, seed), honest, seed) for seed in range(3
 def controlled(kind: type[AutoController], machine: Machine) -> AutoController:
     clock = Clock()
     drafter = TracedDrafter(clock, 0.04 * PLAIN_S)
-    controller = kind({"model": drafter}, machine.curve(), {"model": DraftCost(0.04 * PLAIN_S)}, 0.02, clock, threads=2)
+    controller = kind.of(
+        {"model": drafter}, machine.curve(), {"model": DraftCost(0.04 * PLAIN_S)}, 0.02, clock, threads=2
+    )
     for text in TEXTS:
         simulate(controller, text, machine, clock)
     return controller
@@ -323,7 +325,7 @@ def test_a_guess_is_timed_for_each_number_of_threads() -> None:
     clock = Clock()
     drafter = TracedDrafter(clock, 0.002, 0.0002)
     curve = PriorCurve(0.05)
-    controller = AutoController({"model": drafter}, curve, {}, 0.02, clock, threads=2)
+    controller = AutoController.of({"model": drafter}, curve, {}, 0.02, clock, threads=2)
     controller.use_threads(1)
     simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)
     assert controller.costs.curve.at(1) == pytest.approx(2 * PLAIN_S, rel=0.1)

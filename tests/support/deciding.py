@@ -68,7 +68,7 @@ def run() -> tuple[list[float], list[float]]:
     drafters = [NgramDrafter(), SuffixDrafter(), CacheDrafter(VOCABULARY), world.model()]
     plain_s = world.machine.plain_s
     costs = {"model": DraftCost(DRAFT_SHARE * plain_s, READ_SHARE * plain_s)}
-    auto = Timed({drafter.name: drafter for drafter in drafters}, world.machine.curve(), costs, 0.02, world.clock)
+    auto = Timed.of({drafter.name: drafter for drafter in drafters}, world.machine.curve(), costs, 0.02, world.clock)
     auto.deciding_s, auto.learning_s = [], []
     for drafter in drafters:
         auto.leave_out(drafter)

@@ -270,7 +270,7 @@ class World:
         drafters["model"] = self.model()
         plain_s = self.machine.plain_s
         costs = {"model": DraftCost(self.draft_share * plain_s, READ_SHARE * plain_s)}
-        return AutoController(drafters, self.machine.curve(curve_error), costs, share, self.clock)
+        return AutoController.of(drafters, self.machine.curve(curve_error), costs, share, self.clock)
 
     def fixed(self, drafter: str, length: int) -> FixedLength:
         assert self.lookup is not None
