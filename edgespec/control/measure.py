@@ -47,7 +47,7 @@ def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
     """The cost curve from an earlier measurement or run, or a guess that the first passes correct; runs no pass."""
     key = cost_key(engine, files)
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
-    known = _kept_curve(key) or PriorCurve.of(disk_cache.get("learnt costs", key, _LEARNT), low)
+    known = _kept_curve(key) or PriorCurve.from_json(disk_cache.get("learnt costs", key, _LEARNT), low)
     return known or PriorCurve(guessed_plain_s(engine.facts.weight_bytes), low)
 
 
@@ -227,7 +227,7 @@ def store_curve(key: str, curve: CostCurve) -> bool:
     Whether it was: there may be nothing to store yet, or no place.
     """
     if isinstance(curve, PriorCurve):
-        kept = curve.kept()
+        kept = curve.to_json()
         return bool(kept) and disk_cache.put("learnt costs", key, kept)
     widths = {str(width): seconds for width, seconds in curve.refined().items()}
     return disk_cache.put("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})

@@ -11,7 +11,7 @@ from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
 from edgespec.engines.trial import Trial
@@ -108,7 +108,7 @@ def _opened(
         trial.require_used(pair.files["draft"].path)
         return {name: open_head_file(options, pair.files["draft"], target)}
     # An exit is a draft model already: no second one is opened beside it.
-    known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
+    known = next((each for each in opened.values() if isinstance(each, ChainDrafter)), None)
     small = known or _model_drafter(options, pair.files["draft"], target, trial)
     found: dict[DrafterName, Drafter] = {} if known else {"model": small}
     if name != "hierarchical":
