@@ -208,11 +208,13 @@ class LlamaCppEngine(EngineOfFile):
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         scored = self._logits(slice(0, low))
         before = scored.copy()
-        self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
-        scored[:] = before
-        self._hidden_states.are_wanted = gave_hidden
-        if was_cancelled:
-            self._cancel.set()
+        try:
+            self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
+        finally:
+            scored[:] = before
+            self._hidden_states.are_wanted = gave_hidden
+            if was_cancelled:
+                self._cancel.set()
 
     def fork(self, source: int, destination: int) -> None:
         self._require_open()
