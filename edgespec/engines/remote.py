@@ -177,20 +177,29 @@ class RemoteEngine(Engine):
     def rollback(self, to_length: int, sequence: int = 0) -> None:
         self._require_open()
         self._book.check_rollback(to_length, sequence)
-        if self._process is not None and sequence not in self._unread:
+        if self._has_read(sequence):
             self._call("rollback", to_length, sequence, sequences=(sequence,))
         self._hold(sequence, self._ids[sequence][:to_length])
 
+    def checkpoint(self, sequence: int = 0) -> None:
+        if self.facts.has_checkpoints and self.length(sequence) and self._has_read(sequence):
+            self._call("checkpoint", sequence)
+
     def reachable(self, to_length: int, sequence: int = 0) -> int:
-        if not self.facts.state_window or self._process is None or sequence in self._unread:
+        may_lack = self.facts.state_window or not self.facts.can_rollback
+        if not (may_lack and self._has_read(sequence)):
             return super().reachable(to_length, sequence)
         found: int = self._call("reachable", to_length, sequence)
         return found
 
+    def _has_read(self, sequence: int) -> bool:
+        """Whether there is a child whose cache holds the sequence."""
+        return self._process is not None and sequence not in self._unread
+
     def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
         self._require_open()
         part, path = self._book.chosen(rows, sequence)
-        if self._process is not None and sequence not in self._unread:
+        if self._has_read(sequence):
             self._call("keep_path", rows, sequence, sequences=(sequence,))
         self._hold(sequence, np.concatenate((self._ids[sequence][: part.base], part.token_ids[path])))
 
