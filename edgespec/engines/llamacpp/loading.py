@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from edgespec.closing import closed_on_failure
-from edgespec.engines.base import Engine
+from edgespec.engines.booked import BookedEngine
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.facts import measured_facts
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
@@ -27,7 +27,7 @@ from edgespec.engines.llamacpp.settings import (
 from edgespec.errors import CapabilityError
 
 
-class EngineOfFile(Engine):
+class EngineOfFile(BookedEngine):
     """An engine that is made of an open model, and may be made several times to find its settings."""
 
     _cells: Cells

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_threads
-from edgespec.engines.checks import check_batch
+from edgespec.engines.base import EarlyExit, EngineFacts, check_threads
+from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
@@ -29,13 +29,13 @@ from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.engines.onnx.settings import DEFAULT_CONTEXT, MAX_BATCH, WIDEST, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.rows import SequenceBook, split_by_sequence
+from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, pinned_facts
-from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
 
-class OnnxEngine(Engine):
+class OnnxEngine(BookedEngine):
     """One ONNX model. Make it with `load`. Logits stay valid until the next `forward`."""
 
     vocabulary: TokenizerFile
@@ -68,7 +68,6 @@ class OnnxEngine(Engine):
         self._has_hidden = graph.hidden_size is not None
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
-        self._is_open = True
         layout = f"{type(self._caches).__name__} {settings.exit_layer}"
         self._held = HeldFiles(weight_files(path))
         self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type, layout)
@@ -194,22 +193,11 @@ class OnnxEngine(Engine):
         if self._exit_passes is not None:
             self._exit_passes.least_rows = rows
 
-    def forward(self, batch: Batch) -> Logits:
-        self._require_open()
-        check_batch(batch, self.facts, self.vocabulary.size, self._book.lengths)
-        if np.count_nonzero(batch.outputs) > self._max_outputs:
-            raise BatchError(f"a batch may ask for at most {self._max_outputs} rows of logits; split it")
-        placed = split_by_sequence(batch, self._book.lengths)
-        for sequence, part in placed.items():
-            self._book.check_settled(sequence)
-            if part.is_tree and not self.facts.can_tree:
-                raise CapabilityError(f"{self._chains_only()}")
-        if self._options.terminate:
-            self._options.terminate = False
-            raise Cancelled("the pass was cancelled before it began; the cache is as before")
+    def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        if not self.facts.can_tree and any(part.is_tree for part in placed.values()):
+            raise CapabilityError(self._chains_only())
         with self._held:
             logits = self._caches.run(batch, placed)
-        self._book.record(placed)
         self._last_width = batch.width
         return logits
 
@@ -218,46 +206,22 @@ class OnnxEngine(Engine):
             return "in reproducible mode ONNX Runtime scores chains only; trees need reproducible=False"
         return "this export scores chains only: its attention takes no bias"
 
-    def length(self, sequence: int = 0) -> int:
-        self._require_open()
-        self._book.check(sequence)
-        return self._book.lengths[sequence]
-
-    def rollback(self, to_length: int, sequence: int = 0) -> None:
-        self._require_open()
-        self._book.check_rollback(to_length, sequence)
+    def _truncate(self, to_length: int, sequence: int) -> None:
         self._caches.truncate(sequence, to_length)
-        self._book.settle(sequence, to_length)
 
-    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        self._require_open()
-        part, path = self._book.chosen(rows, sequence)
+    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         self._caches.keep(sequence, part, path)
-        self._book.settle(sequence, part.base + len(path))
 
-    def fork(self, source: int, destination: int) -> None:
-        self._require_open()
-        self._book.check_settled(source)
-        self._book.check(destination)
-        if source != destination:
-            length = self._book.lengths[source]
-            self._book.settle(destination, 0)
-            self._caches.fork(source, destination, length)
-            self._book.settle(destination, length)
+    def _copy(self, source: int, destination: int) -> None:
+        self._book.settle(destination, 0)
+        self._caches.fork(source, destination, self._book.lengths[source])
 
-    def save_state(self, sequence: int = 0) -> bytes:
-        self._require_open()
-        self._book.check_settled(sequence)
-        length = self._book.lengths[sequence]
-        return self._stamp.wrap(self._caches.save(sequence, length), length)
+    def _state(self, sequence: int) -> bytes:
+        return self._caches.save(sequence, self._book.lengths[sequence])
 
-    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
-        self._require_open()
-        self._book.check(sequence)
-        payload, length = self._stamp.unwrap(state, self.facts.context_length)
+    def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._book.settle(sequence, 0)
-        self._caches.load(sequence, payload, length)
-        self._book.settle(sequence, length)
+        self._caches.load(sequence, state, length)
 
     def give_hidden_states(self, wanted: bool) -> None:
         """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
@@ -292,23 +256,17 @@ class OnnxEngine(Engine):
     def is_settled(self) -> bool:
         return all(sessions.is_settled for sessions in self._sessions)
 
-    def cancel(self) -> None:
-        self._require_open()
-        self._options.terminate = True
+    @property
+    def _is_cancelled(self) -> bool:
+        return bool(self._options.terminate)
 
-    def clear_cancel(self) -> None:
-        self._require_open()
-        self._options.terminate = False
+    @_is_cancelled.setter
+    def _is_cancelled(self, wanted: bool) -> None:
+        self._options.terminate = wanted
 
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._held.close()
-            for sessions in self._sessions:
-                sessions.close()
-            del self._caches, self._separate  # they hold the sessions too
-            self._exit_passes = None
-
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise EngineError("this engine is closed; load the model again")
+    def _free(self) -> None:
+        self._held.close()
+        for sessions in self._sessions:
+            sessions.close()
+        del self._caches, self._separate  # they hold the sessions too
+        self._exit_passes = None
