@@ -21,6 +21,7 @@ from edgespec.engines.envelope import StateStamp
 from edgespec.engines.llamacpp.devices import require_rpc
 from edgespec.engines.llamacpp.rpc_probe import ask_all
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.proof import EVERY_WIDTH_TO
 from edgespec.engines.remote_pipe import LOAD, Loaded
 from edgespec.engines.remote_process import EngineProcess, ProcessEnded
@@ -41,8 +42,9 @@ class RemoteEngine(BookedEngine):
 
     vocabulary: VocabularyFile
 
-    def __init__(self, path: Path, endpoints: tuple[str, ...], options: dict[str, Any]) -> None:
-        self._path, self._endpoints, self._options = path, endpoints, options
+    def __init__(self, path: Path, use: ModelUse) -> None:
+        self._path, self._use = path, use
+        self.state_layers = use.state_layers
         self._process: EngineProcess | None = None
         self._settings: dict[str, tuple[Any, ...]] = {}  # methods to call again in a new child, with their arguments
         self._ids: list[TokenIds] = []  # tokens by sequence
@@ -61,25 +63,26 @@ class RemoteEngine(BookedEngine):
 
     @classmethod
     def load(
-        cls, path: Path, *, endpoints: tuple[str, ...], opened: Callable[[], None] = lambda: None, **options: Any
+        cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
     ) -> Self:
-        """Load `path` onto the servers at `endpoints` (HOST:PORT each), with the options of `LlamaCppEngine.load`.
+        """Load `path` onto the servers of `use`; `changes`: of it.
 
-        Without servers the child computes itself. `opened` is called before the child uses the file. Raises what that
-        raises, Unreachable for a server that does not answer, and CapabilityError where this build of llama.cpp has no
-        RPC.
+        Without servers the child computes itself. `opened` is called before the child uses the file. Raises what
+        `LlamaCppEngine.load` does, Unreachable for a server that does not answer, and CapabilityError where this build
+        of llama.cpp has no RPC.
         """
-        if endpoints:
+        use = replace(use or ModelUse(), **changes)
+        if use.endpoints:
             require_rpc("--rpc")
         opened()
-        return cls(path, endpoints, options)
+        return cls(path, use)
 
     def _start(self) -> Loaded:
         """Load the model in a new child. Raises as `load`."""
-        servers = ask_all(self._endpoints)
+        servers = ask_all(self._use.endpoints)
         self._process = process = EngineProcess()
         try:
-            loaded: Loaded = process.call(LOAD, self._path, servers, self._options)
+            loaded: Loaded = process.call(LOAD, self._path, servers, self._use)
             for method, arguments in self._settings.items():
                 process.call(method, *arguments)
         except ProcessEnded as exc:
@@ -93,13 +96,13 @@ class RemoteEngine(BookedEngine):
     def _raise_lost(self, ended: ProcessEnded) -> NoReturn:
         """Find out which server is gone."""
         try:
-            ask_all(self._endpoints, _DIAGNOSIS_S)
+            ask_all(self._use.endpoints, _DIAGNOSIS_S)
         except Unreachable as exc:
             raise Unreachable(f"{exc}. The target was lost with it; the next answer connects again") from ended
         if self._is_cancelled:
             self._is_cancelled = False
             raise Cancelled("the pass was cancelled, and its process was ended; the caches are as before") from ended
-        servers = f". All RPC servers ({', '.join(self._endpoints)}) answer now" if self._endpoints else ""
+        servers = f". All RPC servers ({', '.join(self._use.endpoints)}) answer now" if self._use.endpoints else ""
         raise Unreachable(
             f"the process with the target ended ({ended}){servers}: the next answer loads the model again"
         ) from ended
@@ -205,11 +208,6 @@ class RemoteEngine(BookedEngine):
         self._unread.discard(sequence)
         self._ids[sequence] = ids
 
-    def read_layers(self, layers: tuple[int, ...]) -> None:
-        """Make `layers` the `state_layers`. Raises CapabilityError where llama.cpp does not give their inputs."""
-        self._set("read_layers", layers)
-        self.state_layers = layers
-
     def give_hidden_states(self, wanted: bool) -> None:
         self._set("give_hidden_states", wanted)
 
@@ -233,7 +231,7 @@ class RemoteEngine(BookedEngine):
 
     def drop_class(self) -> None:
         super().drop_class()
-        self._options = {**self._options, "reproducible": False}  # for a later child
+        self._use = replace(self._use, reproducible=False)  # for a later child
         if self._process is not None:
             self._call("drop_class")
 

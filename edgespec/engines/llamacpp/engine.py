@@ -6,13 +6,17 @@ its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, check_threads
+from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts
@@ -23,11 +27,13 @@ from edgespec.engines.llamacpp.head_file import HeadOfFile
 from edgespec.engines.llamacpp.hidden_states import AllStates, HiddenStates
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
-from edgespec.engines.llamacpp.loading import EngineOfFile
+from edgespec.engines.llamacpp.loading import load_engine
 from edgespec.engines.llamacpp.mtp import MtpHead, mtp_of
 from edgespec.engines.llamacpp.opening import OpenModel
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
+from edgespec.engines.llamacpp.rpc_probe import RpcServer
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.split import model_files
@@ -36,7 +42,7 @@ from edgespec.types import Batch, Logits, TokenIds
 AnyHead = TypeVar("AnyHead", bound=HeadOfFile[Any])
 
 
-class LlamaCppEngine(EngineOfFile):
+class LlamaCppEngine(BookedEngine):
     """One GGUF model in llama.cpp. Make it with `load`. Logits stay valid until the next `forward`.
 
     In reproducible mode the logits of a sequence depend bitwise on its tokens alone.
@@ -66,6 +72,32 @@ class LlamaCppEngine(EngineOfFile):
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        use: ModelUse | None = None,
+        *,
+        servers: tuple[RpcServer, ...] = (),
+        opened: Callable[[], None] = lambda: None,
+        **changes: Any,
+    ) -> Self:
+        """Load `path` and measure what it can do; `changes`: of `use`.
+
+        `servers`: RPC servers whose devices this process has (see `RemoteEngine`), and which hold all layers unless
+        `gpu_layers` tells how many. `opened` is called when the file is open and before it is used. The widest pass of
+        a width class limits `facts.max_batch`, so that prompts are read inside it. Where reproducible mode would pad
+        single tokens with keys in f16, and no type was asked for, they are cached in q8_0.
+
+        Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
+        build or model cannot do what was asked.
+        """
+        use = replace(use or ModelUse(), **changes)
+        engine = load_engine(cls, path, use, servers, opened)
+        with closed_on_failure(engine):
+            engine.read_layers(use.state_layers)
+        return engine
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         with self._held:

@@ -19,7 +19,7 @@ from edgespec.engines.llamacpp.head_file import HeadOfFile
 from edgespec.engines.llamacpp.hidden_states import OutputStates
 from edgespec.engines.llamacpp.library import END, CancelFlag, library
 from edgespec.engines.llamacpp.rows import PairRows
-from edgespec.engines.llamacpp.settings import MAX_BRANCHES
+from edgespec.engines.model_use import MAX_BRANCHES
 from edgespec.errors import BatchError, EngineError
 from edgespec.formats.gguf.gemma4_drafter import DrafterSizes, check_cache, read_gemma4_drafter
 from edgespec.formats.gguf.header import read_header

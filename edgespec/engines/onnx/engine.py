@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from edgespec.engines.base import EarlyExit, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
 from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
@@ -27,7 +28,7 @@ from edgespec.engines.onnx.library import device_identity, first_choice, library
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
-from edgespec.engines.onnx.settings import DEFAULT_CONTEXT, MAX_BATCH, WIDEST, ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, pinned_facts
@@ -94,75 +95,42 @@ class OnnxEngine(BookedEngine):
 
     @classmethod
     def load(
-        cls,
-        path: Path,
-        *,
-        context_length: int | None = None,
-        threads: int | None = None,
-        max_sequences: int = 1,
-        max_batch: int = MAX_BATCH,
-        provider: str = "auto",
-        cache_type: str = "f32",
-        reproducible: bool | None = None,
-        widest: int = WIDEST,
-        exit_layer: int | None = None,
-        hidden_states: bool = False,
-        default_context: int = DEFAULT_CONTEXT,
-        state_layers: tuple[int, ...] = (),
-        opened: Callable[[], None] = lambda: None,
-        shares_cells: bool = True,
+        cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `context_length` in tokens per sequence, None for the trained one up to `default_context`; `threads` None for
-        the physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
-        quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, for
-        several sequences only if an earlier load found that, False skips the measurement; `widest`, the widest pass
-        measured; `exit_layer`: cut the graph after this layer, for `early_exit`; `hidden_states`: allow
-        `give_hidden_states`, with the inputs of `state_layers`; `opened` is called when the graph is open and before
-        its tokenizer is; `shares_cells` False: several sequences have caches of their own in the fastest mode too, so
-        that attention reads one of them per row; only single rows of theirs then share a pass, and no drafts.
+        `changes`: of `use`. `opened` is called when the graph is open and before its tokenizer is. For several
+        sequences a width class that costs nothing is used only if an earlier load found it. Where each has a cache of
+        its own in the fastest mode, only single rows share a pass, and no drafts.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
         """
+        use = replace(use or ModelUse(), **changes)
         check_path(path)
         try:
-            graph = read_graph(path, hidden_states=hidden_states, state_layers=state_layers)
+            graph = read_graph(path, hidden_states=use.hidden_states, state_layers=use.state_layers)
             config = ModelConfig.read(path.parent)
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
-        settings = OnnxSettings.checked(
-            graph,
-            config,
-            context_length=context_length,
-            default_context=default_context,
-            threads=threads,
-            max_sequences=max_sequences,
-            max_batch=max_batch,
-            provider=provider,
-            cache_type=cache_type,
-            reproducible=reproducible,
-            widest=widest,
-            exit_layer=exit_layer,
-            shares_cells=shares_cells,
-        )
-        widest, states = settings.measured_widths, state_layers or hidden_states
-        key = "" if reproducible is False else widths_key(path, settings, first_choice(provider), widest, states)
+        settings = OnnxSettings.checked(graph, config, use)
+        widest, reproducible = settings.measured_widths, use.reproducible
+        gives = use.state_layers or use.hidden_states
+        key = "" if reproducible is False else widths_key(path, settings, first_choice(use.provider), widest, gives)
         if reproducible is None and is_known_free(key, widest):
             settings = replace(settings, reproducible=True)  # each sequence gets a cache of its own
         cells = settings.cells(graph)
-        scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
+        scales = cache_scales(path, graph, settings) if settings.cache_type == "int8" else None
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
-            graph = read_graph(path, scales, cells, hidden_states=hidden_states, state_layers=state_layers)
+            graph = read_graph(path, scales, cells, hidden_states=use.hidden_states, state_layers=use.state_layers)
         engine = cls(path, graph, settings, config, opened)
-        engine.state_layers = state_layers
+        engine.state_layers = use.state_layers
         check_logits(engine, path)
         if engine.facts.splits_passes and not batches_work(engine):
             engine._separate.never_batch()
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
-        key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, states)
+        key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, gives)
         if reproducible is None and engine.facts.can_pack and not settings.reproducible:
             engine.facts = fastest_facts(engine, key)
         elif reproducible is not False:
