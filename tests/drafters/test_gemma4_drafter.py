@@ -112,7 +112,7 @@ def test_bad_arguments_are_refused(engine: LlamaCppEngine, drafter_path: Path) -
     with engine.load_head(Gemma4Drafter, drafter_path) as head:
         with pytest.raises(BatchError, match="width 64"):
             head.step(3, np.zeros(7, np.float32), 0)
-        with pytest.raises(BatchError, match="outside the drafter's vocabulary"):
+        with pytest.raises(BatchError, match="outside the head's vocabulary"):
             head.step(1 << 20, np.zeros(64, np.float32), 0)
 
 

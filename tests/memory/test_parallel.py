@@ -45,7 +45,9 @@ def cells_of(options: LoadOptions) -> int:
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_the_planned_cells_are_those_of_the_load(drafter: Any, reproducible: bool) -> None:
     """In reproducible mode each sequence has cells of its own, even if trees would share them."""
-    options = replace(OPTIONS, engine="llamacpp", drafter=drafter, draft=None, threads=1, parallel=3, context_length=500)
+    options = replace(
+        OPTIONS, engine="llamacpp", drafter=drafter, draft=None, threads=1, parallel=3, context_length=500
+    )
     options = replace(options, reproducible=reproducible)
     with edgespec.load(**keywords_of(options)) as model:
         assert model.target.facts.own_cells == (reproducible or drafter == "suffix")
