@@ -47,8 +47,8 @@ def twins(request: pytest.FixtureRequest, onnx_path: Path) -> Iterator[tuple[Onn
     """The model in one piece and in three, with the same cache."""
     kind = request.param
     with (
-        open_engine(onnx_path, cache_type=kind) as one,
-        open_engine(onnx_path, cache_type=kind, exit_layer=LAYERS) as other,
+        open_engine(onnx_path, cache_type_k=kind) as one,
+        open_engine(onnx_path, cache_type_k=kind, exit_layer=LAYERS) as other,
     ):
         yield one, other
 
