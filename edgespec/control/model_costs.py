@@ -6,7 +6,6 @@ All sequences of the target share it: each of their passes refines it.
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 
 from edgespec.config import DrafterName
 from edgespec.control import constants as c
@@ -27,21 +26,24 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.spec import SPECS
+from edgespec.engines.disk_cache import FileVersion, file_key
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 
 
 class ModelCosts:
-    """`drafters`: those of the first sequence of `target`, opened and closed meanwhile; they own the models."""
+    """`files`: the versions of each role's files that were loaded. Raises OSError where one is gone already."""
 
     def __init__(self, pair: ModelPair, target: CachedSequence, drafters: dict[DrafterName, Drafter]) -> None:
-        self._pair, self._target, self._drafters = pair, target, drafters
+        """`drafters`: those of the first sequence of `target`, opened and closed meanwhile; they own the models."""
+        self.files = {role: tuple(map(file_key, pair.paths(role))) for role in pair.files}
+        self._target, self._drafters = target, drafters
         self.is_measured = False
 
     @cached_property
     def curve(self) -> CostCurve:
         """What the target's passes cost on this machine, as far as known; refined by every pass."""
-        return known_curve(self._target.engine, self._pair.paths("target"))
+        return known_curve(self._target.engine, self.files["target"])
 
     @cached_property
     def drafts(self) -> dict[str, DraftCost]:
@@ -64,7 +66,7 @@ class ModelCosts:
             self._target.rollback(0)
             if threads is not None:
                 threads.reset()
-            self.curve = target_curve(self._target.engine, self._pair.paths("target"))
+            self.curve = target_curve(self._target.engine, self.files["target"])
         self.drafts = {
             name: draft_cost(engine, self._draft_files(name))
             for name, drafter in self._drafters.items()
@@ -78,18 +80,18 @@ class ModelCosts:
 
     def store(self, draft: DrafterName | None) -> None:
         """For the next run; `draft`: the drafter that the pair's draft became."""
-        files = self._pair.paths("target")
+        files = self.files["target"]
         store_curve(cost_key(self._target.engine, files), self.curve)
         store_file_curve(files, self.curve)
         if draft is not None and (engine := self._drafters[draft].engine) is not None:
             cost = self.drafts[draft]
             if cost.is_observed and not cost.is_relative:
-                store_draft_cost(cost_key(engine, self._pair.paths("draft")), cost)
+                store_draft_cost(cost_key(engine, self.files["draft"]), cost)
 
     def _parts_of_target(self) -> list[DrafterName]:
         """The opened drafters that run layers of the target."""
         return [name for name in self._drafters if SPECS[name].owns == "layers of the target"]
 
-    def _draft_files(self, name: DrafterName) -> tuple[Path, ...]:
+    def _draft_files(self, name: DrafterName) -> tuple[FileVersion, ...]:
         """The files of the model that a drafter runs."""
-        return self._pair.paths(SPECS[name].roles[-1])
+        return self.files[SPECS[name].roles[-1]]

@@ -54,6 +54,8 @@ class DrafterPool:
         self._automatic: dict[DrafterName, AutoController] = {}
         self._dropped: tuple[DrafterName, ...] = ()  # closed to free their memory
         self.costs: ModelCosts = ModelCosts(pair, target, drafters) if first is None else first.costs
+        heads = {"": options.heads} if options.heads else {kind: file.path for kind, file in pair.heads.items()}
+        self._heads = {kind: disk_cache.file_key(path) for kind, path in heads.items()}
         self.threads = self._thread_control() if first is None else None
         self._learnt: LearntTexts | None = None if first is None else first._learnt
         if first is None and options.learn:
@@ -250,7 +252,6 @@ class DrafterPool:
             disk_cache.put("learnt", self._learnt_key(name), controller.to_json())
 
     def _learnt_key(self, name: DrafterName) -> str:
-        files = [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files]
-        own = [file.path for kind, file in self._pair.heads.items() if kind == name]
-        heads = [disk_cache.file_key(path) for path in ([self._options.heads] if self._options.heads else own)]
+        files = [cost_key(self._target.engine, versions) for versions in self.costs.files.values()]
+        heads = [version for kind, version in self._heads.items() if kind in ("", name)]
         return key_of(name, files, heads, self._options.exit_layer, self._options.draft_temperature)
