@@ -76,9 +76,15 @@ class InfillExchange(Exchange):
     """A request to `/infill`, around the completion that it became, in llama-server's own form."""
 
     def __init__(
-        self, loaded: Loaded, inner: Exchange, *, is_cut: bool, reads_only: bool, limits: tuple[int, float | None],
+        self,
+        loaded: Loaded,
+        inner: Exchange,
+        *,
+        is_cut: bool,
+        reads_only: bool,
+        limits: tuple[int, float | None],
         shown: Sequence[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(inner.jobs, is_stream=inner.is_stream)
         self._loaded, self._is_cut, self._reads_only = loaded, is_cut, reads_only
         self._limits, self._shown = limits, shown
