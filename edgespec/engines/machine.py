@@ -63,6 +63,10 @@ def is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
+def is_apple_silicon() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
 @cache
 def instruction_sets() -> frozenset[str]:
     """What the CPU offers beyond plain x86-64, as Linux names it; empty on other processors.

@@ -6,6 +6,7 @@ The same plan is printed by `edgespec plan` and checked at every load.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,9 @@ from edgespec.config.sizes import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.footprint import Footprint
-from edgespec.engines.machine import default_threads
+from edgespec.engines.machine import default_threads, is_apple_silicon
 from edgespec.engines.model_use import ModelUse
+from edgespec.errors import CapabilityError
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.split import model_files
@@ -69,7 +71,8 @@ class Plan:
     """What a pair takes once its context is full. Sizes in bytes; `tables`: of drafters without a model; `heads` files.
 
     `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
-    Runtime, None for the CPU; `other_devices`: what it may choose instead.
+    Runtime, None for the CPU; `other_devices`: what it may choose instead. `shares_device`: what lies on a GPU takes
+    this machine's memory.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Plan:
     threads: int
     device: str | None = None
     other_devices: tuple[str, ...] = ()
+    shares_device: bool = False
 
     @property
     def parts(self) -> list[Part]:
@@ -90,7 +94,7 @@ class Plan:
     @property
     def own_bytes(self) -> int:
         """Memory that the system cannot drop, at its peak: with a full context, or while a model is opened."""
-        steady = self.process.own + sum(model.footprint.own for model in self.models) + self.tables + self.heads
+        steady = self.process.own + sum(map(self._own, self.models)) + self.tables + self.heads
         return max(steady, *(own for own, _ in self._openings()))
 
     @property
@@ -120,7 +124,11 @@ class Plan:
             need = model.footprint
             yield before + need.packed + need.loading, self.mapped_bytes + need.loading_mapped
             yield before + need.packed + need.vocabulary + need.reading, self.mapped_bytes
-            before += need.own
+            before += self._own(model)
+
+    def _own(self, model: ModelNeed) -> int:
+        need = model.footprint
+        return need.own + (need.device if self.shares_device else 0)
 
     @property
     def device_bytes(self) -> int:
@@ -139,6 +147,8 @@ class Plan:
         if not self.device_bytes:
             return ""
         size = as_size(self.device_bytes)
+        if self.shares_device:
+            return f"of these on the GPU, which shares this machine's memory: about {size}"
         if self.device is None:  # of llama.cpp, which tells how much memory its devices have
             return f"on the GPU: about {size}"
         return (
@@ -181,7 +191,24 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         _threads(options, engines, len(roles)),
         _device(options),
         _other_devices() if "onnx" in engines and options.provider == "auto" else (),
+        _shares_device(options, engines),
     )
+
+
+def _shares_device(options: LoadOptions, engines: set[str]) -> bool:
+    """Whether layers go to a GPU that has no memory of its own."""
+    if "llamacpp" not in engines:
+        return _device(options) is not None and is_apple_silicon()
+    placed = [(options.target_gpu_layers, options.target_devices)]
+    placed += [(options.draft_model_gpu_layers, options.draft_devices)]
+    names = [devices for layers, devices in placed if layers and devices != ()]
+    if not names or options.rpc is not None:
+        return False
+    from edgespec.engines.llamacpp.devices import any_shares_memory
+
+    with suppress(CapabilityError):  # llama.cpp is not here, or too old to tell
+        return any(map(any_shares_memory, names))
+    return False
 
 
 def _device(options: LoadOptions) -> str | None:
