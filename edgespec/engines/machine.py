@@ -84,6 +84,16 @@ def instruction_sets() -> frozenset[str]:
     return frozenset({"avx2"})
 
 
+@cache
+def lacks_dot_products() -> bool:
+    """Whether an ARM processor is too old for sums of products of bytes, for which llama.cpp reorders weights there."""
+    try:
+        features = [line.split() for line in _CPUINFO.read_text().splitlines() if line.startswith("Features")]
+    except OSError:
+        return False
+    return bool(features) and not all("asimddp" in each for each in features)
+
+
 def products_saturate() -> bool:
     """Whether sums of products of unsigned and signed bytes saturate at 16 bits: on x86 without VNNI.
 

@@ -24,7 +24,7 @@ from edgespec.engines.llamacpp.settings import (
     choose_context_length,
     has_streams,
 )
-from edgespec.engines.machine import instruction_sets
+from edgespec.engines.machine import instruction_sets, lacks_dot_products
 from edgespec.engines.model_use import MAX_BATCH, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
@@ -35,8 +35,8 @@ from edgespec.formats.gguf.values import GgufNumbers
 _CACHE_BLOCK = 32
 # Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).
 _X86 = {"Q4_0": "avx2", "Q4_K": "avx2", "IQ4_NL": "avx2", "MXFP4": "avx2", "Q2_K": "avx512f"}
-_ARM = {"Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"}
-_INTERLEAVED_X86, _INTERLEAVED_ARM = 8, 4
+_INTERLEAVED_X86 = 8
+_ARM = {"Q4_0": 4, "Q4_K": 8, "Q5_K": 8, "Q6_K": 8, "Q8_0": 4, "IQ4_NL": 4, "MXFP4": 4}  # with dot products
 # Reserved per node of the largest graph, mostly for copies to other devices (ggml_backend_sched_new); hardly touched.
 _GRAPH_NODE_BYTES = 21_500
 _VOCABULARY_BYTES = 420  # a token: its text, score and merge in llama.cpp, its bytes in Python; measured on 49152
@@ -217,7 +217,7 @@ def _is_repacked(tensor: TensorInfo, header: GgufHeader) -> bool:
         return False  # rows are looked up in it, never multiplied
     found = instruction_sets()
     if not found:  # not x86
-        return tensor.kind in _ARM and tensor.shape[1] % _INTERLEAVED_ARM == 0
+        return tensor.kind in _ARM and tensor.shape[1] % _ARM[tensor.kind] == 0 and not lacks_dot_products()
     return _X86.get(tensor.kind) in found and tensor.shape[1] % _INTERLEAVED_X86 == 0
 
 
