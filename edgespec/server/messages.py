@@ -28,6 +28,8 @@ _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_
 class MessagesExchange(Exchange):
     """A request to `/v1/messages`, around the chat that it was translated to."""
 
+    ping = sse({"type": "ping"}, "ping")
+
     def __init__(self, loaded: Loaded, chat: ChatExchange) -> None:
         super().__init__(chat.jobs, is_stream=chat.is_stream)
         self._name, self._chat = loaded.name, chat

@@ -36,6 +36,7 @@ class OllamaExchange(Exchange):
     """A request to `/api/chat` or, with `is_chat` false, to `/api/generate`."""
 
     media_type = "application/x-ndjson"
+    ping = b""  # its clients parse every line
 
     def __init__(self, loaded: Loaded, inner: Exchange, *, is_chat: bool, is_stream: bool) -> None:
         super().__init__(inner.jobs, is_stream=is_stream)
