@@ -254,6 +254,16 @@ class TokenEvent:
         return self.drafter is not None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a prompt has been read: of its `total` tokens `processed` are cached, of these `reused` from before."""
+
+    total: int
+    reused: int
+    processed: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Stats:
     """Counters of one generation. Ratios are properties, 0 if there is nothing to divide by. Times in seconds.

@@ -10,8 +10,8 @@ from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.server.http_errors import HttpError
-from edgespec.server.scheduler import Ticket
-from edgespec.types import Stats, TokenEvent
+from edgespec.server.ticket import Ticket
+from edgespec.types import PromptProgress, Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 
@@ -20,7 +20,8 @@ class Piece:
     """What became certain at once: reasoning, text, whole tool calls, and the tokens that the text is made of.
 
     `tokens`: only with log probabilities; `shares`: the text by token, each with the drafter that proposed it or None.
-    `reasoning_tokens` and `reasoning_shares` are the same of the reasoning, its marks included.
+    `reasoning_tokens` and `reasoning_shares` are the same of the reasoning, its marks included. `progress`: how much of
+    the prompt is read, for jobs that tell it, in a piece of its own before all others.
     """
 
     text: str = ""
@@ -30,6 +31,7 @@ class Piece:
     reasoning: str = ""
     reasoning_tokens: list[TokenEvent] = field(default_factory=list)
     reasoning_shares: list[tuple[str, str | None]] = field(default_factory=list)
+    progress: PromptProgress | None = None
 
     def __bool__(self) -> bool:
         return bool(self.text or self.calls or self.tokens or self.reasoning or self.reasoning_tokens)
@@ -114,6 +116,8 @@ class Answer:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""
         try:
             async for events in self.ticket:
+                if (progress := self.ticket.take_progress()) is not None:
+                    yield Piece(progress=progress)
                 piece = Piece() if self._is_cut else self._joined(events)
                 if piece:
                     yield self._kept(piece)
@@ -256,6 +260,16 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
         reasoning = sum(answer.num_reasoning_tokens for answer in answers)
         found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return found
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
+    """How much of the prompt is read, under llama.cpp's names."""
+    return {
+        "total": progress.total,
+        "cache": progress.reused,
+        "processed": progress.processed,
+        "time_ms": int(1000 * progress.seconds),
+    }
 
 
 def timings(stats: Stats) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 from edgespec import __version__
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
-from edgespec.server.answer import Answer, Piece, timings, token_logprob, usage
+from edgespec.server.answer import Answer, Piece, prompt_progress, timings, token_logprob, usage
 from edgespec.server.exchange import DONE, Exchange, sse
-from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
+from edgespec.server.ticket import Job, Ticket
 from edgespec.types import TokenEvent
 
 FINGERPRINT = f"edgespec-{__version__}"
@@ -80,6 +80,8 @@ class ChatExchange(Exchange):
                 if begins:
                     yield self._chunk(index, begins)
                     begins = {}
+                if piece.progress is not None:
+                    yield self._chunk(index, {}, extra={"prompt_progress": prompt_progress(piece.progress)})
                 if piece.reasoning or piece.reasoning_tokens:
                     logprobs = self._logprobs([], piece.reasoning_tokens)
                     extra = self._progress(answer, piece.reasoning_shares)

@@ -22,9 +22,9 @@ from edgespec.server.options import (
     read_stream_options,
     require_model,
 )
-from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.server.structure import forced_calls, read_structure, structured_behind
+from edgespec.server.ticket import Job
 
 MOST_TOP_LOGPROBS = 20
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
@@ -41,7 +41,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     is_stream = fields.flag("stream")
     stream_options = fields.fields("stream_options")
     includes_usage = read_stream_options(stream_options, is_stream=is_stream)
-    per_token = fields.flag("timings_per_token")
+    per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
     sampling = read_sampling(fields, loaded)
     options = read_options(
         fields, loaded, read_max_tokens(fields, "max_completion_tokens", "max_tokens"), _read_logprobs(fields)
@@ -61,7 +61,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     reasoning = Reasoning.of(vocabulary, prompt_ids)
     if reasoning is not None and reasoning.is_open:
         options = structured_behind(loaded, options, reasoning.marks)
-    jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
+    jobs = [Job(prompt_ids, numbered(sampling, index), options, tells_progress) for index in range(count)]
     return ChatExchange(
         loaded,
         jobs,

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from edgespec.server.answer import Answer, timings, token_logprob, usage
+from edgespec.server.answer import Answer, prompt_progress, timings, token_logprob, usage
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
@@ -25,9 +25,9 @@ from edgespec.server.options import (
     read_stream_options,
     require_model,
 )
-from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Limits, Loaded
 from edgespec.server.structure import read_structure
+from edgespec.server.ticket import Job, Ticket
 from edgespec.types import TokenEvent
 
 MOST_LOGPROBS = 5
@@ -59,7 +59,8 @@ class CompletionExchange(Exchange):
             offset = 0
             async for piece in answer.pieces():
                 logprobs = self._logprobs(piece.tokens, offset)
-                yield self._chunk(self._choice(index, piece.text, logprobs, None))
+                extra = None if piece.progress is None else {"prompt_progress": prompt_progress(piece.progress)}
+                yield self._chunk(self._choice(index, piece.text, logprobs, None), extra)
                 offset += len(piece.text)
             end = self._choice(index, "", None, answer.finish_reason)
             yield self._chunk(end, {"timings": timings(answer.stats), "seed": answer.ticket.seed})
@@ -123,6 +124,7 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     options = read_options(fields, loaded, max_tokens, fields.whole("logprobs", 0, MOST_LOGPROBS))
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
+    tells_progress = fields.flag("return_progress")
     fields.ignore(*WITHOUT_EFFECT)
     fields.refuse("echo", "the answer holds new text only", (False,))
     fields.refuse("suffix", "models here continue text; filling gaps is not supported", ("",))
@@ -133,7 +135,7 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
         raise bad_request(
             f"{len(prompts)} prompts with n = {count}: at most {loaded.limits.max_choices} answers", "prompt"
         )
-    jobs = [Job(ids, numbered(sampling, index), options) for ids in prompts for index in range(count)]
+    jobs = [Job(ids, numbered(sampling, index), options, tells_progress) for ids in prompts for index in range(count)]
     return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage)
 
 

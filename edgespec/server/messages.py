@@ -16,8 +16,8 @@ from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import MOST_TOKENS
-from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
+from edgespec.server.ticket import Ticket
 
 PATH = "/v1/messages"
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "speculative", "seed")

@@ -20,8 +20,8 @@ from edgespec.server.exchange import Exchange, compact
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import require_model
-from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded, Service
+from edgespec.server.ticket import Ticket
 
 _TAG = ":latest"
 _EFFORTS = ("low", "medium", "high")

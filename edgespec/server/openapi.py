@@ -68,6 +68,7 @@ _COMMON: Schema = {
     "stream": _FLAG,
     "stream_options": {"oneOf": [_object({"include_usage": _FLAG}), {"type": "null"}]},
     "speculative": _SPECULATIVE,
+    "return_progress": {**_FLAG, "description": "In a stream: `prompt_progress` while the prompt is read"},
 }
 _CHOICE: Schema = {"oneOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
 _CHAT = _object(

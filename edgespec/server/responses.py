@@ -17,8 +17,8 @@ from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
 from edgespec.server.responses_input import as_chat
-from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
+from edgespec.server.ticket import Ticket
 
 
 class ResponsesExchange(Exchange):

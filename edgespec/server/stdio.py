@@ -1,9 +1,9 @@
 """`edgespec serve --stdio`: JSON lines for a program that starts edgespec as its child; no port, no HTTP.
 
 Out: {"event": "hello", "protocol": 1, "version": ...} at once, "ready" once the model answers, then for each request
-"delta"s and one "done" or "error". In: {"op": "chat" | "generate", "id": ..., ...} with the fields of
-/v1/chat/completions or /v1/completions, {"op": "cancel", "id": ...}, {"op": "hello", "protocol": 1}, {"op": "close"}.
-The end of standard input ends the process, so that no sidecar outlives its parent.
+"delta"s (and "progress" if asked for) and one "done" or "error". In: {"op": "chat" | "generate", "id": ..., ...} with
+the fields of /v1/chat/completions or /v1/completions, {"op": "cancel", "id": ...}, {"op": "hello", "protocol": 1},
+{"op": "close"}. The end of standard input ends the process, so that no sidecar outlives its parent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from edgespec import __version__
-from edgespec.server.answer import timings, usage
+from edgespec.server.answer import prompt_progress, timings, usage
 from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
@@ -149,6 +149,8 @@ class _Sidecar:
             try:
                 async with asyncio.timeout(loaded.limits.timeout_s):
                     async for piece in answer.pieces():
+                        if piece.progress is not None:
+                            self.emit("progress", id=request_id, **prompt_progress(piece.progress))
                         calls = [
                             {"id": call.id, "name": call.name, "arguments": call.arguments} for call in piece.calls
                         ]

@@ -17,8 +17,9 @@ from edgespec.errors import EdgespecError, SamplingError
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
-from edgespec.server.scheduler import Job, Scheduler, Ticket
+from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
+from edgespec.server.ticket import Job, Ticket
 from waiting import reached
 
 LONG = GenerateOptions(max_tokens=1900, ignore_eos=True, logprobs=False)

@@ -44,6 +44,13 @@ def events_until(process: subprocess.Popen[bytes], *ended: str) -> list[dict[str
     return events
 
 
+def test_progress_of_a_prompt_is_told_when_asked_for(sidecar: subprocess.Popen[bytes]):
+    send(sidecar, {"op": "generate", "id": "p", "prompt": "one two " * 200, "max_tokens": 2, "return_progress": True})
+    events = events_until(sidecar, "p")
+    told = [event for event in events if event["event"] == "progress"]
+    assert told == events[: len(told)] and told[-1]["processed"] == told[-1]["total"] > 200
+
+
 def test_two_requests_get_their_own_texts(sidecar: subprocess.Popen[bytes], model: Model):
     sampling = replace(model.recommended_sampling, temperature=1.0, seed=9)
     options = GenerateOptions(max_tokens=20, drafter="none")
