@@ -19,7 +19,7 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config import MAX_PARALLEL, LoadOptions
+from edgespec.config import MAX_PARALLEL, RANDOM_SEED, LoadOptions
 from edgespec.config.settings import STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.errors import CapabilityError, ConfigError
@@ -84,7 +84,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         with context.scope(cleanup=False):  # click knows its context by thread
             parallel = own["parallel"] or _usual_parallel(settings)
             session = open_session(settings, remembers=True, parallel=parallel)
-            if "seed" not in settings.values:
+            if settings.values.get("seed", RANDOM_SEED) == RANDOM_SEED:
                 session.sampling = replace(session.sampling, seed=None)  # another one for each request
             service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
             show_beginning(session)

@@ -19,7 +19,7 @@ from edgespec.cli.help import default_of, show
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
 from edgespec.cli.terminal import counted, reply, stats_lines
-from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
+from edgespec.config import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
 from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting, did_you_mean
 from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
@@ -133,7 +133,11 @@ def _set(chat: Chat, argument: str) -> None:
     if not name or not text.strip():
         raise ConfigError("/set needs a name and a value, such as: /set temp 0.5 (/unset takes a setting back)")
     setting = find(name, "/set")
-    _change(chat, setting, setting.parse(text.strip(), f"/set {setting.key}"))
+    value = setting.parse(text.strip(), f"/set {setting.key}")
+    if setting.name == "seed" and value == RANDOM_SEED:
+        _unset(chat, name)
+        return
+    _change(chat, setting, value)
     _say(chat, setting)
 
 

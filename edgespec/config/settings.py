@@ -231,7 +231,7 @@ SETTINGS: tuple[Setting, ...] = (
             "Subtract from the logit of a recent token per occurrence",
         ),
         ("penalty_window", "integer", "--repeat-last-n", "How many tokens count as recent"),
-        ("seed", "integer", "--seed", "Random seed"),
+        ("seed", "integer", "--seed", "Random seed; -1 draws one"),
     ),
     *_of(
         "Answer",

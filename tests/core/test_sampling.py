@@ -194,3 +194,9 @@ def chi_square_z(counts: np.ndarray, expected: np.ndarray) -> float:
     freedom = counts.size - 1
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def test_a_seed_of_minus_one_is_none():
+    drawn = {Sampling(seed=-1).seeded().seed for _ in range(3)}
+    assert Sampling(seed=-1) == Sampling(seed=None) and len(drawn) == 3
+    assert Sampling(seed=-2).seeded().seed == -2
