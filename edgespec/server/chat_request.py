@@ -12,6 +12,7 @@ from edgespec.config import REASONING_FORMATS
 from edgespec.server.chat_completions import ChatExchange, Tools
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
+from edgespec.server.llamacpp_fields import read_llamacpp
 from edgespec.server.options import (
     WITHOUT_EFFECT,
     numbered,
@@ -27,6 +28,7 @@ from edgespec.server.structure import forced_calls, read_structure, structured_b
 from edgespec.server.ticket import Job
 
 MOST_TOP_LOGPROBS = 20
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")  # the last is llama.cpp's
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -43,9 +45,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     includes_usage = read_stream_options(stream_options, is_stream=is_stream)
     per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
     sampling = read_sampling(fields, loaded)
-    options = read_options(
-        fields, loaded, read_max_tokens(fields, "max_completion_tokens", "max_tokens"), _read_logprobs(fields)
-    )
+    options = read_options(fields, loaded, read_max_tokens(fields, *_LIMITS), _read_logprobs(fields))
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
     tools, choice = _read_tools(fields, loaded)
@@ -54,6 +54,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     arguments = _template_arguments(fields, template)
     splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
     _refuse_unsupported(fields)
+    read_llamacpp(fields, loaded)
     messages = _read_messages(fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
@@ -82,6 +83,9 @@ def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
     """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
     given = fields.fields("chat_template_kwargs")
     chosen: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
+    never_reasons = "enable_thinking" not in template and reasoning_marks(template) is None
+    if never_reasons and chosen.get("enable_thinking") is False:
+        chosen = {name: value for name, value in chosen.items() if name != "enable_thinking"}
     effort = fields.text("reasoning_effort")
     if effort is None:
         return chosen

@@ -15,6 +15,7 @@ from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
+from edgespec.server.llamacpp_fields import read_llamacpp
 from edgespec.server.options import (
     WITHOUT_EFFECT,
     numbered,
@@ -36,9 +37,11 @@ MOST_LOGPROBS = 5
 class CompletionExchange(Exchange):
     """A request to `/v1/completions`: the answers to one or more prompts."""
 
-    def __init__(self, loaded: Loaded, jobs: Sequence[Job], *, is_stream: bool, includes_usage: bool) -> None:
+    def __init__(
+        self, loaded: Loaded, jobs: Sequence[Job], *, is_stream: bool, includes_usage: bool, per_token: bool
+    ) -> None:
         super().__init__(jobs, is_stream=is_stream)
-        self._loaded, self._includes_usage = loaded, includes_usage
+        self._loaded, self._includes_usage, self._per_token = loaded, includes_usage, per_token
         self._vocabulary = loaded.model.target.vocabulary
         self._has_logprobs = jobs[0].options.logprobs
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
@@ -59,7 +62,9 @@ class CompletionExchange(Exchange):
             offset = 0
             async for piece in answer.pieces():
                 logprobs = self._logprobs(piece.tokens, offset)
-                extra = None if piece.progress is None else {"prompt_progress": prompt_progress(piece.progress)}
+                extra: dict[str, Any] = {"timings": timings(answer.stats)} if self._per_token else {}
+                if piece.progress is not None:
+                    extra = {"prompt_progress": prompt_progress(piece.progress)}
                 yield self._chunk(self._choice(index, piece.text, logprobs, None), extra)
                 offset += len(piece.text)
             end = self._choice(index, "", None, answer.finish_reason)
@@ -120,12 +125,13 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     is_stream = fields.flag("stream")
     includes_usage = read_stream_options(fields.fields("stream_options"), is_stream=is_stream)
     sampling = read_sampling(fields, loaded)
-    max_tokens = read_max_tokens(fields, "max_tokens")
+    max_tokens = read_max_tokens(fields, "max_tokens", "n_predict")
     options = read_options(fields, loaded, max_tokens, fields.whole("logprobs", 0, MOST_LOGPROBS))
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
-    tells_progress = fields.flag("return_progress")
+    per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
     fields.ignore(*WITHOUT_EFFECT)
+    read_llamacpp(fields, loaded)
     fields.refuse("echo", "the answer holds new text only", (False,))
     fields.refuse("suffix", "models here continue text; filling gaps is not supported", ("",))
     fields.refuse("best_of", "use n", (count,))
@@ -136,7 +142,7 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
             f"{len(prompts)} prompts with n = {count}: at most {loaded.limits.max_choices} answers", "prompt"
         )
     jobs = [Job(ids, numbered(sampling, index), options, tells_progress) for ids in prompts for index in range(count)]
-    return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage)
+    return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
 
 
 def _read_prompts(fields: Fields, loaded: Loaded) -> list[list[int]]:

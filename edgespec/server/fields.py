@@ -64,10 +64,15 @@ def _check_text(text: str) -> None:
 
 
 class Fields:
-    """The fields of one JSON object. A null counts as absent. `finish` refuses every field that was not read."""
+    """The fields of one JSON object. A null counts as absent. `finish` refuses every field that was not read.
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+    `notes`: what the request asks for and does not get, although its answer has the text that was asked for. One list
+    for the whole request: give it to the fields that a request is translated to.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "", notes: list[str] | None = None) -> None:
         self._values, self._where = values, where
+        self.notes: list[str] = [] if notes is None else notes
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
@@ -126,7 +131,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.wrong(name, "must be an object", value)
-        return Fields(value, self.path(name))
+        return Fields(value, self.path(name), self.notes)
 
     def choice(self, name: str, allowed: Sequence[str]) -> str | None:
         value: str | None = self.given(name)
@@ -137,6 +142,17 @@ class Fields:
     def ignore(self, *names: str) -> None:
         """Accept fields that cannot change the answer."""
         self._read.update(names)
+
+    def note(self, name: str, what: str) -> None:
+        """Accept a field whose wish is not met, and say so."""
+        self._read.add(name)
+        self.notes.append(f"{self.path(name)}: {what}")
+
+    def without_effect(self, name: str, why: str, neutral: Iterable[Any] = ()) -> None:
+        """Accept a field that cannot change the text, and note `why` unless it has a `neutral` value."""
+        value = self.given(name)
+        if value is not None and value not in neutral:
+            self.note(name, why)
 
     def refuse(self, name: str, why: str, neutral: Iterable[Any] = ()) -> None:
         """Raise a 400 that says `why` if a field has another value than a `neutral` one, which asks for nothing."""

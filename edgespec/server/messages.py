@@ -153,7 +153,7 @@ def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     given |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
     body = given | _read_conversation(loaded, fields)
     fields.finish()
-    return MessagesExchange(loaded, read_chat(loaded, Fields(body)))
+    return MessagesExchange(loaded, read_chat(loaded, Fields(body, notes=fields.notes)))
 
 
 def _format(fields: Fields) -> dict[str, Any] | None:
@@ -189,7 +189,7 @@ def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     body = {"model": fields.given("model")} | _read_conversation(loaded, fields)
     body |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
     fields.finish()
-    (job,) = read_chat(loaded, Fields(body)).jobs
+    (job,) = read_chat(loaded, Fields(body, notes=fields.notes)).jobs
     return {"input_tokens": len(job.prompt_ids)}
 
 

@@ -125,7 +125,9 @@ def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
     if messages == []:
         return Preload(loaded, is_chat=True)
     body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
-    return OllamaExchange(loaded, read_chat(loaded, Fields(body)), is_chat=True, is_stream=is_stream)
+    return OllamaExchange(
+        loaded, read_chat(loaded, Fields(body, notes=fields.notes)), is_chat=True, is_stream=is_stream
+    )
 
 
 def _with_reasoning(message: Any) -> Any:
@@ -145,10 +147,11 @@ def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
     if not prompt:
         return Preload(loaded, is_chat=False)
     if is_raw:
-        inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt}))
+        inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt}, notes=fields.notes))
     else:
         first = [{"role": "system", "content": system}] if system else []
-        inner = read_chat(loaded, Fields(body | {"messages": [*first, {"role": "user", "content": prompt}]}))
+        messages = [*first, {"role": "user", "content": prompt}]
+        inner = read_chat(loaded, Fields(body | {"messages": messages}, notes=fields.notes))
     return OllamaExchange(loaded, inner, is_chat=False, is_stream=is_stream)
 
 

@@ -63,11 +63,13 @@ _COMMON: Schema = {
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}, "maxProperties": 1024},
     "stop": _TEXTS,
     "max_tokens": _LIMIT,
+    "n_predict": {**_LIMIT, "description": "llama.cpp's name of max_tokens"},
     "ignore_eos": _FLAG,
     "n": _whole(1, 16),
     "stream": _FLAG,
     "stream_options": {"oneOf": [_object({"include_usage": _FLAG}), {"type": "null"}]},
     "speculative": _SPECULATIVE,
+    "timings_per_token": {**_FLAG, "description": "In a stream: `timings`, and in a chat `tokens` with their drafters"},
     "return_progress": {**_FLAG, "description": "In a stream: `prompt_progress` while the prompt is read"},
 }
 _CHOICE: Schema = {"oneOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
@@ -88,7 +90,6 @@ _CHAT = _object(
         "reasoning_format": {"enum": [*REASONING_FORMATS, None], "description": "none: reasoning stays in the text"},
         "chat_template_kwargs": {"type": ["object", "null"], "description": "Passed to the chat template"},
         "response_format": {"type": ["object", "null"]},
-        "timings_per_token": {**_FLAG, "description": "In a stream: `timings` and `tokens`, with each one's drafter"},
     },
     ("messages",),
 )

@@ -19,7 +19,7 @@ _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "
 }
 _SPECULATIVE = ("drafter", "draft_length", "verify")
 MOST_TOKENS = 2**31 - 1
-UNLIMITED = -1  # as max_tokens; LM Studio's examples and llama-server's clients send it
+UNLIMITED = (-1, -2)  # as max_tokens: LM Studio's examples and llama-server's clients send -1; -2: as the context holds
 # Fields of OpenAI's API that cannot change an answer here.
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
@@ -62,6 +62,8 @@ def _read_biases(fields: Fields, limits: Limits) -> dict[int, Any]:
 def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
     """Stop strings: one or a list. Raises HttpError."""
     value = fields.given(name)
+    if value == "":  # llama.cpp's clients send it where nothing is to stop
+        return []
     stops = [value] if isinstance(value, str) else fields.listed(name, limits.max_stops) or []
     if not all(isinstance(stop, str) and 0 < len(stop) <= limits.max_stop_characters for stop in stops):
         raise bad_request(
@@ -72,7 +74,7 @@ def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
     """The limit of new tokens under any of `names`; None without any. Raises HttpError if two of them differ."""
-    limits = [name for name in names if fields.given(name) != UNLIMITED]
+    limits = [name for name in names if fields.given(name) not in UNLIMITED]
     given = {name: value for name in limits if (value := fields.whole(name, 1, MOST_TOKENS)) is not None}
     if len(set(given.values())) > 1:
         raise bad_request(f"{' and '.join(given)} are the same setting: give one", names[0])

@@ -235,4 +235,4 @@ def _call(call: ToolCall) -> dict[str, Any]:
 def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     body, echoed = as_chat(fields, loaded.limits)
-    return ResponsesExchange(loaded, read_chat(loaded, Fields(body)), echoed)
+    return ResponsesExchange(loaded, read_chat(loaded, Fields(body, notes=fields.notes)), echoed)

@@ -32,7 +32,7 @@ class Limits:
 class Loaded:
     """A model that answers. `sampling`, `options`: those of requests that choose none; seed None: random for each.
 
-    `reasoning_format`: the same; "none" leaves reasoning in the text.
+    `reasoning_format`: the same; "none" leaves reasoning in the text. `noted`: notes that the log has.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Loaded:
     options: GenerateOptions
     limits: Limits
     reasoning_format: ReasoningFormat = "auto"
+    noted: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)

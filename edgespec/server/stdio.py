@@ -161,6 +161,7 @@ class _Sidecar:
             finally:
                 ticket.cancel()
             counts = {"usage": usage([answer]), "timings": timings(answer.stats), "seed": ticket.seed}
+            counts |= {"notes": fields.notes} if fields.notes else {}
             self.emit("done", id=request_id, finish_reason=answer.finish_reason, **counts)
         except Exception as exc:
             self._fail(request_id, as_http_error(exc))

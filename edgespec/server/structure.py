@@ -48,6 +48,9 @@ def _response_format(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
     kind = form.choice("type", ("text", "json_object", "json_schema"))
     if kind is None:
         raise bad_request("response_format.type is missing: give text, json_object or json_schema", "response_format")
+    if kind == "json_object" and form.fields("schema") is not None:  # llama.cpp's form, from before OpenAI's
+        form.finish()
+        return form.path("schema"), form.given("schema")
     if kind != "json_schema":
         form.finish()
         return None if kind == "text" else ("response_format", ANY_OBJECT)

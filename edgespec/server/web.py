@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +17,10 @@ from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.service import Limits, Loaded
 
+logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
+NOTES = "X-Edgespec-Note"
+_MOST_NOTED, _MOST_NOTE = 64, 2000
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
 BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
 PING_EVERY_S = 10.0
@@ -53,15 +57,29 @@ async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
     Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves.
     """
     body = await read_body(request, loaded.limits)
-    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body))))
+    notes: list[str] = []
+    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
     tickets = await loaded.scheduler.submit(exchange.jobs)
     answers = [exchange.answer(ticket) for ticket in tickets]
+    told = _told(loaded, notes)
     if exchange.is_stream:
-        return EventStream(exchange, answers, loaded.limits.timeout_s)
+        return EventStream(exchange, answers, loaded.limits.timeout_s, told)
     try:
-        return await while_connected(request.receive, _whole(exchange, answers, loaded.limits.timeout_s))
+        whole = await while_connected(request.receive, _whole(exchange, answers, loaded.limits.timeout_s))
     finally:
         cancel(answers)
+    whole.headers.update(told)
+    return whole
+
+
+def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
+    """A header with the notes of a request, whose body has no place for them; the log gets each of them once."""
+    for note in notes:
+        if note not in loaded.noted and len(loaded.noted) < _MOST_NOTED:
+            loaded.noted.add(note)
+            logger.info("a request asked for what it does not get: %s", note)
+    text = "; ".join(dict.fromkeys(notes))[:_MOST_NOTE]
+    return {NOTES: "".join(char if " " <= char <= "~" else "?" for char in text)} if notes else {}
 
 
 async def _whole(exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> Response:
@@ -104,10 +122,11 @@ class EventStream(Response):
     give up a connection that is silent for as little as one.
     """
 
-    def __init__(self, exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> None:
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=exchange.media_type
-        )
+    def __init__(
+        self, exchange: Exchange, answers: list[Answer], timeout_s: float | None, headers: Mapping[str, str]
+    ) -> None:
+        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**own, **headers}, media_type=exchange.media_type)
         del self.headers["content-length"]
         self._exchange, self._answers, self._timeout_s = exchange, answers, timeout_s
         self._has_begun = False
