@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 API_KEY = "EDGESPEC_API_KEY"
 _NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
+_OWN = ("alias", "any_model", "parallel", "max_queue", "timeout", "stdio")
 _HTTP_ONLY = ("host", "port", "api_key", "cors_origin", "exit_with_stdin")
 
 
@@ -49,7 +50,8 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
 @_option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web page that may call, * for all; repeatable [none]")
-@_option("--alias", metavar="NAME", help="Name of the model for clients [its own]")
+@_option("--alias", multiple=True, metavar="NAME", help="Name of the model for clients; repeatable [its own]")
+@_option("--any-model", is_flag=True, help="Answer whatever model a request names")
 @_option(
     "-np",
     "--parallel",
@@ -72,7 +74,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
     context = click.get_current_context()
-    own = {name: given.pop(name) for name in (*_HTTP_ONLY, "alias", "parallel", "max_queue", "timeout", "stdio")}
+    own = {name: given.pop(name) for name in (*_HTTP_ONLY, *_OWN)}
     if own["stdio"]:
         _refuse_http_options(context)
     else:
@@ -130,7 +132,8 @@ def _service(settings: Settings, own: dict[str, Any]) -> Service:
     key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
-    return Service(own["alias"] or pair.name, _limits(own), key)
+    name, *others = own["alias"] or (pair.name,)
+    return Service(name, _limits(own), key, aliases=tuple(others), any_model=own["any_model"])
 
 
 def _usual_parallel(settings: Settings) -> int:

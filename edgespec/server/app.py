@@ -88,12 +88,13 @@ def _readable(service: Service) -> list[Route]:
     """The paths that are read with GET."""
 
     async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [facts.model_object(service)]})
+        return json_response({"object": "list", "data": facts.model_objects(service)})
 
     async def model(request: Request) -> Response:
-        if request.path_params["name"] != service.name:
+        name = request.path_params["name"]
+        if not service.names.include(name):
             raise unknown_model(service.name)
-        return json_response(facts.model_object(service))
+        return json_response(facts.model_object(service, name if name in service.names.all else service.name))
 
     async def health(_: Request) -> Response:
         status, body = facts.health(service)
@@ -106,7 +107,7 @@ def _readable(service: Service) -> list[Route]:
         return json_response(facts.properties(service.require()))
 
     async def described(_: Request) -> Response:
-        return json_response(document(service.name))
+        return json_response(document(service.names))
 
     async def version(_: Request) -> Response:
         return json_response(ollama.version())

@@ -206,8 +206,9 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 def _require(loaded: Loaded, fields: Fields) -> None:
     name = fields.text("model")
-    is_served = name is not None and name.removesuffix(_TAG) == loaded.name.removesuffix(_TAG)
-    require_model(loaded, Fields({"model": loaded.name if is_served else name}))
+    served = {each.removesuffix(_TAG): each for each in loaded.names.all}
+    known = None if name is None else served.get(name.removesuffix(_TAG), name)
+    require_model(loaded, Fields({"model": known}, notes=fields.notes))
 
 
 # -- what programs ask first

@@ -6,6 +6,7 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.config import DRAFTERS, REASONING_FORMATS, RULES
+from edgespec.server.service import Names
 
 Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
@@ -160,11 +161,12 @@ _JSON: Schema = {"application/json": {"schema": {"type": "object"}}}
 _ERROR: Schema = {"description": "What is wrong and what is allowed", "content": _JSON}
 
 
-def document(model_name: str) -> Schema:
-    """The whole document of a server that serves `model_name`."""
+def document(names: Names) -> Schema:
+    """The whole document of a server whose model has `names`."""
     paths: Schema = {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     paths |= {path: {"post": _post(path, *about)} for path, about in _POSTS.items()}
     paths |= {path: {"post": _unsupported(text)} for path, text in _UNSUPPORTED.items()}
+    known: Schema = {"type": ["string", "null"]} if names.any_other else {"enum": [*names.all, None]}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -174,7 +176,7 @@ def document(model_name: str) -> Schema:
         },
         "paths": paths,
         "components": {
-            "schemas": {"Model": {"enum": [model_name, None], "description": "The served model; null or absent too"}},
+            "schemas": {"Model": {**known, "description": "The served model; null or absent too"}},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],

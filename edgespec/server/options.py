@@ -30,13 +30,22 @@ WITHOUT_EFFECT = (
 def require_model(loaded: Loaded, fields: Fields) -> None:
     """Check the field `model`; absent: the loaded one. Raises HttpError 404 for another: names are never paths."""
     name = fields.text("model")
-    if name is not None and name != loaded.name:
+    if name is None or name in loaded.names.all:
+        return
+    if not loaded.names.include(name):
         raise unknown_model(loaded.name)
+    answered_by(loaded, fields)
+
+
+def answered_by(loaded: Loaded, fields: Fields) -> None:
+    """Note that another model answers than the request asks for."""
+    fields.note("model", f"{loaded.name} answers, the only model here")
 
 
 def unknown_model(served: str) -> HttpError:
     """404 for a model that is not served."""
-    return HttpError(404, f"no such model here; this server serves {served!r}", param="model", code="model_not_found")
+    message = f"no such model here; this server serves {served!r} (under other names with --alias or --any-model)"
+    return HttpError(404, message, param="model", code="model_not_found")
 
 
 def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:

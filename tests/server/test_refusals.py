@@ -14,6 +14,7 @@ from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import as_http_error
 from edgespec.server.service import Limits, Service
+from edgespec.server.web import NOTES
 from serving import BASE_URL
 
 CHAT = "/v1/chat/completions"
@@ -89,6 +90,33 @@ def test_names_of_models_are_not_paths(client: TestClient, name: str):
     answered = client.post(CHAT, json={"model": name, "messages": MESSAGES})
     assert (answered.status_code, answered.json()["error"]["code"]) == (404, "model_not_found")
     assert client.get(f"/v1/models/{name.replace('/', '%2F')}").status_code == 404
+
+
+def test_other_names_are_answered_where_the_server_is_told_to(service: Service):
+    service.aliases = ("gpt-5", "demo", "mine")
+    client = renamed(service)
+    ids = [each["id"] for each in client.get("/v1/models").json()["data"]]
+    assert ids == ["demo", "gpt-5", "mine"] and client.get("/v1/models/mine").json()["id"] == "mine"
+    fields = {"messages": MESSAGES, "max_tokens": 1}
+    answered = client.post(CHAT, json={"model": "gpt-5"} | fields)
+    assert (answered.status_code, answered.json()["model"]) == (200, "demo") and NOTES not in answered.headers
+    ollama = {"model": "mine:latest", "messages": MESSAGES, "options": {"num_predict": 1}, "stream": False}
+    assert client.post("/api/chat", json=ollama).status_code == 200
+    for path, other in ((CHAT, fields), ("/api/chat", ollama)):
+        assert client.post(path, json=other | {"model": "other"}).status_code == 404
+    service.any_model = True
+    client = renamed(service)
+    for path, other in ((CHAT, fields), ("/api/chat", ollama)):
+        answered = client.post(path, json=other | {"model": "../other"})
+        assert (answered.status_code, answered.json()["model"]) == (200, "demo")
+        assert answered.headers[NOTES] == "model: demo answers, the only model here"
+    assert client.get("/v1/models/other").json()["id"] == "demo"
+    assert client.get("/openapi.json").json()["components"]["schemas"]["Model"]["type"] == ["string", "null"]
+
+
+def renamed(service: Service) -> TestClient:
+    service.loaded = replace(service.require(), names=service.names)
+    return TestClient(create_app(service), base_url=BASE_URL)
 
 
 @pytest.mark.parametrize(
