@@ -25,13 +25,14 @@ from edgespec.server.options import (
 )
 from edgespec.server.service import Loaded
 from edgespec.server.structure import forced_calls, read_structure, structured_behind
+from edgespec.server.system_turns import placed
 from edgespec.server.ticket import Job
 
 MOST_TOP_LOGPROBS = 20
 _LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")  # the last is llama.cpp's
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
@@ -55,7 +56,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
     _refuse_unsupported(fields)
     read_llamacpp(fields, loaded)
-    messages = _read_messages(fields)
+    messages = placed(template, _read_messages(fields), fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
     prompt_ids = before_structure(vocabulary, loaded.model.encode_chat(messages, tools.shown, arguments), options)
@@ -169,7 +170,9 @@ def _check_tool(tool: Any, where: str) -> None:
         raise bad_request(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
     name = function.get("name")
     if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
-        raise bad_request(f"{where}.function.name must be 1 to 64 letters, digits, _, - or .", f"{where}.function.name")
+        raise bad_request(
+            f"{where}.function.name must be 1 to 128 letters, digits, _, - or .", f"{where}.function.name"
+        )
     kinds: tuple[tuple[str, type[Any], str], ...] = (
         ("description", str, "a string"),
         ("parameters", dict, "an object"),
