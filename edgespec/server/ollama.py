@@ -125,9 +125,9 @@ def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
     if messages == []:
         return Preload(loaded, is_chat=True)
     body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
-    return OllamaExchange(
-        loaded, read_chat(loaded, Fields(body, notes=fields.notes)), is_chat=True, is_stream=is_stream
-    )
+    inner = read_chat(loaded, Fields(body, notes=fields.notes))
+    _check_room(loaded, fields, inner)
+    return OllamaExchange(loaded, inner, is_chat=True, is_stream=is_stream)
 
 
 def _with_reasoning(message: Any) -> Any:
@@ -152,6 +152,7 @@ def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
         first = [{"role": "system", "content": system}] if system else []
         messages = [*first, {"role": "user", "content": prompt}]
         inner = read_chat(loaded, Fields(body | {"messages": messages}, notes=fields.notes))
+    _check_room(loaded, fields, inner)
     return OllamaExchange(loaded, inner, is_chat=False, is_stream=is_stream)
 
 
@@ -169,13 +170,25 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
             raise options.wrong("num_predict", "must be at least 1, or -1 for no limit", limit)
         body["max_tokens"] = None if limit is None or limit < 0 else limit
         context = options.whole("num_ctx", 1, 2**31 - 1)
-        if context is not None and context > loaded.model.context_length:
-            raise bad_request(
-                f"options.num_ctx is over the server's --ctx-size, {loaded.model.context_length}", "options"
-            )
+        if context is not None and context > loaded.model.context_length:  # many clients send 8192 with every request
+            options.note("num_ctx", f"the context has {loaded.model.context_length} tokens, the server's --ctx-size")
         options.ignore(*_WITHOUT_EFFECT)
         options.finish()
     return fields.flag("stream", True), body
+
+
+def _check_room(loaded: Loaded, fields: Fields, inner: Exchange) -> None:
+    """Refuse an answer that fits into the context that was asked for but not into the server's."""
+    options, most = fields.given("options") or {}, loaded.model.context_length
+    context, limit = options.get("num_ctx") or 0, options.get("num_predict") or 0
+    num_prompt = len(inner.jobs[0].prompt_ids)
+    if context > most and limit > 0 and num_prompt < most < num_prompt + limit:
+        raise bad_request(
+            f"the prompt has {num_prompt} tokens and num_predict is {limit}, but the context holds only {most}: "
+            "ask for fewer or give the server a larger --ctx-size",
+            "options.num_predict",
+            "context_length_exceeded",
+        )
 
 
 def _effort(loaded: Loaded, fields: Fields) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.web import NOTES
 
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
 WEATHER = [{"role": "user", "content": "What is the weather in San Jose on March 5th?"}]
@@ -172,13 +173,29 @@ def test_a_request_without_a_text_loads_the_model(client: TestClient, path: str,
     assert found.get("response", found.get("message", {}).get("content")) == ""
 
 
+@pytest.mark.parametrize("fields", [{"messages": QUESTION}, {"prompt": "hi"}, {"prompt": "hi", "raw": True}])
+def test_a_larger_context_than_the_servers_is_no_error_while_all_fits(client: TestClient, fields: dict[str, Any]):
+    """Many clients send 8192 with every request."""
+    path = "/api/chat" if "messages" in fields else "/api/generate"
+    for options in ({"num_predict": 4}, {"num_predict": 4, "num_ctx": 2048}):
+        answered = client.post(path, json={"model": "demo", "stream": False, "options": options} | fields)
+        assert answered.status_code == 200 and NOTES not in answered.headers
+    options = {"num_ctx": 8192, "num_predict": 4}
+    answered = client.post(path, json={"model": "demo", "stream": False, "options": options, "keep_alive": -1} | fields)
+    assert answered.status_code == 200 and answered.json()["done"], answered.text
+    assert answered.headers[NOTES] == "options.num_ctx: the context has 2048 tokens, the server's --ctx-size"
+    options = {"num_ctx": 8192, "num_predict": -1, "stop": ["a", "e", " "]}
+    assert client.post(path, json={"model": "demo", "stream": False, "options": options} | fields).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [
         ({"model": "llama3"}, 404, "serves 'demo'"),
         ({"format": "xml"}, 400, "json or a JSON schema"),
         ({"think": True}, 400, "not supported"),
-        ({"options": {"num_ctx": 10**6}}, 400, "--ctx-size"),
+        ({"options": {"num_ctx": 10**6, "num_predict": 2047}}, 400, "holds only 2048: ask for fewer"),
+        ({"options": {"num_ctx": 10**6}, "messages": [{"role": "user", "content": "x " * 5000}]}, 400, "--ctx-size"),
         ({"options": {"num_predict": 0}}, 400, "num_predict must be at least 1"),
         ({"options": {"temprature": 1}}, 400, "did you mean 'temperature'"),
         ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "reads text only"),
