@@ -45,8 +45,10 @@ def events_until(process: subprocess.Popen[bytes], *ended: str) -> list[dict[str
 
 
 def test_progress_of_a_prompt_is_told_when_asked_for(sidecar: subprocess.Popen[bytes]):
-    send(sidecar, {"op": "generate", "id": "p", "prompt": "one two " * 200, "max_tokens": 2, "return_progress": True})
+    fields = {"prompt": "one two " * 200, "max_tokens": 2, "return_progress": True, "cache_prompt": False}
+    send(sidecar, {"op": "generate", "id": "p", **fields})
     events = events_until(sidecar, "p")
+    assert [note.partition(":")[0] for note in events[-1]["notes"]] == ["cache_prompt"]
     told = [event for event in events if event["event"] == "progress"]
     assert told == events[: len(told)] and told[-1]["processed"] == told[-1]["total"] > 200
 
