@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 API_KEY = "EDGESPEC_API_KEY"
 _NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
-_HTTP_ONLY = ("host", "port", "api_key", "cors_origin", "exit_with_stdin")
+_HTTP_ONLY = ("host", "port", "api_key", "cors_origin", "allowed_host", "exit_with_stdin")
 
 
 def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
@@ -48,7 +48,15 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 @_option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only]")
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
-@_option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web page that may call, * for all; repeatable [none]")
+@_option(
+    "--cors-origin", multiple=True, metavar="ORIGIN", help="Web page that may call, * for all; repeatable [local ones]"
+)
+@_option(
+    "--allowed-host",
+    multiple=True,
+    metavar="NAME",
+    help="Name by which clients may call this machine; repeatable [local ones; any with another --host]",
+)
 @_option("--alias", metavar="NAME", help="Name of the model for clients [its own]")
 @_option(
     "-np",
@@ -149,7 +157,8 @@ def _limits(own: dict[str, Any]) -> Limits:
 def _binding(own: dict[str, Any]) -> Binding:
     from edgespec.server.run import Binding
 
-    return Binding(own["host"], own["port"], own["cors_origin"], until_stdin_closes=own["exit_with_stdin"])
+    origins, hosts = own["cors_origin"], own["allowed_host"]
+    return Binding(own["host"], own["port"], origins, hosts, until_stdin_closes=own["exit_with_stdin"])
 
 
 def _announce(url: str) -> None:

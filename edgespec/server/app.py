@@ -19,7 +19,7 @@ from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
 from edgespec.server.fields import Fields, parse_object
-from edgespec.server.guard import LOOPBACK, Guard
+from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.openapi import document
 from edgespec.server.options import unknown_model
@@ -46,7 +46,8 @@ _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
 
 
 def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> Starlette:
-    """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any.
+    """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any. Pages and
+    names of this machine are allowed besides.
 
     It does not load or close the model: the owner of `service` does.
     """
@@ -57,10 +58,14 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     paths = [route.path for route in (*routes, *shown)]
     open_paths = ["/health", *(route.path for route in shown)]  # the page asks for the key itself
     middleware = [Middleware(Guard, service=service, paths=paths, open_paths=open_paths, hosts=hosts, origins=origins)]
-    if origins:
-        methods = ["GET", "POST"]
-        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-        middleware.insert(0, cors)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_origin_regex=LOCAL_ORIGINS.pattern,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
+    middleware.insert(0, cors)
     app = Starlette(
         routes=[*routes, *shown], middleware=middleware, exception_handlers={HTTPException: _http_exception}
     )
