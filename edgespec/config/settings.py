@@ -230,7 +230,7 @@ SETTINGS: tuple[Setting, ...] = (
             "--frequency-penalty",
             "Subtract from the logit of a recent token per occurrence",
         ),
-        ("penalty_window", "integer", "--repeat-last-n", "How many tokens count as recent"),
+        ("penalty_window", "integer", "--repeat-last-n", "How many tokens count as recent; -1: all"),
         ("seed", "integer", "--seed", "Random seed"),
     ),
     *_of(

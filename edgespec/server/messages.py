@@ -21,6 +21,11 @@ from edgespec.server.service import Loaded
 
 PATH = "/v1/messages"
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "speculative", "seed")
+_SENT_AS = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "thinking",
+    "response_format.json_schema": "output_config.format",
+}
 _MOST_BLOCKS = 4096
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
@@ -151,7 +156,7 @@ def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     given |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
     body = given | _read_conversation(loaded, fields)
     fields.finish()
-    return MessagesExchange(loaded, read_chat(loaded, Fields(body)))
+    return MessagesExchange(loaded, read_chat(loaded, Fields(body, names=_SENT_AS)))
 
 
 def _format(fields: Fields) -> dict[str, Any] | None:
@@ -187,7 +192,7 @@ def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     body = {"model": fields.given("model")} | _read_conversation(loaded, fields)
     body |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
     fields.finish()
-    (job,) = read_chat(loaded, Fields(body)).jobs
+    (job,) = read_chat(loaded, Fields(body, names=_SENT_AS)).jobs
     return {"input_tokens": len(job.prompt_ids)}
 
 

@@ -29,6 +29,11 @@ _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
     *("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"),
 )
+_SENT_AS = {name: f"options.{name}" for name in _SAMPLING} | {
+    "max_tokens": "options.num_predict",
+    "json_schema": "format",
+    "reasoning_effort": "think",
+}
 _WITHOUT_EFFECT = ("num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap", "numa", "num_keep")
 
 
@@ -124,7 +129,7 @@ def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
     if messages == []:
         return Preload(loaded, is_chat=True)
     body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
-    return OllamaExchange(loaded, read_chat(loaded, Fields(body)), is_chat=True, is_stream=is_stream)
+    return OllamaExchange(loaded, read_chat(loaded, Fields(body, names=_SENT_AS)), is_chat=True, is_stream=is_stream)
 
 
 def _with_reasoning(message: Any) -> Any:
@@ -144,10 +149,11 @@ def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
     if not prompt:
         return Preload(loaded, is_chat=False)
     if is_raw:
-        inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt}))
+        inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt}, names=_SENT_AS))
     else:
         first = [{"role": "system", "content": system}] if system else []
-        inner = read_chat(loaded, Fields(body | {"messages": [*first, {"role": "user", "content": prompt}]}))
+        messages = [*first, {"role": "user", "content": prompt}]
+        inner = read_chat(loaded, Fields(body | {"messages": messages}, names=_SENT_AS))
     return OllamaExchange(loaded, inner, is_chat=False, is_stream=is_stream)
 
 

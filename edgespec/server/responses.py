@@ -16,7 +16,7 @@ from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.responses_input import as_chat
+from edgespec.server.responses_input import SENT_AS, as_chat
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
 
@@ -235,4 +235,4 @@ def _call(call: ToolCall) -> dict[str, Any]:
 def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     body, echoed = as_chat(fields, loaded.limits)
-    return ResponsesExchange(loaded, read_chat(loaded, Fields(body)), echoed)
+    return ResponsesExchange(loaded, read_chat(loaded, Fields(body, names=SENT_AS)), echoed)

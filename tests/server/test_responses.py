@@ -131,9 +131,9 @@ def test_a_call_and_its_result(client: TestClient):
         ({"input": "x", "previous_response_id": "a"}, "previous_response_id", "stores no responses"),
         ({"input": "x", "background": True}, "background", "stores no responses"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0", "function"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning_effort", "no switch for reasoning"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort", "no switch for reasoning"),
         ({"input": "x", "text": {"format": 5}}, "text.format", "must be an object"),
-        ({"input": "x", "max_output_tokens": 0}, "max_completion_tokens", "from 1"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "from 1"),
         ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
     ],
 )
