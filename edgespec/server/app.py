@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from edgespec.server import facts, messages, ollama, page, responses
+from edgespec.server import facts, messages, ollama, ollama_facts, page, responses
 from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
@@ -41,7 +41,7 @@ _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/v1/embeddings": facts.no_embeddings,
     "/infill": facts.no_infill,
     "/v1/messages/count_tokens": messages.count_tokens,
-    "/api/show": ollama.show,
+    "/api/show": ollama_facts.show,
 }
 
 
@@ -114,10 +114,13 @@ def _readable(service: Service) -> list[Route]:
         return json_response(document(service.name))
 
     async def version(_: Request) -> Response:
-        return json_response(ollama.version())
+        return json_response(ollama_facts.version())
 
     async def listed(_: Request) -> Response:
-        return json_response(ollama.listed(service))
+        return json_response(await asyncio.to_thread(ollama_facts.listed, service))
+
+    async def running(_: Request) -> Response:
+        return json_response(await asyncio.to_thread(ollama_facts.running, service))
 
     handlers = {
         "/v1/models": models,
@@ -128,7 +131,7 @@ def _readable(service: Service) -> list[Route]:
         "/openapi.json": described,
         "/api/version": version,
         "/api/tags": listed,
-        "/api/ps": listed,
+        "/api/ps": running,
     }
     return [Route(path, _caught(handler), methods=["GET"]) for path, handler in handlers.items()]
 

@@ -30,7 +30,7 @@ from edgespec.server.service import Limits, Loaded
 from edgespec.server.structure import read_structure
 from edgespec.types import TokenEvent
 
-MOST_LOGPROBS = 5
+MOST_LOGPROBS = 20  # OpenAI's limit is 5, Ollama's and llama-server's clients ask for more
 
 
 class CompletionExchange(Exchange):

@@ -96,7 +96,7 @@ _COMPLETION = _object(
     {
         **_COMMON,
         "prompt": {"oneOf": [_TEXT, _IDS, {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}}]},
-        "logprobs": _whole(0, 5),
+        "logprobs": _whole(0, 20),
     },
     ("prompt",),
 )
@@ -134,7 +134,7 @@ _POSTS: dict[str, tuple[str, Schema]] = {
     "/v1/messages/count_tokens": ("Count a prompt's tokens (Anthropic)", _object(_COUNTED, ("messages",))),
     "/api/chat": ("Answer a conversation (Ollama)", _object({**_OLLAMA, "messages": _MESSAGES}, ("messages",))),
     "/api/generate": ("Answer a prompt (Ollama)", _object({**_OLLAMA, "prompt": _TEXT, "raw": _FLAG}, ("prompt",))),
-    "/api/show": ("Facts of the model (Ollama)", _object(_MODEL)),
+    "/api/show": ("Facts of the model (Ollama)", _object({**_MODEL, "name": _MODEL["model"]})),
     "/tokenize": ("Text to token ids", _object({"content": _TEXT, "with_pieces": _FLAG}, ("content",))),
     "/detokenize": ("Token ids to text", _object({"tokens": _IDS}, ("tokens",))),
 }
@@ -147,7 +147,7 @@ _GETS = {
     "/openapi.json": "This document",
     "/api/version": "The version (Ollama)",
     "/api/tags": "The served model (Ollama)",
-    "/api/ps": "The same",
+    "/api/ps": "The same with its memory and context",
 }
 _UNSUPPORTED = {
     "/v1/embeddings": "Embeddings: 501, not supported",
