@@ -72,6 +72,11 @@ class Answer:
         return self.ticket.stats
 
     @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens so far, those that print nothing included."""
+        return self._token_ids
+
+    @property
     def splits_reasoning(self) -> bool:
         """Whether the model may reason, and what it reasons is told apart from its answer."""
         return self._splitter is not None

@@ -232,6 +232,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
     }
 
 
+def count_input_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/v1/responses/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_responses`."""
+    (job,) = read_responses(loaded, fields).jobs
+    return {"object": "response.input_tokens", "input_tokens": len(job.prompt_ids)}
+
+
 def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     body, echoed = as_chat(fields, loaded.limits)

@@ -130,7 +130,10 @@ def test_a_large_body_is_refused(service: Service):
         assert client.post(CHAT, content=b"x" * 1001).status_code == 413
 
 
-PATHS = (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/api/chat", "/api/generate")
+PATHS = (
+    *(CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/api/chat", "/api/generate"),
+    *("/completion", "/apply-template", "/v1/responses/input_tokens"),
+)
 VALID: dict[str, Any] = {
     "model": "demo", "messages": MESSAGES, "prompt": "x", "content": "x", "tokens": [1], "max_tokens": 1, "n": 1,
     "stop": ["a"], "temperature": 0.5, "seed": 1, "logit_bias": {"1": 1}, "stream": False, "tools": [TOOL],
