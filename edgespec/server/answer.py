@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,11 @@ class Answer:
     def stats(self) -> Stats:
         """Counters of the generation."""
         return self.ticket.stats
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """`timings` of it so far."""
+        return timings(self.stats, self.ticket.drafted)
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -263,11 +268,12 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     return found
 
 
-def timings(stats: Stats) -> dict[str, Any]:
+def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Speed and drafting of one answer: llama.cpp's names, `rounds` and `mean_accepted_length`. Times in milliseconds.
 
-    The mean width of a target pass is (draft_n + rounds) / rounds.
+    `drafted`: tokens by drafter. The mean width of a target pass is (draft_n + rounds) / rounds.
     """
+    by = dict(drafted or {})
     read = stats.prompt_tokens - stats.reused_tokens
     prompt_ms, decode_ms = 1000 * stats.prefill_s, 1000 * max(stats.decode_s, 0.0)
     return {
@@ -280,6 +286,8 @@ def timings(stats: Stats) -> dict[str, Any]:
         "predicted_per_second": stats.tokens_per_second,
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,
+        "drafter": max(by, key=lambda name: by[name], default=None),
+        "draft_n_by_drafter": by,
         "rounds": stats.rounds,
         "mean_accepted_length": stats.mean_accepted_length,
     }

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from edgespec.server.answer import Answer, timings, token_logprob, usage
+from edgespec.server.answer import Answer, token_logprob, usage
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
@@ -51,7 +51,11 @@ class CompletionExchange(Exchange):
             self._choice(index, answer.text, self._logprobs(answer.tokens, 0), answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
-        last = {"usage": self._usage(answers), "timings": timings(answers[0].stats), "seed": answers[0].ticket.seed}
+        last = {
+            "usage": self._usage(answers),
+            "timings": answers[0].timings,
+            "seed": answers[0].ticket.seed,
+        }
         return self._object(choices) | last
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -62,7 +66,7 @@ class CompletionExchange(Exchange):
                 yield self._chunk(self._choice(index, piece.text, logprobs, None))
                 offset += len(piece.text)
             end = self._choice(index, "", None, answer.finish_reason)
-            yield self._chunk(end, {"timings": timings(answer.stats), "seed": answer.ticket.seed})
+            yield self._chunk(end, {"timings": answer.timings, "seed": answer.ticket.seed})
         if self._includes_usage:
             yield sse(self._object([]) | {"usage": self._usage(answers)})
         yield DONE

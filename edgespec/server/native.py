@@ -11,7 +11,7 @@ from typing import Any
 
 from edgespec.config import GenerateOptions
 from edgespec.sampling import Sampling
-from edgespec.server.answer import Answer, timings, token_logprob
+from edgespec.server.answer import Answer, token_logprob
 from edgespec.server.completions import MOST_LOGPROBS, read_completion
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
@@ -66,7 +66,7 @@ class NativeExchange(Exchange):
         async for piece in answer.pieces():
             tokens, num_sent = list(answer.token_ids[num_sent:]), len(answer.token_ids)
             counts = {"tokens_predicted": num_sent, "tokens_evaluated": answer.stats.prompt_tokens}
-            extra = {"timings": timings(answer.stats)} if self._per_token else {}
+            extra = {"timings": answer.timings} if self._per_token else {}
             head = {"index": 0, "content": piece.text, "tokens": tokens, "stop": False}
             yield sse(head | counts | extra | self._probs(piece.tokens))
         yield sse({"index": 0, "content": "", "tokens": []} | self._end(answer))
@@ -87,7 +87,7 @@ class NativeExchange(Exchange):
             "stop_type": "limit" if is_cut else "eos" if word is None else "word",
             "stopping_word": word or "",
             "tokens_cached": stats.reused_tokens,
-            "timings": timings(stats),
+            "timings": answer.timings,
         }
 
     def _probs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, timings, usage
+from edgespec.server.answer import Answer, usage
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
@@ -112,7 +112,7 @@ class ResponsesExchange(Exchange):
                 "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
                 "total_tokens": counts["total_tokens"],
             },
-            "timings": timings(answer.stats),
+            "timings": answer.timings,
             "seed": answer.ticket.seed,
         }
 

@@ -74,8 +74,11 @@ class _Request:
             counted: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
             counted |= {"prompt_tokens_details": {"cached_tokens": 0}}
             return {"usage": counted, "timings": timings(Stats()), "seed": None}
-        stats = self.answer.stats
-        return {"usage": usage([self.answer]), "timings": timings(stats), "seed": self.answer.ticket.seed}
+        return {
+            "usage": usage([self.answer]),
+            "timings": self.answer.timings,
+            "seed": self.answer.ticket.seed,
+        }
 
 
 class _Sidecar:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -28,7 +28,8 @@ class Job:
 class Ticket:
     """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time.
 
-    `forget`: takes it out of the queue; `number`: counts the jobs of a scheduler.
+    `forget`: takes it out of the queue; `number`: counts the jobs of a scheduler. `drafted`: tokens so far by
+    the name of the drafter; kept up to date by whoever gives it.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Ticket:
         loop: asyncio.AbstractEventLoop,
         forget: Callable[[Ticket], None],
         number: int = 0,
+        drafted: Mapping[str, int] | None = None,
     ) -> None:
         self._generation, self.loop, self._forget, self.number = generation, loop, forget, number
+        self.drafted: Mapping[str, int] = {} if drafted is None else drafted
         self._ready = asyncio.Event()
         self._lock = threading.Lock()
         self._events: list[TokenEvent] = []
@@ -52,6 +55,11 @@ class Ticket:
     def stats(self) -> Stats:
         """Counters of the generation; complete after the last event."""
         return self._generation.stats
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was submitted."""
+        return monotonic() - self.submitted_s
 
     @property
     def seed(self) -> int:
@@ -95,8 +103,7 @@ class Ticket:
     def post(self, metrics: Metrics, event: TokenEvent) -> bool:
         """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
         if not self._has_begun:
-            metrics.first_token_s += monotonic() - self.submitted_s
-            metrics.first_tokens += 1
+            metrics.count_first_token(self.age_s)
         self._has_begun = True
         with self._lock:
             self._events.append(event)
