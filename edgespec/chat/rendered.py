@@ -29,6 +29,7 @@ def chat_text(
         "" if token_id is None else vocabulary.token_name(token_id)
         for token_id in (vocabulary.bos_id, vocabulary.eos_id)
     )
-    given = with_short_ids(messages) if wants_short_ids(source) else messages
+    given = [dict(message) for message in messages]
+    given = with_short_ids(given) if wants_short_ids(source) else given
     text = render_chat(source, given, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
     return text.removeprefix(bos) if vocabulary.adds_bos else text

@@ -22,6 +22,7 @@ from edgespec.config.names import (
     ReasoningFormat,
     RuleName,
 )
+from edgespec.config.serve_options import ServeOptions
 
 __all__ = [
     "CACHE_TYPES",
@@ -43,6 +44,7 @@ __all__ = [
     "ProviderName",
     "ReasoningFormat",
     "RuleName",
+    "ServeOptions",
     "SessionOptions",
     "keywords_of",
 ]
