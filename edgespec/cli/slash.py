@@ -159,6 +159,8 @@ def _unset(chat: Chat, argument: str) -> None:
 def _change(chat: Chat, setting: Setting, value: Any) -> None:
     """Use a value from the next answer on. Raises ConfigError for a setting of loading, or a value out of range."""
     session, change = chat.session, {setting.name: value}
+    if setting.part == "serve":
+        raise ConfigError(f"{setting.key} is a setting of edgespec serve: it changes nothing in a chat")
     if setting.name == "system":
         chat.conversation.system = value
     elif setting.part == "sampling":
@@ -185,7 +187,7 @@ def _say(chat: Chat, setting: Setting) -> None:
 def _show(chat: Chat, argument: str) -> None:
     session = chat.session
     reply(in_effect(session))
-    present = [(setting, _present(chat, setting)) for setting in SETTINGS]
+    present = [(setting, _present(chat, setting)) for setting in SETTINGS if setting.part != "serve"]
     _table([(s.key, _spelled(value), _origin(chat, s, value)) for s, value in present if value not in (None, ())])
 
 

@@ -23,6 +23,7 @@ from edgespec.config.names import (
     ReasoningFormat,
     RuleName,
 )
+from edgespec.config.serve_options import ServeOptions
 
 __all__ = [
     "CACHE_TYPES",
@@ -45,6 +46,7 @@ __all__ = [
     "ProviderName",
     "ReasoningFormat",
     "RuleName",
+    "ServeOptions",
     "SessionOptions",
     "keywords_of",
 ]

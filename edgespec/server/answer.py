@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,16 @@ class Answer:
     def stats(self) -> Stats:
         """Counters of the generation."""
         return self.ticket.stats
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """`timings` of it so far."""
+        return timings(self.stats, self.ticket.drafted)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens so far, those that print nothing included."""
+        return self._token_ids
 
     @property
     def splits_reasoning(self) -> bool:
@@ -262,21 +272,12 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     return found
 
 
-def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
-    """How much of the prompt is read, under llama.cpp's names."""
-    return {
-        "total": progress.total,
-        "cache": progress.reused,
-        "processed": progress.processed,
-        "time_ms": int(1000 * progress.seconds),
-    }
-
-
-def timings(stats: Stats) -> dict[str, Any]:
+def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Speed and drafting of one answer: llama.cpp's names, `rounds` and `mean_accepted_length`. Times in milliseconds.
 
-    The mean width of a target pass is (draft_n + rounds) / rounds.
+    `drafted`: tokens by drafter. The mean width of a target pass is (draft_n + rounds) / rounds.
     """
+    by = dict(drafted or {})
     read = stats.prompt_tokens - stats.reused_tokens
     prompt_ms, decode_ms = 1000 * stats.prefill_s, 1000 * max(stats.decode_s, 0.0)
     return {
@@ -289,6 +290,8 @@ def timings(stats: Stats) -> dict[str, Any]:
         "predicted_per_second": stats.tokens_per_second,
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,
+        "drafter": max(by, key=lambda name: by[name], default=None),
+        "draft_n_by_drafter": by,
         "rounds": stats.rounds,
         "mean_accepted_length": stats.mean_accepted_length,
     }

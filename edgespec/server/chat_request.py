@@ -7,6 +7,7 @@ from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
+from edgespec.chat.rendered import chat_text
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.config import REASONING_FORMATS
 from edgespec.server.chat_completions import ChatExchange, Tools
@@ -180,3 +181,13 @@ def _check_tool(tool: Any, where: str) -> None:
     for field, kind, shown_kind in kinds:
         if not isinstance(function.get(field) or kind(), kind):
             raise bad_request(f"{where}.function.{field} must be {shown_kind}", f"{where}.function.{field}")
+
+
+def apply_template(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/apply-template`: the prompt of a chat request as text. Raises as `read_chat`."""
+    read_chat(loaded, fields)  # which refuses what it would refuse
+    vocabulary = loaded.model.target.vocabulary
+    tools, _ = _read_tools(fields, loaded)
+    arguments = _template_arguments(fields, vocabulary.chat_template or "")
+    messages = placed(vocabulary.chat_template or "", _read_messages(fields), fields)
+    return {"prompt": chat_text(vocabulary, messages, tools.shown, arguments)}

@@ -10,12 +10,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from edgespec.server.answer import Answer, prompt_progress, timings, token_logprob, usage
+from edgespec.server.answer import Answer, token_logprob, usage
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
-from edgespec.server.llamacpp_fields import read_llamacpp
+from edgespec.server.llamacpp_fields import prompt_progress, read_llamacpp
 from edgespec.server.options import (
     WITHOUT_EFFECT,
     numbered,
@@ -31,7 +31,7 @@ from edgespec.server.structure import read_structure
 from edgespec.server.ticket import Job, Ticket
 from edgespec.types import TokenEvent
 
-MOST_LOGPROBS = 5
+MOST_LOGPROBS = 20  # OpenAI's limit is 5, Ollama's and llama-server's clients ask for more
 
 
 class CompletionExchange(Exchange):
@@ -54,7 +54,11 @@ class CompletionExchange(Exchange):
             self._choice(index, answer.text, self._logprobs(answer.tokens, 0), answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
-        last = {"usage": self._usage(answers), "timings": timings(answers[0].stats), "seed": answers[0].ticket.seed}
+        last = {
+            "usage": self._usage(answers),
+            "timings": answers[0].timings,
+            "seed": answers[0].ticket.seed,
+        }
         return self._object(choices) | last
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -62,13 +66,13 @@ class CompletionExchange(Exchange):
             offset = 0
             async for piece in answer.pieces():
                 logprobs = self._logprobs(piece.tokens, offset)
-                extra: dict[str, Any] = {"timings": timings(answer.stats)} if self._per_token else {}
+                extra: dict[str, Any] = {"timings": answer.timings} if self._per_token else {}
                 if piece.progress is not None:
                     extra = {"prompt_progress": prompt_progress(piece.progress)}
                 yield self._chunk(self._choice(index, piece.text, logprobs, None), extra)
                 offset += len(piece.text)
             end = self._choice(index, "", None, answer.finish_reason)
-            yield self._chunk(end, {"timings": timings(answer.stats), "seed": answer.ticket.seed})
+            yield self._chunk(end, {"timings": answer.timings, "seed": answer.ticket.seed})
         if self._includes_usage:
             yield sse(self._object([]) | {"usage": self._usage(answers)})
         yield DONE

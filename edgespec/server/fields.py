@@ -66,17 +66,26 @@ def _check_text(text: str) -> None:
 class Fields:
     """The fields of one JSON object. A null counts as absent. `finish` refuses every field that was not read.
 
-    `notes`: what the request asks for and does not get, although its answer has the text that was asked for. One list
-    for the whole request: give it to the fields that a request is translated to.
+    `names`: what the client calls the fields of a request that was translated from another protocol. `notes`: what the
+    request asks for and does not get, although its answer has the text that was asked for. One list for the whole
+    request: give it to the fields that it is translated to.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str = "", notes: list[str] | None = None) -> None:
-        self._values, self._where = values, where
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "",
+        names: Mapping[str, str] | None = None,
+        notes: list[str] | None = None,
+    ) -> None:
+        self._values, self._where, self._names = values, where, names or {}
         self.notes: list[str] = [] if notes is None else notes
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
         """The field's name from the top of the request, as an error gives it."""
+        if name in self._names:
+            return self._names[name]
         return f"{self._where}.{name}" if self._where else name
 
     def given(self, name: str) -> Any:
@@ -131,7 +140,8 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.wrong(name, "must be an object", value)
-        return Fields(value, self.path(name), self.notes)
+        names = {key.removeprefix(f"{name}."): sent for key, sent in self._names.items() if key.startswith(f"{name}.")}
+        return Fields(value, self.path(name), names, self.notes)
 
     def choice(self, name: str, allowed: Sequence[str]) -> str | None:
         value: str | None = self.given(name)

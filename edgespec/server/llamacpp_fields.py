@@ -10,6 +10,7 @@ from typing import Any
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.service import Loaded
+from edgespec.types import PromptProgress
 
 OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
 _THEIR_ORDER = (
@@ -51,7 +52,7 @@ def read_llamacpp(fields: Fields, loaded: Loaded) -> None:
 
 def _check_samplers(fields: Fields) -> None:
     given = fields.listed("samplers", 64)
-    if given is None:
+    if not given:
         return
     order = tuple(name for name in given if name not in _OTHER_NAMES)
     if order not in (OWN_ORDER, _THEIR_ORDER):
@@ -62,3 +63,13 @@ def _check_samplers(fields: Fields) -> None:
         )
     if order != OWN_ORDER:
         fields.note("samplers", f"the order here is {', '.join(OWN_ORDER)}")
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
+    """How much of the prompt is read, under llama.cpp's names."""
+    return {
+        "total": progress.total,
+        "cache": progress.reused,
+        "processed": progress.processed,
+        "time_ms": int(1000 * progress.seconds),
+    }

@@ -21,6 +21,11 @@ from edgespec.server.service import Loaded
 from edgespec.server.ticket import Ticket
 
 PATH = "/v1/messages"
+_SENT_AS = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "thinking",
+    "response_format.json_schema": "output_config.format",
+}
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
@@ -144,10 +149,12 @@ def _call_events(piece: Piece, first_index: int) -> list[bytes]:
 
 def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    return MessagesExchange(loaded, read_chat(loaded, Fields(as_chat(loaded, fields), notes=fields.notes)))
+    body = as_chat(loaded, fields)
+    return MessagesExchange(loaded, read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes)))
 
 
 def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/v1/messages/count_tokens`: the tokens of a prompt, nothing is generated."""
-    (job,) = read_chat(loaded, Fields(as_counted_chat(loaded, fields), notes=fields.notes)).jobs
+    body = as_counted_chat(loaded, fields)
+    (job,) = read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes)).jobs
     return {"input_tokens": len(job.prompt_ids)}

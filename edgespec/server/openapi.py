@@ -99,10 +99,23 @@ _COMPLETION = _object(
     {
         **_COMMON,
         "prompt": {"oneOf": [_TEXT, _IDS, {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}}]},
-        "logprobs": _whole(0, 5),
+        "logprobs": _whole(0, 20),
     },
     ("prompt",),
 )
+_NATIVE = _object(
+    {
+        **_COMMON,
+        "prompt": {"oneOf": [_TEXT, {"type": "array", "items": {"oneOf": [_TEXT, {"type": "integer"}]}}]},
+        "n_predict": {"anyOf": [_whole(1, 2**31 - 1), {"enum": [-1, -2]}]},
+        "n_probs": _whole(0, 20),
+        "return_tokens": _FLAG,
+        "timings_per_token": _FLAG,
+    },
+    ("prompt",),
+)
+for _name in ("max_tokens", "n", "stream_options"):
+    del _NATIVE["properties"][_name]
 _RESPONSES = _object(
     {
         **_MODEL,
@@ -132,25 +145,33 @@ _OLLAMA: Schema = {**_MODEL, "stream": _FLAG, "options": {"type": ["object", "nu
 _POSTS: dict[str, tuple[str, Schema]] = {
     "/v1/chat/completions": ("Answer a conversation (OpenAI)", _CHAT),
     "/v1/completions": ("Continue a text or token ids (OpenAI)", _COMPLETION),
+    "/chat/completions": ("The same as /v1/chat/completions", _CHAT),
+    "/completion": ("Continue a text or token ids (llama-server)", _NATIVE),
+    "/completions": ("The same as /completion", _NATIVE),
+    "/apply-template": ("The prompt of a conversation as text (llama-server)", _CHAT),
+    "/v1/responses/input_tokens": ("Count a prompt's tokens (OpenAI)", _RESPONSES),
     "/v1/responses": ("Answer a conversation (OpenAI's newer protocol, stateless)", _RESPONSES),
     "/v1/messages": ("Answer a conversation (Anthropic)", _object(_ANTHROPIC, ("messages", "max_tokens"))),
     "/v1/messages/count_tokens": ("Count a prompt's tokens (Anthropic)", _object(_COUNTED, ("messages",))),
     "/api/chat": ("Answer a conversation (Ollama)", _object({**_OLLAMA, "messages": _MESSAGES}, ("messages",))),
     "/api/generate": ("Answer a prompt (Ollama)", _object({**_OLLAMA, "prompt": _TEXT, "raw": _FLAG}, ("prompt",))),
-    "/api/show": ("Facts of the model (Ollama)", _object(_MODEL)),
+    "/api/show": ("Facts of the model (Ollama)", _object({**_MODEL, "name": _MODEL["model"]})),
     "/tokenize": ("Text to token ids", _object({"content": _TEXT, "with_pieces": _FLAG}, ("content",))),
     "/detokenize": ("Token ids to text", _object({"tokens": _IDS}, ("tokens",))),
 }
 _GETS = {
     "/v1/models": "The served model (OpenAI)",
     "/v1/models/{name}": "One model by name",
+    "/models": "The same as /v1/models",
+    "/slots": "What runs (llama-server)",
+    "/v1/health": "The same as /health",
     "/health": "200 once the model answers, 503 before",
     "/props": "Model, engine, drafter, default settings, memory plan",
     "/metrics": "Counters for Prometheus",
     "/openapi.json": "This document",
     "/api/version": "The version (Ollama)",
     "/api/tags": "The served model (Ollama)",
-    "/api/ps": "The same",
+    "/api/ps": "The same with its memory and context",
 }
 _UNSUPPORTED = {
     "/v1/embeddings": "Embeddings: 501, not supported",

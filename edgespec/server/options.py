@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.config import GenerateOptions
+from edgespec.errors import SamplingError
 from edgespec.sampling import Sampling
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
@@ -54,7 +55,17 @@ def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:
     biases = fields.fields("logit_bias")
     if biases is not None:
         given["logit_bias"] = _read_biases(fields, loaded.limits)
-    return replace(loaded.sampling, **given)
+    try:
+        return replace(loaded.sampling, **given)
+    except SamplingError as exc:
+        raise _as_sent(exc, fields) from exc
+
+
+def _as_sent(error: SamplingError, fields: Fields) -> Exception:
+    """`error`, which begins with a setting's name, with the name that the client used for it."""
+    name, _, rest = str(error).partition(" ")
+    sent = next((fields.path(key) for key, setting in _SAMPLING.items() if setting == name), None)
+    return error if sent is None else bad_request(f"{sent} {rest}", sent)
 
 
 def _read_biases(fields: Fields, limits: Limits) -> dict[int, Any]:
@@ -75,8 +86,9 @@ def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
         return []
     stops = [value] if isinstance(value, str) else fields.listed(name, limits.max_stops) or []
     if not all(isinstance(stop, str) and 0 < len(stop) <= limits.max_stop_characters for stop in stops):
+        sent = fields.path(name)
         raise bad_request(
-            f"{name} must be a string or a list of strings of 1 to {limits.max_stop_characters} characters", name
+            f"{sent} must be a string or a list of strings of 1 to {limits.max_stop_characters} characters", sent
         )
     return stops
 

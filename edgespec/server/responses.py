@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, timings, usage
+from edgespec.server.answer import Answer, usage
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.responses_input import as_chat
+from edgespec.server.responses_input import SENT_AS, as_chat
 from edgespec.server.responses_tools import freeform_input, freeform_names
 from edgespec.server.service import Loaded
 from edgespec.server.ticket import Ticket
@@ -130,7 +130,7 @@ class ResponsesExchange(Exchange):
                 "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
                 "total_tokens": counts["total_tokens"],
             },
-            "timings": timings(answer.stats),
+            "timings": answer.timings,
             "seed": answer.ticket.seed,
         }
 
@@ -239,7 +239,13 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+def count_input_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/v1/responses/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_responses`."""
+    (job,) = read_responses(loaded, fields).jobs
+    return {"object": "response.input_tokens", "input_tokens": len(job.prompt_ids)}
+
+
 def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     body, echoed = as_chat(fields, loaded)
-    return ResponsesExchange(loaded, read_chat(loaded, Fields(body, notes=fields.notes)), echoed)
+    return ResponsesExchange(loaded, read_chat(loaded, Fields(body, names=SENT_AS, notes=fields.notes)), echoed)

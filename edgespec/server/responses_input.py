@@ -17,6 +17,14 @@ _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
     *("seed", "top_k", "min_p", "repeat_penalty", "speculative"),  # as in /v1/chat/completions; not OpenAI's
 )
+# What the client calls the fields of the chat request that its own one becomes.
+SENT_AS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _REASONED = "reasoning_content"  # as chat templates call it
 # What `include` may name: a server that stores nothing encrypts nothing, and runs no tools that would have results.

@@ -7,23 +7,28 @@ holds up nobody: the thread does not wait for it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.runtime import Model
+from edgespec.server.answer_line import answer_line
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
 from edgespec.server.ticket import Job, Ticket
-from edgespec.types import TokenEvent
+from edgespec.types import RoundRecord, TokenEvent
 
+__all__ = ["Job", "Scheduler", "Ticket"]
+logger = logging.getLogger("edgespec")
 _JOIN_S = 30.0
 Returned = TypeVar("Returned")
 
@@ -36,6 +41,7 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []
         self._to_wake: list[Ticket] = []  # their readers
+        self._numbers = count()
         self._changed = threading.Condition()
         self._preparing = ThreadPoolExecutor(1, "edgespec-prepare")
         self._is_stopping = False
@@ -46,6 +52,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Jobs that wait for their turn."""
         return len(self._waiting)
+
+    @property
+    def running(self) -> list[Ticket]:
+        """The jobs that are being decoded."""
+        return list(self._running)
 
     @property
     def num_running(self) -> int:
@@ -63,11 +74,12 @@ class Scheduler:
         Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
         """
         self._check_room(len(jobs))  # before the work of preparing them
-        generations = await self.prepare(self._generations, jobs)
+        drafted = [Counter[str]() for _ in jobs]
+        generations = await self.prepare(self._generations, jobs, drafted)
         loop = asyncio.get_running_loop()
         tickets = [
-            Ticket(self, generation, loop, tells_progress=job.tells_progress)
-            for generation, job in zip(generations, jobs, strict=True)
+            Ticket(generation, loop, self.forget, next(self._numbers), counts, tells_progress=job.tells_progress)
+            for generation, counts, job in zip(generations, drafted, jobs, strict=True)
         ]
         with self._changed:
             self._check_room(len(jobs))
@@ -75,9 +87,16 @@ class Scheduler:
             self._changed.notify()
         return tickets
 
-    def _generations(self, jobs: Sequence[Job]) -> list[Generation]:
-        stream, on_round = self.model.stream, self.metrics.count_round
-        return [stream(job.prompt_ids, job.sampling, job.options, on_round) for job in jobs]
+    def _generations(self, jobs: Sequence[Job], drafted: Sequence[Counter[str]]) -> list[Generation]:
+        return [
+            self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
+            for job, counts in zip(jobs, drafted, strict=True)
+        ]
+
+    def _count_round(self, drafted: Counter[str], record: RoundRecord) -> None:
+        self.metrics.count_round(record)
+        if record.drafted_tokens:
+            drafted[record.drafter or ""] += record.drafted_tokens
 
     def _check_room(self, num_jobs: int) -> None:
         if self._is_stopping:
@@ -178,7 +197,9 @@ class Scheduler:
                 self._end(ticket, exc)
 
     def _end(self, ticket: Ticket, failure: Exception | None) -> None:
-        self.metrics.add(ticket.stats, has_failed=failure is not None)
+        self.metrics.add(ticket.stats, has_failed=failure is not None, duration_s=ticket.age_s)
+        request, model = ticket.generation.request, self.model
+        logger.info("%s", answer_line(ticket.stats, ticket.drafted, request.options, model.options, model.target.facts))
         self._running.remove(ticket)  # before the client knows, so that its next request finds room
         ticket.end(failure)
 

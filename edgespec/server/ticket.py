@@ -1,23 +1,19 @@
-"""A generation that a client asked for, and how its reader follows it from another thread."""
+"""A generation to run for a client, and the handle that brings its events from the engine's thread to its loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from edgespec.config import GenerateOptions
 from edgespec.generation.handle import Generation
 from edgespec.sampling import Sampling
 from edgespec.server.metrics import Metrics
 from edgespec.types import FinishReason, PromptProgress, Stats, TokenEvent
-
-if TYPE_CHECKING:
-    from edgespec.server.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +32,23 @@ class Job:
 class Ticket:
     """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time.
 
-    A group without events: `take_progress` has something new.
+    `forget`: takes it out of the queue; `number`: counts the jobs of a scheduler. `drafted`: tokens so far by
+    the name of the drafter; kept up to date by whoever gives it. A group without events: `take_progress` has something
+    new.
     """
 
     def __init__(
-        self, scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop, *, tells_progress: bool
+        self,
+        generation: Generation,
+        loop: asyncio.AbstractEventLoop,
+        forget: Callable[[Ticket], None],
+        number: int = 0,
+        drafted: Mapping[str, int] | None = None,
+        *,
+        tells_progress: bool = False,
     ) -> None:
-        self._scheduler, self._generation, self.loop = scheduler, generation, loop
+        self._generation, self.loop, self._forget, self.number = generation, loop, forget, number
+        self.drafted: Mapping[str, int] = {} if drafted is None else drafted
         self.tells_progress = tells_progress
         self._progress: PromptProgress | None = None
         self._ready = asyncio.Event()
@@ -58,6 +64,11 @@ class Ticket:
     def stats(self) -> Stats:
         """Counters of the generation; complete after the last event."""
         return self._generation.stats
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was submitted."""
+        return monotonic() - self.submitted_s
 
     @property
     def seed(self) -> int:
@@ -87,7 +98,7 @@ class Ticket:
     def cancel(self) -> None:
         """End it after at most one pass, or at once where it still waits. Cancelling what is over is allowed."""
         self._generation.cancel()
-        self._scheduler.forget(self)
+        self._forget(self)
 
     @property
     def generation(self) -> Generation:
@@ -114,8 +125,7 @@ class Ticket:
     def post(self, metrics: Metrics, event: TokenEvent) -> bool:
         """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
         if not self._has_begun:
-            metrics.first_token_s += monotonic() - self.submitted_s
-            metrics.first_tokens += 1
+            metrics.count_first_token(self.age_s)
         self._has_begun = True
         with self._lock:
             self._events.append(event)

@@ -18,9 +18,10 @@ from edgespec.server.app import create_app
 from edgespec.server.service import Service
 from waiting import reached
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/responses", "/v1/messages", "/api/chat")
 FIELDS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Once", "messages": None, "max_tokens": 4},
+    "/completion": {"prompt": "Once", "messages": None, "max_tokens": None, "n_predict": 4},
     "/v1/responses": {"input": "hi", "messages": None, "max_tokens": None, "max_output_tokens": 4},
     "/v1/messages": {"max_tokens": 4},
     "/api/chat": {"model": "demo", "max_tokens": None, "options": {"num_predict": 4}},

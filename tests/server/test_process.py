@@ -117,7 +117,7 @@ def test_the_page_on_the_server_is_true(url: str):
     for path, body in requests:
         assert httpx.post(url + path, content=body.encode(), timeout=ENDS_WITHIN_S).status_code == 200
     paths = re.findall(r"`GET (/\S+)`", PAGE)
-    assert len(paths) == 8
+    assert len(paths) == 11
     for path in paths:
         assert httpx.get(url + path).status_code == 200
     pytest.importorskip("openai", reason="the openai package is not installed")

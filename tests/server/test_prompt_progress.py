@@ -34,7 +34,11 @@ def text_of(part: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "A list: " + LONG})]
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "A list: " + LONG}),
+    ],
 )
 def test_the_passes_of_a_prompt_are_told(client: TestClient, path: str, fields: dict[str, Any]):
     found = parts(client, path, return_progress=True, **fields)
