@@ -140,9 +140,10 @@ class Model(Closing):
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
-        `messages` and `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
+        If the last message is an assistant's text, they end behind it: the answer goes on from there. `messages` and
+        `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
         `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
-        rejects the messages, or does not use an argument.
+        rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
@@ -187,13 +188,18 @@ class Model(Closing):
         options: GenerateOptions | None = None,
         tools: Messages | None = None,
     ) -> Generation:
-        """Generate the assistant's next turn; like `stream`. The part of the prompt that is still cached is reused."""
+        """Generate the assistant's next turn; like `stream`. The part of the prompt that is still cached is reused.
+
+        If the last message is an assistant's text without tool calls, the model goes on with it: the result has the new
+        text only. Raises PromptError if `options` asks for a structure then, or the chat template leaves it out.
+        """
         from edgespec.chat.reasoning import before_structure
+        from edgespec.chat.template import answer_prefix
 
         prompt_ids = self.encode_chat(messages, tools)
         if options is not None:
             with self._executor.vocabulary() as vocabulary:
-                prompt_ids = before_structure(vocabulary, prompt_ids, options)
+                prompt_ids = before_structure(vocabulary, prompt_ids, options, answer_prefix(messages))
         return self.stream(prompt_ids, sampling, options)
 
     def check_structure(self, options: GenerateOptions) -> None:
