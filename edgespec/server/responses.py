@@ -30,7 +30,7 @@ class ResponsesExchange(Exchange):
         self._name, self._chat, self._echoed = loaded.name, chat, echoed
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._sequence = 0
-        self._freeform = freeform_names(echoed["tools"])
+        self._freeform = freeform_names(echoed.get("tools", ()))
 
     def answer(self, ticket: Ticket) -> Answer:
         return self._chat.answer(ticket)
