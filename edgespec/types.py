@@ -210,7 +210,8 @@ class RoundRecord:
     `position`: index of the first token it could emit; `drafter`: name of the drafter, None for a plain pass; `width`:
     rows of the target pass; `confidences`: per draft token, the estimated probability that it is accepted if its
     parent is; `draft_s`: control and drafting; `verify_s`: the target pass alone; `judge_s`: applying the acceptance
-    rule and updating the cache; `is_disturbed`: other load on the machine made the times useless for cost estimates.
+    rule and updating the cache; `is_disturbed`: other load on the machine made the times useless for cost estimates;
+    `tree_depth`: tokens of the longest path of a draft with branches, None for a chain.
     """
 
     position: int
@@ -222,6 +223,12 @@ class RoundRecord:
     verify_s: float
     judge_s: float = 0.0
     is_disturbed: bool = False
+    tree_depth: int | None = None
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the draft's longest path: the most that could be accepted."""
+        return self.drafted_tokens if self.tree_depth is None else self.tree_depth
 
     @property
     def width(self) -> int:
@@ -252,6 +259,16 @@ class TokenEvent:
     def from_draft(self) -> bool:
         """Whether the token was drafted and accepted."""
         return self.drafter is not None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a prompt has been read: of its `total` tokens `processed` are cached, of these `reused` from before."""
+
+    total: int
+    reused: int
+    processed: int
+    seconds: float
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from edgespec.cli.interrupt import stops
 from edgespec.cli.lines import typing_unseen
 from edgespec.cli.session import Session
 from edgespec.cli.terminal import counted, note, reply
+from edgespec.config import RANDOM_SEED
 from edgespec.generation.totals import Totals
 from edgespec.types import Stats
 
@@ -37,7 +38,8 @@ class Chat:
             reply("there is nothing to answer yet")
             return
         seed = self.session.seed + 1
-        sampling = dataclasses.replace(self.session.sampling, seed=seed if seed < 1 << 64 else 0)
+        seed = seed if seed < 1 << 64 and seed != RANDOM_SEED else 0
+        sampling = dataclasses.replace(self.session.sampling, seed=seed)
         self.session.sampling = sampling
         reply("temperature 0: the answer will be the same" if sampling.temperature == 0 else f"seed {sampling.seed}")
         self._answer(before)

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.config import GenerateOptions, LoadOptions, ServeOptions, SessionOptions
 from edgespec.config.habits import CALLED, INSTEAD
 from edgespec.config.settings import Part, Setting
 
-_OWNERS = {"load": LoadOptions, "generate": GenerateOptions, "session": SessionOptions}
+_OWNERS = {"load": LoadOptions, "generate": GenerateOptions, "session": SessionOptions, "serve": ServeOptions}
 OWN, OTHER = "Options", "Other"  # the sections of what one command alone takes, and of what all take
 _SECTIONS = (OWN, "Model", "Hardware", "Speculation", "Sampling", "Answer", "Output", OTHER)
 _TITLES = {"Sampling": "Sampling (a model may come with defaults of its own)"}
@@ -38,6 +38,8 @@ _DEFAULTS = {
     "memory": "all free memory",
     "seed": "random",
     "max_tokens": "until it ends",
+    "cors_origin": "local ones",
+    "allowed_host": "local ones; any with another --host",
 }
 
 

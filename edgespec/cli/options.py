@@ -11,6 +11,7 @@ import click
 from edgespec.cli.completion import models
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.terminal import set_verbosity
+from edgespec.config import RANDOM_SEED
 from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents, did_you_mean
 from edgespec.config.sources import Settings, resolve
 from edgespec.errors import ConfigError
@@ -138,11 +139,12 @@ def resolve_settings(
 
 
 def sampling_of(settings: Settings) -> Sampling:
-    """The sampling settings; a random seed of 32 bits where none is given, so that it fits any JSON reader."""
+    """The sampling settings; a random seed of 32 bits where none or -1 is given, so that it fits any JSON reader."""
     import secrets  # not at the top: commands that load nothing do without these two
 
     from edgespec.sampling import Sampling
 
     values = settings.part("sampling")
-    values.setdefault("seed", secrets.randbits(32))
+    if values.get("seed", RANDOM_SEED) == RANDOM_SEED:
+        values["seed"] = secrets.randbits(32)
     return Sampling(**values)

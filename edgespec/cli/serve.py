@@ -19,7 +19,7 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config import MAX_PARALLEL, LoadOptions
+from edgespec.config import MAX_PARALLEL, RANDOM_SEED, LoadOptions, ServeOptions
 from edgespec.config.settings import STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.errors import CapabilityError, ConfigError
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 API_KEY = "EDGESPEC_API_KEY"
 _NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
-_HTTP_ONLY = ("host", "port", "api_key", "cors_origin", "exit_with_stdin")
+_OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
+_HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")
+_OWN = (*_OWN_HTTP, "alias", "any_model", "parallel", "max_queue", "timeout", "stdio")
 
 
 def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
@@ -43,13 +45,13 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 
 @click.command(cls=SettingsCommand)
 @settings_options(
-    "load", "generate", "sampling", "session", leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER)
+    "load", "generate", "sampling", "session", "serve", leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER)
 )
 @_option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only]")
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
-@_option("--cors-origin", multiple=True, metavar="ORIGIN", help="Web page that may call, * for all; repeatable [none]")
-@_option("--alias", metavar="NAME", help="Name of the model for clients [its own]")
+@_option("--alias", multiple=True, metavar="NAME", help="Name of the model for clients; repeatable [its own]")
+@_option("--any-model", is_flag=True, help="Answer whatever model a request names")
 @_option(
     "-np",
     "--parallel",
@@ -72,7 +74,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
     context = click.get_current_context()
-    own = {name: given.pop(name) for name in (*_HTTP_ONLY, "alias", "parallel", "max_queue", "timeout", "stdio")}
+    own = {name: given.pop(name) for name in _OWN}
     if own["stdio"]:
         _refuse_http_options(context)
     else:
@@ -84,7 +86,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         with context.scope(cleanup=False):  # click knows its context by thread
             parallel = own["parallel"] or _usual_parallel(settings)
             session = open_session(settings, remembers=True, parallel=parallel)
-            if "seed" not in settings.values:
+            if settings.values.get("seed", RANDOM_SEED) == RANDOM_SEED:
                 session.sampling = replace(session.sampling, seed=None)  # another one for each request
             service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
             show_beginning(session)
@@ -96,7 +98,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     else:
         from edgespec.server.run import serve
 
-        binding = _binding(own)
+        binding = _binding(own, ServeOptions(**settings.part("serve")))
         if not binding.is_local and service.api_key is None:
             note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
         serve(service, binding, load, _announce)
@@ -130,7 +132,8 @@ def _service(settings: Settings, own: dict[str, Any]) -> Service:
     key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
-    return Service(own["alias"] or pair.name, _limits(own), key)
+    name, *others = own["alias"] or (pair.name,)
+    return Service(name, _limits(own), key, aliases=tuple(others), any_model=own["any_model"])
 
 
 def _usual_parallel(settings: Settings) -> int:
@@ -146,10 +149,11 @@ def _limits(own: dict[str, Any]) -> Limits:
     return replace(Limits(), **{name: value for name, value in given.items() if value is not None})
 
 
-def _binding(own: dict[str, Any]) -> Binding:
+def _binding(own: dict[str, Any], options: ServeOptions) -> Binding:
     from edgespec.server.run import Binding
 
-    return Binding(own["host"], own["port"], own["cors_origin"], until_stdin_closes=own["exit_with_stdin"])
+    lists = options.cors_origin, options.allowed_host
+    return Binding(own["host"], own["port"], *lists, until_stdin_closes=own["exit_with_stdin"])
 
 
 def _announce(url: str) -> None:

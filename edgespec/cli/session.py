@@ -23,7 +23,7 @@ from edgespec.cli.terminal import (
     stats_lines,
     verbosity,
 )
-from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions, SessionOptions
 from edgespec.config.settings import REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.drafters.factory import learnt_texts
@@ -122,6 +122,8 @@ def open_session(settings: Settings, *, remembers: bool = False, parallel: int =
     elif settings.values.get("learn"):
         settings = settings.below({"recall": True}, "--learn")
     seed = sampling_of(settings).seed
+    if settings.values.get("seed") == RANDOM_SEED:  # one for all answers, which is told
+        settings = settings.without(("seed",))
     options = GenerateOptions(**settings.part("generate"))
     shown = SessionOptions(**settings.part("session"))
     model = _load(settings, parallel)

@@ -19,7 +19,7 @@ from edgespec.cli.help import default_of, show
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
 from edgespec.cli.terminal import counted, reply, stats_lines
-from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
+from edgespec.config import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
 from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting, did_you_mean
 from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
@@ -138,7 +138,11 @@ def _set(chat: Chat, argument: str) -> None:
     if not name or not text.strip():
         raise ConfigError("/set needs a name and a value, such as: /set temp 0.5 (/unset takes a setting back)")
     setting = find(name, "/set")
-    _change(chat, setting, setting.parse(text.strip(), f"/set {setting.key}"))
+    value = setting.parse(text.strip(), f"/set {setting.key}")
+    if setting.name == "seed" and value == RANDOM_SEED:
+        _unset(chat, name)
+        return
+    _change(chat, setting, value)
     _say(chat, setting)
 
 
@@ -160,6 +164,8 @@ def _unset(chat: Chat, argument: str) -> None:
 def _change(chat: Chat, setting: Setting, value: Any) -> None:
     """Use a value from the next answer on. Raises ConfigError for a setting of loading, or a value out of range."""
     session, change = chat.session, {setting.name: value}
+    if setting.part == "serve":
+        raise ConfigError(f"{setting.key} is a setting of edgespec serve: it changes nothing in a chat")
     if setting.name == "system":
         chat.conversation.system = value
     elif setting.part == "sampling":
@@ -186,7 +192,7 @@ def _say(chat: Chat, setting: Setting) -> None:
 def _show(chat: Chat, argument: str) -> None:
     session = chat.session
     reply(in_effect(session))
-    present = [(setting, _present(chat, setting)) for setting in SETTINGS]
+    present = [(setting, _present(chat, setting)) for setting in SETTINGS if setting.part != "serve"]
     _table([(s.key, _spelled(value), _origin(chat, s, value)) for s, value in present if value not in (None, ())])
 
 

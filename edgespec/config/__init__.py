@@ -12,6 +12,7 @@ from edgespec.config.names import (
     MAX_DRAFT_LENGTH,
     MAX_PARALLEL,
     PROVIDERS,
+    RANDOM_SEED,
     REASONING_FORMATS,
     RULES,
     CacheType,
@@ -22,6 +23,7 @@ from edgespec.config.names import (
     ReasoningFormat,
     RuleName,
 )
+from edgespec.config.serve_options import ServeOptions
 
 __all__ = [
     "CACHE_TYPES",
@@ -31,6 +33,7 @@ __all__ = [
     "MAX_DRAFT_LENGTH",
     "MAX_PARALLEL",
     "PROVIDERS",
+    "RANDOM_SEED",
     "REASONING_FORMATS",
     "RULES",
     "CacheType",
@@ -43,6 +46,7 @@ __all__ = [
     "ProviderName",
     "ReasoningFormat",
     "RuleName",
+    "ServeOptions",
     "SessionOptions",
     "keywords_of",
 ]

@@ -38,5 +38,6 @@ CACHE_TYPES: tuple[CacheType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_
 MAX_DRAFT_LENGTH = 64
 MAX_TOP_LOGPROBS = 256
 MAX_PARALLEL = 64
+RANDOM_SEED = -1  # as a seed, like None: another one each time, as in llama.cpp
 MAX_GRAMMAR_CHARACTERS = 1 << 18  # of a schema or grammar: what compiles within a second
 MAX_COUNT = 2**31 - 1  # the engines' libraries count in int32

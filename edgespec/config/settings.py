@@ -18,8 +18,8 @@ from edgespec.config.habits import CALLED, INSTEAD
 from edgespec.errors import ConfigError
 from edgespec.formats.files import expanded, read_text
 
-Part = Literal["load", "sampling", "generate", "session"]
-Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware"]
+Part = Literal["load", "sampling", "generate", "session", "serve"]
+Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware", "Options"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "size", "contents"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
@@ -133,6 +133,7 @@ def contents(text: str, source: str, *, is_json: bool) -> str:
 _BASIC = {
     *("draft", "context_length", "threads", "gpu_layers", "memory", "drafter", "draft_length", "reproducible", "learn"),
     *("temperature", "top_k", "seed", "max_tokens", "json_schema", "system", "stats"),
+    *("cors_origin", "allowed_host"),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ENGINES,
@@ -156,6 +157,8 @@ _METAVARS = {
     "max_slowdown": "SHARE",
     "json_schema": "FILE|JSON",
     "grammar": "FILE",
+    "cors_origin": "ORIGIN",
+    "allowed_host": "NAME",
 }
 
 
@@ -230,8 +233,8 @@ SETTINGS: tuple[Setting, ...] = (
             "--frequency-penalty",
             "Subtract from the logit of a recent token per occurrence",
         ),
-        ("penalty_window", "integer", "--repeat-last-n", "How many tokens count as recent"),
-        ("seed", "integer", "--seed", "Random seed"),
+        ("penalty_window", "integer", "--repeat-last-n", "How many tokens count as recent; -1: all"),
+        ("seed", "integer", "--seed", "Random seed; -1 draws one"),
     ),
     *_of(
         "Answer",
@@ -263,6 +266,12 @@ SETTINGS: tuple[Setting, ...] = (
         ("show_draft", "switch", "--show-draft", "Show accepted draft tokens in another colour"),
         ("stats", "switch", "--stats", "Show speed and acceptance after each answer"),
         ("raw", "switch", "--raw", "In a terminal: no word wrap, tool calls as the model wrote them"),
+    ),
+    *_of(
+        "Options",
+        "serve",
+        ("cors_origin", "texts", "--cors-origin", "Web page that may call, * for all; repeatable"),
+        ("allowed_host", "texts", "--allowed-host", "Name by which clients may call this machine; repeatable"),
     ),
 )
 # Off unless a user asks: answers are private. Commands that measure ignore them: a prompt that is decoded again would

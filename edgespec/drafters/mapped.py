@@ -9,6 +9,7 @@ worse, and the output is still right.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Never
 
 import numpy as np
@@ -167,12 +168,12 @@ class MappedSequence(CachedSequence):
         latest = token_ids[token_ids.size - max(min(token_ids.size, capacity), 0) :]
         return int(self._map.sizes(latest)[::-1].cumsum().searchsorted(capacity, side="right"))
 
-    def feeding(self, token_ids: TokenIds) -> Passes[Logits]:
+    def feeding(self, token_ids: TokenIds, on_pass: Callable[[], object] | None = None) -> Passes[Logits]:
         read, ends = self._map.read(token_ids), self._map.sizes(token_ids).cumsum()
         if not self.length and self._map.begins_with:
             read = np.concatenate((np.array(self._map.begins_with, np.int32), read))
         self._ends[0] = 0
-        logits = yield from self._inner.feeding(read)
+        logits = yield from self._inner.feeding(read, on_pass)
         self._ends[self.length + 1 : self.length + 1 + token_ids.size] = self._inner.length - int(ends[-1]) + ends
         self._held.append(token_ids)
         return self._map.gathered(logits)

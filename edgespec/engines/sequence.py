@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -191,8 +191,8 @@ class CachedSequence:
         """Append tokens [n] in as few passes as possible; the logits row [vocabulary] after the last one."""
         return at_once(self.feeding(token_ids))
 
-    def feeding(self, token_ids: TokenIds) -> Passes[Logits]:
-        """The passes of `feed`.
+    def feeding(self, token_ids: TokenIds, on_pass: Callable[[], object] | None = None) -> Passes[Logits]:
+        """The passes of `feed`; `on_pass` is called after each.
 
         In reproducible mode the tokens alone decide how they are cut, so that the cache has the same bits whether they
         came as one prompt, in parts, or were decoded.
@@ -214,6 +214,8 @@ class CachedSequence:
                 self._inputs.append(self.length)
                 self._held.append(part, ends)
                 self.num_fed += 1
+                if on_pass is not None:
+                    on_pass()
             if end == token_ids.size - PROMPT_END:
                 self.mark()
         last: Logits = logits[-1]

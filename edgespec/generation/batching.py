@@ -29,7 +29,7 @@ from edgespec.generation.members import Member, Room, num_rows_of
 from edgespec.generation.run_state import PassShare
 from edgespec.generation.slots import Slots
 from edgespec.sampling.acceptance import RULES
-from edgespec.types import Logits, TokenEvent, packed
+from edgespec.types import Logits, PromptProgress, TokenEvent, packed
 
 # Of prompts in a pass that answers wait for: more would make them wait for long. Half where hidden states are read,
 # since a pass with those may ask for logits of all its rows.
@@ -66,8 +66,15 @@ class ContinuousBatch:
         """Whether it can begin now."""
         return self._slots.has_one_for(generation.request.options)
 
-    def begin(self, generation: Generation, on_event: Callable[[TokenEvent], None] = no_event) -> None:
+    def begin(
+        self,
+        generation: Generation,
+        on_event: Callable[[TokenEvent], None] = no_event,
+        on_prompt: Callable[[PromptProgress], None] | None = None,
+    ) -> None:
         """Begin a generation of this model that nobody reads; there must be room for it. Its handle is filled.
+
+        `on_prompt` is told how much of its prompt is read.
 
         Raises CapabilityError for a drafter that the model lacks.
         """
@@ -78,6 +85,7 @@ class ContinuousBatch:
         try:
             controller = slot.pool.controller(request.options)
             run = self._executor.run_of(request, generation.stats, slot.sequence, self._controllers)
+            run.on_prompt = on_prompt
         except BaseException:
             slot.is_taken = False
             raise

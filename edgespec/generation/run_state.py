@@ -19,7 +19,7 @@ from edgespec.engines.watch import ClassWatch
 from edgespec.errors import Cancelled, PromptError
 from edgespec.sampling import Sampler
 from edgespec.sampling.stopping import StopRules, TextStream
-from edgespec.types import Logits, RoundRecord, Stats, TokenEvent, TokenIds
+from edgespec.types import Logits, PromptProgress, RoundRecord, Stats, TokenEvent, TokenIds
 
 
 class PassShare(NamedTuple):
@@ -37,6 +37,7 @@ class Run:
     `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
     `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
     `share`: its part of the last pass if that was shared with other sequences; None: the pass was its own.
+    `on_prompt`: told how much of the prompt is read, before its first pass and after each.
     `others_s`: seconds that it waited while passes worked for other sequences; `reading_s`: those that reading the
     prompt took without them.
     Raises PromptError for an empty prompt or one that does not fit the context.
@@ -51,6 +52,7 @@ class Run:
     parked: ParkedStates | None = None
     threads: ThreadControl | None = None
     on_round: Callable[[RoundRecord], None] | None = None
+    on_prompt: Callable[[PromptProgress], None] | None = None
     watch: ClassWatch | None = None
     relieve: Callable[[], str] | None = None
     share: PassShare | None = None
@@ -76,12 +78,18 @@ class Run:
         if self.parked is not None:
             self.parked.make_way(self.target, self.prompt_ids)
         self.stats.reused_tokens = self.target.reuse(self.prompt_ids)
-        logits = yield from self.target.feeding(self.prompt_ids[self.target.length :])
+        self._tell_progress()
+        logits = yield from self.target.feeding(self.prompt_ids[self.target.length :], self._tell_progress)
         self.stats.prefill_s, self.reading_s = perf_counter() - self._started_s, self.clock() - started_s
         self.stats.target_passes = self.target.num_fed
         if self.threads is not None:
             self.threads.begin()
         return logits
+
+    def _tell_progress(self) -> None:
+        if self.on_prompt is not None:
+            stats, seconds = self.stats, perf_counter() - self._started_s
+            self.on_prompt(PromptProgress(stats.prompt_tokens, stats.reused_tokens, self.target.length, seconds))
 
     @staticmethod
     def asks() -> Started:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from edgespec.config import RANDOM_SEED
 from edgespec.errors import SamplingError, shown
 
 MAX_TEMPERATURE = 100.0
@@ -24,7 +25,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 _WHOLE_LIMITS: dict[str, tuple[int, int]] = {
     "top_k": (0, _MOST_WHOLE),
-    "penalty_window": (0, _MOST_WHOLE),
+    "penalty_window": (-1, _MOST_WHOLE),
     "seed": (-(2**63), 2**64 - 1),
 }
 
@@ -33,8 +34,8 @@ _WHOLE_LIMITS: dict[str, tuple[int, int]] = {
 class Sampling:
     """Sampling settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters.
 
-    Penalties as in llama.cpp, over the last `penalty_window` tokens. `logit_bias`: token id to added logit; -inf
-    forbids the token. `seed` None: a random seed, reported in the result.
+    Penalties as in llama.cpp, over the last `penalty_window` tokens; -1: all of the context. `logit_bias`: token id to
+    added logit; -inf forbids the token. `seed` None, or -1 as in llama.cpp: a random seed, reported in the result.
     Raises SamplingError for a value that is out of range, not finite or of another type (bool is not a number).
     """
 
@@ -50,6 +51,8 @@ class Sampling:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.seed, int) and self.seed == RANDOM_SEED:
+            object.__setattr__(self, "seed", None)
         for name, (low, high) in _LIMITS.items():
             object.__setattr__(self, name, _number(name, getattr(self, name), low, high))
         for name, (least, most) in _WHOLE_LIMITS.items():
@@ -64,7 +67,7 @@ class Sampling:
     @property
     def uses_history(self) -> bool:
         """Whether a penalty is in effect, which depends on the previous tokens."""
-        return self.penalty_window > 0 and (
+        return self.penalty_window != 0 and (
             self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
 

@@ -183,7 +183,7 @@ class Sampler:
         row[self._bias_ids[known]] += self._bias[known]
         settings = self.sampling
         if settings.uses_history and history.size:
-            latest = history[-settings.penalty_window :]
+            latest = history[-settings.penalty_window :] if settings.penalty_window > 0 else history
             ids, counts = np.unique(latest[latest < row.size], return_counts=True)
             values = row[ids]
             values = np.where(values > 0, values / settings.repeat_penalty, values * settings.repeat_penalty)

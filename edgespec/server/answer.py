@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,8 @@ from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.server.http_errors import HttpError
-from edgespec.server.scheduler import Ticket
-from edgespec.types import Stats, TokenEvent
+from edgespec.server.ticket import Ticket
+from edgespec.types import PromptProgress, Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 
@@ -20,7 +20,8 @@ class Piece:
     """What became certain at once: reasoning, text, whole tool calls, and the tokens that the text is made of.
 
     `tokens`: only with log probabilities; `shares`: the text by token, each with the drafter that proposed it or None.
-    `reasoning_tokens` and `reasoning_shares` are the same of the reasoning, its marks included.
+    `reasoning_tokens` and `reasoning_shares` are the same of the reasoning, its marks included. `progress`: how much of
+    the prompt is read, for jobs that tell it, in a piece of its own before all others.
     """
 
     text: str = ""
@@ -30,6 +31,7 @@ class Piece:
     reasoning: str = ""
     reasoning_tokens: list[TokenEvent] = field(default_factory=list)
     reasoning_shares: list[tuple[str, str | None]] = field(default_factory=list)
+    progress: PromptProgress | None = None
 
     def __bool__(self) -> bool:
         return bool(self.text or self.calls or self.tokens or self.reasoning or self.reasoning_tokens)
@@ -70,6 +72,16 @@ class Answer:
     def stats(self) -> Stats:
         """Counters of the generation."""
         return self.ticket.stats
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """`timings` of it so far."""
+        return timings(self.stats, self.ticket.drafted)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens so far, those that print nothing included."""
+        return self._token_ids
 
     @property
     def splits_reasoning(self) -> bool:
@@ -114,6 +126,8 @@ class Answer:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""
         try:
             async for events in self.ticket:
+                if (progress := self.ticket.take_progress()) is not None:
+                    yield Piece(progress=progress)
                 piece = Piece() if self._is_cut else self._joined(events)
                 if piece:
                     yield self._kept(piece)
@@ -258,11 +272,12 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     return found
 
 
-def timings(stats: Stats) -> dict[str, Any]:
+def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Speed and drafting of one answer: llama.cpp's names, `rounds` and `mean_accepted_length`. Times in milliseconds.
 
-    The mean width of a target pass is (draft_n + rounds) / rounds.
+    `drafted`: tokens by drafter. The mean width of a target pass is (draft_n + rounds) / rounds.
     """
+    by = dict(drafted or {})
     read = stats.prompt_tokens - stats.reused_tokens
     prompt_ms, decode_ms = 1000 * stats.prefill_s, 1000 * max(stats.decode_s, 0.0)
     return {
@@ -275,6 +290,8 @@ def timings(stats: Stats) -> dict[str, Any]:
         "predicted_per_second": stats.tokens_per_second,
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,
+        "drafter": max(by, key=lambda name: by[name], default=None),
+        "draft_n_by_drafter": by,
         "rounds": stats.rounds,
         "mean_accepted_length": stats.mean_accepted_length,
     }

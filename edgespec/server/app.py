@@ -14,12 +14,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from edgespec.server import facts, messages, ollama, page, responses
-from edgespec.server.chat_request import read_chat
+from edgespec.server import facts, messages, native, ollama, ollama_facts, page, responses
+from edgespec.server.chat_request import apply_template, read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
 from edgespec.server.fields import Fields, parse_object
-from edgespec.server.guard import LOOPBACK, Guard
+from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.infill import read_infill
 from edgespec.server.openapi import document
@@ -31,6 +31,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 _GENERATING: dict[str, Read] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_completion,
+    "/chat/completions": read_chat,  # llama-server's own paths
+    "/completion": native.read_native,
+    "/completions": native.read_native,
     "/v1/responses": responses.read_responses,
     "/v1/messages": messages.read_messages,
     "/api/chat": ollama.read_chat_request,
@@ -40,14 +43,17 @@ _GENERATING: dict[str, Read] = {
 _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/tokenize": facts.tokenize,
     "/detokenize": facts.detokenize,
+    "/apply-template": apply_template,
+    "/v1/responses/input_tokens": responses.count_input_tokens,
     "/v1/embeddings": facts.no_embeddings,
     "/v1/messages/count_tokens": messages.count_tokens,
-    "/api/show": ollama.show,
+    "/api/show": ollama_facts.show,
 }
 
 
 def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> Starlette:
-    """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any.
+    """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any. Pages and
+    names of this machine are allowed besides.
 
     It does not load or close the model: the owner of `service` does.
     """
@@ -56,12 +62,16 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     routes += _readable(service)
     shown = page.routes()
     paths = [route.path for route in (*routes, *shown)]
-    open_paths = ["/health", *(route.path for route in shown)]  # the page asks for the key itself
+    open_paths = ["/health", "/v1/health", *(route.path for route in shown)]  # the page asks for the key itself
     middleware = [Middleware(Guard, service=service, paths=paths, open_paths=open_paths, hosts=hosts, origins=origins)]
-    if origins:
-        methods = ["GET", "POST"]
-        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-        middleware.insert(0, cors)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_origin_regex=LOCAL_ORIGINS.pattern,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
+    middleware.insert(0, cors)
     app = Starlette(
         routes=[*routes, *shown], middleware=middleware, exception_handlers={HTTPException: _http_exception}
     )
@@ -89,12 +99,13 @@ def _readable(service: Service) -> list[Route]:
     """The paths that are read with GET."""
 
     async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [facts.model_object(service)]})
+        return json_response({"object": "list", "data": facts.model_objects(service)})
 
     async def model(request: Request) -> Response:
-        if request.path_params["name"] != service.name:
+        name = request.path_params["name"]
+        if not service.names.include(name):
             raise unknown_model(service.name)
-        return json_response(facts.model_object(service))
+        return json_response(facts.model_object(service, name if name in service.names.all else service.name))
 
     async def health(_: Request) -> Response:
         status, body = facts.health(service)
@@ -107,24 +118,34 @@ def _readable(service: Service) -> list[Route]:
         return json_response(facts.properties(service.require()))
 
     async def described(_: Request) -> Response:
-        return json_response(document(service.name))
+        return json_response(document(service.names))
+
+    async def slots(request: Request) -> Response:
+        must_have_room = request.query_params.get("fail_on_no_slot") == "1"
+        return json_response(native.slots(service.require(), must_have_room=must_have_room))
 
     async def version(_: Request) -> Response:
-        return json_response(ollama.version())
+        return json_response(ollama_facts.version())
 
     async def listed(_: Request) -> Response:
-        return json_response(ollama.listed(service))
+        return json_response(await asyncio.to_thread(ollama_facts.listed, service))
+
+    async def running(_: Request) -> Response:
+        return json_response(await asyncio.to_thread(ollama_facts.running, service))
 
     handlers = {
         "/v1/models": models,
+        "/models": models,
         "/v1/models/{name:path}": model,  # hub ids have slashes
         "/health": health,
+        "/v1/health": health,
+        "/slots": slots,
         "/metrics": metrics,
         "/props": properties,
         "/openapi.json": described,
         "/api/version": version,
         "/api/tags": listed,
-        "/api/ps": listed,
+        "/api/ps": running,
     }
     return [Route(path, _caught(handler), methods=["GET"]) for path, handler in handlers.items()]
 

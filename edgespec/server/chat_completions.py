@@ -11,10 +11,11 @@ from typing import Any
 from edgespec import __version__
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
-from edgespec.server.answer import Answer, Piece, timings, token_logprob, usage
+from edgespec.server.answer import Answer, Piece, token_logprob, usage
 from edgespec.server.exchange import DONE, Exchange, sse
-from edgespec.server.scheduler import Job, Ticket
+from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.service import Loaded
+from edgespec.server.ticket import Job, Ticket
 from edgespec.types import TokenEvent
 
 FINGERPRINT = f"edgespec-{__version__}"
@@ -70,7 +71,11 @@ class ChatExchange(Exchange):
                     "finish_reason": answer.finish_reason,
                 }
             )
-        last = {"usage": usage(answers), "timings": timings(answers[0].stats), "seed": answers[0].ticket.seed}
+        last = {
+            "usage": usage(answers),
+            "timings": answers[0].timings,
+            "seed": answers[0].ticket.seed,
+        }
         return self._object("chat.completion", choices) | last
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -80,6 +85,8 @@ class ChatExchange(Exchange):
                 if begins:
                     yield self._chunk(index, begins)
                     begins = {}
+                if piece.progress is not None:
+                    yield self._chunk(index, {}, extra={"prompt_progress": prompt_progress(piece.progress)})
                 if piece.reasoning or piece.reasoning_tokens:
                     logprobs = self._logprobs([], piece.reasoning_tokens)
                     extra = self._progress(answer, piece.reasoning_shares)
@@ -92,7 +99,7 @@ class ChatExchange(Exchange):
                 num_calls += len(piece.calls)
             if begins:
                 yield self._chunk(index, begins)
-            ending = {"timings": timings(answer.stats), "seed": answer.ticket.seed}
+            ending = {"timings": answer.timings, "seed": answer.ticket.seed}
             yield self._chunk(index, {}, reason=answer.finish_reason, extra=ending)
         if self._includes_usage:
             yield sse(self._object("chat.completion.chunk", []) | {"usage": usage(answers)})
@@ -103,7 +110,7 @@ class ChatExchange(Exchange):
         if not self._per_token:
             return None
         tokens = [{"text": text, "drafter": drafter} for text, drafter in shares]
-        return {"timings": timings(answer.stats), "tokens": tokens}
+        return {"timings": answer.timings, "tokens": tokens}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

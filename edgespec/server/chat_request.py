@@ -7,12 +7,14 @@ from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
+from edgespec.chat.rendered import chat_text
 from edgespec.chat.template import answer_prefix
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.config import REASONING_FORMATS
 from edgespec.server.chat_completions import ChatExchange, Tools
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
+from edgespec.server.llamacpp_fields import read_llamacpp
 from edgespec.server.options import (
     WITHOUT_EFFECT,
     numbered,
@@ -23,14 +25,16 @@ from edgespec.server.options import (
     read_stream_options,
     require_model,
 )
-from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.server.structure import forced_calls, read_structure, structured_behind
+from edgespec.server.system_turns import placed
+from edgespec.server.ticket import Job
 
 MOST_TOP_LOGPROBS = 20
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")  # the last is llama.cpp's
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
@@ -42,11 +46,9 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     is_stream = fields.flag("stream")
     stream_options = fields.fields("stream_options")
     includes_usage = read_stream_options(stream_options, is_stream=is_stream)
-    per_token = fields.flag("timings_per_token")
+    per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
     sampling = read_sampling(fields, loaded)
-    options = read_options(
-        fields, loaded, read_max_tokens(fields, "max_completion_tokens", "max_tokens"), _read_logprobs(fields)
-    )
+    options = read_options(fields, loaded, read_max_tokens(fields, *_LIMITS), _read_logprobs(fields))
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
     tools, choice = _read_tools(fields, loaded)
@@ -55,7 +57,8 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     arguments = _template_arguments(fields, template)
     splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
     _refuse_unsupported(fields)
-    messages = _read_messages(fields)
+    read_llamacpp(fields, loaded)
+    messages = placed(template, _read_messages(fields), fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
     prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
@@ -64,7 +67,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     if reasoning is not None and reasoning.is_open:
         options = structured_behind(loaded, options, reasoning.marks)
-    jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]
+    jobs = [Job(prompt_ids, numbered(sampling, index), options, tells_progress) for index in range(count)]
     return ChatExchange(
         loaded,
         jobs,
@@ -85,6 +88,9 @@ def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
     """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
     given = fields.fields("chat_template_kwargs")
     chosen: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
+    never_reasons = "enable_thinking" not in template and reasoning_marks(template) is None
+    if never_reasons and chosen.get("enable_thinking") is False:
+        chosen = {name: value for name, value in chosen.items() if name != "enable_thinking"}
     effort = fields.text("reasoning_effort")
     if effort is None:
         return chosen
@@ -168,7 +174,9 @@ def _check_tool(tool: Any, where: str) -> None:
         raise bad_request(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
     name = function.get("name")
     if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
-        raise bad_request(f"{where}.function.name must be 1 to 64 letters, digits, _, - or .", f"{where}.function.name")
+        raise bad_request(
+            f"{where}.function.name must be 1 to 128 letters, digits, _, - or .", f"{where}.function.name"
+        )
     kinds: tuple[tuple[str, type[Any], str], ...] = (
         ("description", str, "a string"),
         ("parameters", dict, "an object"),
@@ -176,3 +184,13 @@ def _check_tool(tool: Any, where: str) -> None:
     for field, kind, shown_kind in kinds:
         if not isinstance(function.get(field) or kind(), kind):
             raise bad_request(f"{where}.function.{field} must be {shown_kind}", f"{where}.function.{field}")
+
+
+def apply_template(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/apply-template`: the prompt of a chat request as text. Raises as `read_chat`."""
+    read_chat(loaded, fields)  # which refuses what it would refuse
+    vocabulary = loaded.model.target.vocabulary
+    tools, _ = _read_tools(fields, loaded)
+    arguments = _template_arguments(fields, vocabulary.chat_template or "")
+    messages = placed(vocabulary.chat_template or "", _read_messages(fields), fields)
+    return {"prompt": chat_text(vocabulary, messages, tools.shown, arguments)}

@@ -13,12 +13,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from edgespec.server.answer import Answer, timings, token_logprob, usage
+from edgespec.server.answer import Answer, token_logprob, usage
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.fim import fill_prompt, require_fim
 from edgespec.server.http_errors import bad_request
+from edgespec.server.llamacpp_fields import prompt_progress, read_llamacpp
 from edgespec.server.options import (
     WITHOUT_EFFECT,
     numbered,
@@ -29,20 +30,22 @@ from edgespec.server.options import (
     read_stream_options,
     require_model,
 )
-from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Limits, Loaded
 from edgespec.server.structure import read_structure
+from edgespec.server.ticket import Job, Ticket
 from edgespec.types import TokenEvent
 
-MOST_LOGPROBS = 5
+MOST_LOGPROBS = 20  # OpenAI's limit is 5, Ollama's and llama-server's clients ask for more
 
 
 class CompletionExchange(Exchange):
     """A request to `/v1/completions`: the answers to one or more prompts."""
 
-    def __init__(self, loaded: Loaded, jobs: Sequence[Job], *, is_stream: bool, includes_usage: bool) -> None:
+    def __init__(
+        self, loaded: Loaded, jobs: Sequence[Job], *, is_stream: bool, includes_usage: bool, per_token: bool
+    ) -> None:
         super().__init__(jobs, is_stream=is_stream)
-        self._loaded, self._includes_usage = loaded, includes_usage
+        self._loaded, self._includes_usage, self._per_token = loaded, includes_usage, per_token
         self._vocabulary = loaded.model.target.vocabulary
         self._has_logprobs = jobs[0].options.logprobs
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
@@ -55,7 +58,11 @@ class CompletionExchange(Exchange):
             self._choice(index, answer.text, self._logprobs(answer.tokens, 0), answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
-        last = {"usage": self._usage(answers), "timings": timings(answers[0].stats), "seed": answers[0].ticket.seed}
+        last = {
+            "usage": self._usage(answers),
+            "timings": answers[0].timings,
+            "seed": answers[0].ticket.seed,
+        }
         return self._object(choices) | last
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
@@ -63,10 +70,13 @@ class CompletionExchange(Exchange):
             offset = 0
             async for piece in answer.pieces():
                 logprobs = self._logprobs(piece.tokens, offset)
-                yield self._chunk(self._choice(index, piece.text, logprobs, None))
+                extra: dict[str, Any] = {"timings": answer.timings} if self._per_token else {}
+                if piece.progress is not None:
+                    extra = {"prompt_progress": prompt_progress(piece.progress)}
+                yield self._chunk(self._choice(index, piece.text, logprobs, None), extra)
                 offset += len(piece.text)
             end = self._choice(index, "", None, answer.finish_reason)
-            yield self._chunk(end, {"timings": timings(answer.stats), "seed": answer.ticket.seed})
+            yield self._chunk(end, {"timings": answer.timings, "seed": answer.ticket.seed})
         if self._includes_usage:
             yield sse(self._object([]) | {"usage": self._usage(answers)})
         yield DONE
@@ -123,11 +133,13 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     is_stream = fields.flag("stream")
     includes_usage = read_stream_options(fields.fields("stream_options"), is_stream=is_stream)
     sampling = read_sampling(fields, loaded)
-    max_tokens = read_max_tokens(fields, "max_tokens")
+    max_tokens = read_max_tokens(fields, "max_tokens", "n_predict")
     options = read_options(fields, loaded, max_tokens, fields.whole("logprobs", 0, MOST_LOGPROBS))
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
+    per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
     fields.ignore(*WITHOUT_EFFECT)
+    read_llamacpp(fields, loaded)
     fields.refuse("echo", "the answer holds new text only", (False,))
     fields.refuse("best_of", "use n", (count,))
     suffix = fields.text("suffix")
@@ -137,8 +149,8 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
         raise bad_request(
             f"{len(prompts)} prompts with n = {count}: at most {loaded.limits.max_choices} answers", "prompt"
         )
-    jobs = [Job(ids, numbered(sampling, index), options) for ids in prompts for index in range(count)]
-    return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage)
+    jobs = [Job(ids, numbered(sampling, index), options, tells_progress) for ids in prompts for index in range(count)]
+    return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
 
 
 def _read_filling(fields: Fields, loaded: Loaded, suffix: str) -> list[list[int]]:

@@ -10,14 +10,15 @@ from typing import Any
 from edgespec.server.answer import Answer
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
+from edgespec.server.ticket import Job, Ticket
 
 
 class Exchange(ABC):
     """`jobs`: the generations that the request asks for; `is_stream`: whether its answers are sent as they come."""
 
     media_type = "text/event-stream"
+    ping = b": ping\n\n"  # sent while there is nothing to send; a comment, which readers of events skip
 
     def __init__(self, jobs: Sequence[Job], *, is_stream: bool) -> None:
         self.jobs, self.is_stream = jobs, is_stream

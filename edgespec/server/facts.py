@@ -14,9 +14,14 @@ from edgespec.server.service import Loaded, Service
 MOST_TOKENS = 1 << 20
 
 
-def model_object(service: Service) -> dict[str, Any]:
-    """The served model, as `/v1/models` lists it."""
-    found = {"id": service.name, "object": "model", "created": service.created, "owned_by": "edgespec"}
+def model_objects(service: Service) -> list[dict[str, Any]]:
+    """The served model, as `/v1/models` lists it under each of its names."""
+    return [model_object(service, name) for name in service.names.all]
+
+
+def model_object(service: Service, name: str) -> dict[str, Any]:
+    """The served model under one of its names."""
+    found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
     return found if service.loaded is None else found | {"meta": {"n_ctx": service.loaded.model.context_length}}
 
 

@@ -64,14 +64,28 @@ def _check_text(text: str) -> None:
 
 
 class Fields:
-    """The fields of one JSON object. A null counts as absent. `finish` refuses every field that was not read."""
+    """The fields of one JSON object. A null counts as absent. `finish` refuses every field that was not read.
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
-        self._values, self._where = values, where
+    `names`: what the client calls the fields of a request that was translated from another protocol. `notes`: what the
+    request asks for and does not get, although its answer has the text that was asked for. One list for the whole
+    request: give it to the fields that it is translated to.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "",
+        names: Mapping[str, str] | None = None,
+        notes: list[str] | None = None,
+    ) -> None:
+        self._values, self._where, self._names = values, where, names or {}
+        self.notes: list[str] = [] if notes is None else notes
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
         """The field's name from the top of the request, as an error gives it."""
+        if name in self._names:
+            return self._names[name]
         return f"{self._where}.{name}" if self._where else name
 
     def given(self, name: str) -> Any:
@@ -126,7 +140,8 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.wrong(name, "must be an object", value)
-        return Fields(value, self.path(name))
+        names = {key.removeprefix(f"{name}."): sent for key, sent in self._names.items() if key.startswith(f"{name}.")}
+        return Fields(value, self.path(name), names, self.notes)
 
     def choice(self, name: str, allowed: Sequence[str]) -> str | None:
         value: str | None = self.given(name)
@@ -137,6 +152,17 @@ class Fields:
     def ignore(self, *names: str) -> None:
         """Accept fields that cannot change the answer."""
         self._read.update(names)
+
+    def note(self, name: str, what: str) -> None:
+        """Accept a field whose wish is not met, and say so."""
+        self._read.add(name)
+        self.notes.append(f"{self.path(name)}: {what}")
+
+    def without_effect(self, name: str, why: str, neutral: Iterable[Any] = ()) -> None:
+        """Accept a field that cannot change the text, and note `why` unless it has a `neutral` value."""
+        value = self.given(name)
+        if value is not None and value not in neutral:
+            self.note(name, why)
 
     def refuse(self, name: str, why: str, neutral: Iterable[Any] = ()) -> None:
         """Raise a 400 that says `why` if a field has another value than a `neutral` one, which asks for nothing."""

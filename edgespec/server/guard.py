@@ -2,12 +2,16 @@
 
 A web page that a user visits can send requests to 127.0.0.1. Its browser names the page in the Origin header, so that
 requests of other pages are refused; a name that the page's owner points to 127.0.0.1 shows in the Host header.
+Which hosts and origins are local: as in Ollama, so that its clients work here.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
+import re
+import socket
 from collections.abc import Collection
 from time import monotonic
 from typing import Any
@@ -22,10 +26,21 @@ from edgespec.server.web import error_response
 
 logger = logging.getLogger("edgespec")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# No public name ends in one of these (RFC 6761, RFC 6762, ICANN's decision on .internal), so a page from the internet
+# cannot have one. Docker Desktop's containers send host.docker.internal.
+_LOCAL_ENDINGS = (".localhost", ".local", ".internal")
+# Pages that lie on this machine: those of its own servers and of installed programs. Such a page gets nothing from us
+# but text that a model writes: no conversations are stored here. `null` is not among them: any page can send it from a
+# sandboxed frame.
+LOCAL_ORIGINS = re.compile(
+    r"https?://(localhost|[a-z0-9.-]+\.localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)(:\d+)?"
+    r"|(vscode-webview|vscode-file|app|tauri|file)://[A-Za-z0-9._~-]*",
+)
 
 
 class Guard:
     """ASGI middleware. `hosts`: allowed names in the Host header, empty for any; `origins`: web pages that may call.
+    Local ones are allowed besides.
 
     `paths`: those that are counted under their own name; `open_paths`: those that need no API key.
     """
@@ -42,7 +57,7 @@ class Guard:
     ) -> None:
         self._app, self._service = app, service
         self._paths, self._open_paths = frozenset(paths), frozenset(open_paths)
-        self._hosts, self._origins = frozenset(hosts), frozenset(origins)
+        self._hosts, self._origins = frozenset(host.lower() for host in hosts), frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,11 +86,13 @@ class Guard:
 
     def _check(self, path: str, headers: Headers) -> None:
         host = _host_name(headers.get("host", ""))
-        if self._hosts and host not in self._hosts:
-            raise HttpError(403, "the Host header names a different machine", code="wrong_host")
+        if self._hosts and host not in self._hosts and not is_local_host(host):
+            raise HttpError(
+                403, "the Host header names a different machine; --allowed-host allows a name", code="wrong_host"
+            )
         origin = headers.get("origin")
         is_foreign = origin is not None and _place(origin) != headers.get("host")
-        if is_foreign and not {origin, "*"} & self._origins:
+        if is_foreign and not {origin, "*"} & self._origins and LOCAL_ORIGINS.fullmatch(origin or "") is None:
             raise HttpError(403, "requests from web pages are refused; --cors-origin allows one", code="wrong_origin")
         if path not in self._open_paths:
             self._check_key(headers)
@@ -90,6 +107,18 @@ class Guard:
             raise HttpError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
             )
+
+
+def is_local_host(host: str) -> bool:
+    """Whether a name in the Host header can only mean this machine or its network: nobody can rent such a name.
+
+    An address is one that a page has only if its own server has it, and no name stands for another one then.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host in ("localhost", socket.gethostname().lower()) or host.endswith(_LOCAL_ENDINGS)
+    return address.is_loopback or address.is_private or address.is_unspecified
 
 
 def _place(origin: str) -> str:

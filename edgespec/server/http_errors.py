@@ -66,7 +66,9 @@ class HttpError(EdgespecError):
             return {"error": self.message}
         if path.startswith("/v1/messages"):
             kind = {503: "overloaded_error", 500: "api_error", 413: "request_too_large"}.get(self.status, self.kind)
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            # Anthropic's words, at which agents shorten the conversation
+            begins = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+            return {"type": "error", "error": {"type": kind, "message": begins + self.message}}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 

@@ -152,7 +152,7 @@ def read_infill(loaded: Loaded, fields: Fields) -> InfillExchange:
     fields.ignore(*_WITHOUT_EFFECT)
     prompt_ids, is_cut = _read_prompt(loaded, fields, tokens, body["max_tokens"])
     fields.finish()
-    inner = read_completion(loaded, Fields(body | {"prompt": prompt_ids}))
+    inner = read_completion(loaded, Fields(body | {"prompt": prompt_ids}, notes=fields.notes))
     limits = n_indent, most_ms / 1000 if most_ms and most_ms > 0 else None
     return InfillExchange(loaded, inner, is_cut=is_cut, reads_only=limit == 0, limits=limits, shown=shown)
 

@@ -1,4 +1,6 @@
-"""`/v1/messages`: Anthropic's protocol. Requests are translated to those of `chat_request`, which checks them."""
+"""`/v1/messages`: Anthropic's protocol. `messages_input` translates requests to those of `chat_request`, which checks
+them; answers are written here.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +9,30 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
-from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import MOST_TOKENS
-from edgespec.server.scheduler import Ticket
+from edgespec.server.http_errors import HttpError
+from edgespec.server.messages_input import as_chat, as_counted_chat
 from edgespec.server.service import Loaded
+from edgespec.server.ticket import Ticket
 
 PATH = "/v1/messages"
-_SAME = ("model", "temperature", "top_p", "top_k", "stream", "speculative", "seed")
-_MOST_BLOCKS = 4096
+_SENT_AS = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "thinking",
+    "response_format.json_schema": "output_config.format",
+}
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
 class MessagesExchange(Exchange):
     """A request to `/v1/messages`, around the chat that it was translated to."""
+
+    ping = sse({"type": "ping"}, "ping")
 
     def __init__(self, loaded: Loaded, chat: ChatExchange) -> None:
         super().__init__(chat.jobs, is_stream=chat.is_stream)
@@ -143,125 +149,12 @@ def _call_events(piece: Piece, first_index: int) -> list[bytes]:
 
 def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    if fields.whole("max_tokens", 1, MOST_TOKENS) is None:
-        raise bad_request("max_tokens is missing: give the maximum number of tokens of the answer", "max_tokens")
-    given = {name: fields.given(name) for name in (*_SAME, "max_tokens")}
-    given |= {"stop": fields.listed("stop_sequences", loaded.limits.max_stops)}
-    fields.ignore("metadata", "service_tier")
-    given |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
-    body = given | _read_conversation(loaded, fields)
-    fields.finish()
-    return MessagesExchange(loaded, read_chat(loaded, Fields(body)))
-
-
-def _format(fields: Fields) -> dict[str, Any] | None:
-    """`output_config.format` as a `response_format`; None for free text."""
-    config = fields.fields("output_config")
-    if config is None:
-        return None
-    form = config.fields("format")
-    config.ignore("effort")
-    config.finish()
-    if form is None:
-        return None
-    if form.choice("type", ("json_schema",)) is None or form.fields("schema") is None:
-        raise bad_request('output_config.format must be {"type": "json_schema", "schema": {...}}', "output_config")
-    schema = form.given("schema")
-    form.finish()
-    return {"type": "json_schema", "json_schema": {"schema": schema}}
-
-
-def _effort(loaded: Loaded, fields: Fields) -> str | None:
-    """`thinking` as a `reasoning_effort`. A budget limits nothing: the answer has `max_tokens` for both."""
-    thinking = fields.fields("thinking")
-    kind = None if thinking is None else thinking.choice("type", ("enabled", "adaptive", "disabled"))
-    if kind in (None, "disabled"):
-        return None if thinking is None else "none"
-    if reasoning_marks(loaded.model.target.vocabulary.chat_template) is None:
-        raise bad_request("thinking is not supported: this model does not reason before it answers", "thinking")
-    return "medium"
+    body = as_chat(loaded, fields)
+    return MessagesExchange(loaded, read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes)))
 
 
 def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/v1/messages/count_tokens`: the tokens of a prompt, nothing is generated."""
-    body = {"model": fields.given("model")} | _read_conversation(loaded, fields)
-    body |= {"reasoning_effort": _effort(loaded, fields), "response_format": _format(fields)}
-    fields.finish()
-    (job,) = read_chat(loaded, Fields(body)).jobs
+    body = as_counted_chat(loaded, fields)
+    (job,) = read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes)).jobs
     return {"input_tokens": len(job.prompt_ids)}
-
-
-def _read_conversation(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """System text, messages and tools under OpenAI's names."""
-    messages = fields.listed("messages", _MOST_BLOCKS)
-    if messages is None:
-        raise bad_request("messages is missing: give a list of messages", "messages")
-    system = fields.given("system")
-    found = [] if system is None else [{"role": "system", "content": _joined(system, "system")}]
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-            raise bad_request(f"messages.{index}.role must be user or assistant", "messages")
-        found += _translated(message, f"messages.{index}.content")
-    return {"messages": found} | _read_tools(loaded, fields)
-
-
-def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message as those that OpenAI makes of it: tool results are messages of their own there."""
-    role, content = message["role"], message.get("content")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    results, calls, texts = list[dict[str, Any]](), list[dict[str, Any]](), list[Any]()
-    thoughts = list[str]()
-    blocks: list[Any] = content if isinstance(content, list) else [content]
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
-            thoughts += [block["thinking"]] if isinstance(block.get("thinking"), str) else []
-        elif kind == "tool_result" and role == "user":
-            text = _joined(block.get("content") or "", where)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-        else:
-            texts.append(block)
-    found = results
-    if texts or calls or thoughts:
-        own: dict[str, Any] = {"role": role, "content": _joined(texts, where)}
-        own |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-        found.append(own | ({"tool_calls": calls} if calls else {}))
-    return found
-
-
-def _joined(content: Any, where: str) -> str:
-    """The text of a content that may be a list of text blocks. Raises HttpError for other blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(
-        isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
-        for block in content
-    ):
-        raise bad_request(f"{where} must be a text or a list of text blocks: this server reads text only", where)
-    return "".join(block["text"] for block in content)
-
-
-def _read_tools(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    tools = fields.listed("tools", loaded.limits.max_tools)
-    choice = fields.fields("tool_choice")
-    found: dict[str, Any] = {}
-    if choice is not None:
-        kind = choice.choice("type", ("auto", "none", "any", "tool"))
-        named = {"type": "function", "function": {"name": choice.text("name")}}
-        forced = {"any": "required", "tool": named}.get(kind or "", kind)
-        found = {"tool_choice": forced, "parallel_tool_calls": not choice.flag("disable_parallel_tool_use")}
-        choice.finish()
-    if tools is None:
-        return found
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):
-            raise bad_request(f"tools.{index} must have name and input_schema", f"tools.{index}")
-    functions = [
-        {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool["input_schema"]}
-        for tool in tools
-    ]
-    return found | {"tools": [{"type": "function", "function": function} for function in functions]}

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from edgespec.server.histogram import Histogram
 from edgespec.types import RoundRecord, Stats
 
 Rows = Iterable[tuple[str, float]]
@@ -16,11 +17,18 @@ Rows = Iterable[tuple[str, float]]
 
 @dataclass(slots=True)
 class Metrics:
-    """`answered`: requests by (route, status). `accepted_at`: accepted draft tokens by their position in the draft."""
+    """`answered`: requests by (route, status). `drafted_at`, `accepted_at`: draft tokens by position in the draft;
+    `drafted_by`, `accepted_by`: by the name of the drafter. `duration_s`: from a request to its end.
+    """
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+    to_first_token_s: Histogram = field(default_factory=Histogram)
+    duration_s: Histogram = field(default_factory=Histogram)
     refused: int = 0
     drafts: int = 0
     drafted_tokens: int = 0
@@ -38,11 +46,20 @@ class Metrics:
         """Count what became of one round's draft."""
         if record.drafted_tokens:
             self.drafts += 1
-            for position in range(record.accepted_tokens):
-                self.accepted_at[position] += 1
+            self.drafted_at.update(range(record.depth))
+            self.accepted_at.update(range(record.accepted_tokens))
+            self.drafted_by[record.drafter or ""] += record.drafted_tokens
+            self.accepted_by[record.drafter or ""] += record.accepted_tokens
 
-    def add(self, stats: Stats, *, has_failed: bool) -> None:
-        """Add a generation that has ended."""
+    def count_first_token(self, seconds: float) -> None:
+        """Count the first token of an answer, `seconds` after its request."""
+        self.first_token_s += seconds
+        self.first_tokens += 1
+        self.to_first_token_s.add(seconds)
+
+    def add(self, stats: Stats, *, has_failed: bool, duration_s: float) -> None:
+        """Add a generation that has ended, `duration_s` after its request."""
+        self.duration_s.add(duration_s)
         self.finished["error" if has_failed else stats.finish_reason or "cancelled"] += 1
         self.drafted_tokens += stats.drafted_tokens
         self.accepted_tokens += stats.accepted_tokens
@@ -58,6 +75,11 @@ class Metrics:
         lines = [line for name, (help, value) in gauges.items() for line in _metric(name, "gauge", help, [("", value)])]
         for name, help, rows in self._counters():
             lines += _metric(name, "counter", help, rows)
+        for name, help, histogram in (
+            ("time_to_first_token_seconds", "Time from request to first token", self.to_first_token_s),
+            ("request_duration_seconds", "Time from request to the end of its answer", self.duration_s),
+        ):
+            lines += histogram.lines(f"edgespec_{name}", help)
         return "\n".join(lines) + "\n"
 
     def _counters(self) -> Iterable[tuple[str, str, Rows]]:
@@ -77,6 +99,12 @@ class Metrics:
         yield "draft_rounds_total", "Rounds that verified a draft", [("", self.drafts)]
         yield "draft_tokens_total", "Drafted tokens", [("", self.drafted_tokens)]
         yield "draft_tokens_accepted_total", "Accepted draft tokens", [("", self.accepted_tokens)]
+        by = [(f'{{drafter="{name}"}}', n) for name, n in sorted(self.drafted_by.items())]
+        yield "drafter_tokens_total", "Drafted tokens by drafter", by
+        by = [(f'{{drafter="{name}"}}', n) for name, n in sorted(self.accepted_by.items())]
+        yield "drafter_tokens_accepted_total", "Accepted draft tokens by drafter", by
+        positions = [(f'{{position="{position}"}}', n) for position, n in sorted(self.drafted_at.items())]
+        yield "draft_tokens_per_position_total", "Drafts that reach a position, branches counted once", positions
         positions = [(f'{{position="{position}"}}', n) for position, n in sorted(self.accepted_at.items())]
         yield "draft_tokens_accepted_per_position_total", "Accepted draft tokens by position in the draft", positions
 

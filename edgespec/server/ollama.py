@@ -1,5 +1,5 @@
-"""A part of Ollama's API: `/api/chat`, `/api/generate` and what programs ask before them. Requests are translated to
-those of `chat_request` and `completions`, which check them; answers are lines of JSON.
+"""A part of Ollama's API: `/api/chat` and `/api/generate`. Requests are translated to those of `chat_request` and
+`completions`, which check them; answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -9,59 +9,73 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
-from edgespec.chat.tool_forms import tool_parser
-from edgespec.server.answer import Answer
+from edgespec.server.answer import Answer, token_logprob
 from edgespec.server.call_grammar import ANY_OBJECT
-from edgespec.server.chat_request import read_chat
+from edgespec.server.chat_request import MOST_TOP_LOGPROBS, read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Exchange, compact
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import require_model
-from edgespec.server.scheduler import Ticket
-from edgespec.server.service import Loaded, Service
+from edgespec.server.ollama_facts import require_served
+from edgespec.server.service import Loaded
+from edgespec.server.ticket import Ticket
+from edgespec.types import TokenEvent
+from edgespec.vocabulary import Vocabulary
 
-_TAG = ":latest"
 _EFFORTS = ("low", "medium", "high")
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
     *("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"),
 )
+_SENT_AS = {name: f"options.{name}" for name in _SAMPLING} | {
+    "max_tokens": "options.num_predict",
+    "json_schema": "format",
+    "reasoning_effort": "think",
+}
 _WITHOUT_EFFECT = ("num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap", "numa", "num_keep")
+# Settings that are off unless they have another value; those of what is off have no effect.
+_OFF: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "penalize_newline": (True,)}
+_OF_WHAT_IS_OFF = ("mirostat_tau", "mirostat_eta")
 
 
 class OllamaExchange(Exchange):
     """A request to `/api/chat` or, with `is_chat` false, to `/api/generate`."""
 
     media_type = "application/x-ndjson"
+    ping = b""  # its clients parse every line
 
     def __init__(self, loaded: Loaded, inner: Exchange, *, is_chat: bool, is_stream: bool) -> None:
         super().__init__(inner.jobs, is_stream=is_stream)
         self._name, self._inner, self._is_chat = loaded.name, inner, is_chat
+        self._vocabulary = loaded.model.target.vocabulary
 
     def answer(self, ticket: Ticket) -> Answer:
         return self._inner.answer(ticket)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return self._part(answer.text, _calls(answer.calls), answer.reasoning) | _end(answer)
+        tokens = [*answer.reasoning_tokens, *answer.tokens]
+        return self._part(answer.text, _calls(answer.calls), answer.reasoning, tokens) | _end(answer)
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
         async for piece in answer.pieces():
-            if piece.reasoning:
-                yield _line(self._part("", [], piece.reasoning) | {"done": False})
-            if piece.text or piece.calls:
-                yield _line(self._part(piece.text, _calls(piece.calls)) | {"done": False})
+            if piece.reasoning or piece.reasoning_tokens:
+                yield _line(self._part("", [], piece.reasoning, piece.reasoning_tokens) | {"done": False})
+            if piece.text or piece.calls or piece.tokens:
+                yield _line(self._part(piece.text, _calls(piece.calls), "", piece.tokens) | {"done": False})
         yield _line(self._part("", []) | _end(answer))
 
     def failure(self, error: HttpError) -> bytes:
         return _line(error.body("/api/"))
 
-    def _part(self, text: str, calls: list[dict[str, Any]], reasoning: str = "") -> dict[str, Any]:
-        head, thinking = {"model": self._name, "created_at": _now()}, {"thinking": reasoning} if reasoning else {}
+    def _part(
+        self, text: str, calls: list[dict[str, Any]], reasoning: str = "", tokens: Sequence[TokenEvent] = ()
+    ) -> dict[str, Any]:
+        head: dict[str, Any] = {"model": self._name, "created_at": _now()}
+        head |= {"logprobs": [_logprob(self._vocabulary, event) for event in tokens]} if tokens else {}
+        thinking = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
             return head | {"response": text} | thinking
         message = {"role": "assistant", "content": text} | thinking | ({"tool_calls": calls} if calls else {})
@@ -88,6 +102,12 @@ class Preload(Exchange):
 
 def _calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls]
+
+
+def _logprob(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
+    own = token_logprob(vocabulary, event.token_id, event.logprob or 0.0)
+    top = [token_logprob(vocabulary, *pair) for pair in event.top_logprobs]
+    return own | ({"top_logprobs": top} if top else {})
 
 
 def _end(answer: Answer) -> dict[str, Any]:
@@ -124,7 +144,9 @@ def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
     if messages == []:
         return Preload(loaded, is_chat=True)
     body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
-    return OllamaExchange(loaded, read_chat(loaded, Fields(body)), is_chat=True, is_stream=is_stream)
+    inner = read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes))
+    _check_room(loaded, fields, inner)
+    return OllamaExchange(loaded, inner, is_chat=True, is_stream=is_stream)
 
 
 def _with_reasoning(message: Any) -> Any:
@@ -147,18 +169,26 @@ def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
     if not prompt and not suffix:
         return Preload(loaded, is_chat=False)
     if is_raw or suffix:
-        inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt or "", "suffix": suffix}))
+        num_top = body.pop("top_logprobs") or 0
+        body |= {"prompt": prompt or "", "suffix": suffix, "logprobs": num_top if body["logprobs"] else None}
+        names = _SENT_AS | {"logprobs": "top_logprobs"}
+        inner: Exchange = read_completion(loaded, Fields(body, names=names, notes=fields.notes))
     else:
         first = [{"role": "system", "content": system}] if system else []
-        inner = read_chat(loaded, Fields(body | {"messages": [*first, {"role": "user", "content": prompt}]}))
+        messages = [*first, {"role": "user", "content": prompt}]
+        inner = read_chat(loaded, Fields(body | {"messages": messages}, names=_SENT_AS, notes=fields.notes))
+    _check_room(loaded, fields, inner)
     return OllamaExchange(loaded, inner, is_chat=False, is_stream=is_stream)
 
 
 def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
     """Whether to stream, which is Ollama's default, and the options under OpenAI's names."""
-    _require(loaded, fields)
+    require_served(loaded, fields)
     fields.ignore("keep_alive")
+    for name in ("truncate", "shift"):  # of what is too long: such a conversation is refused, a full context ends it
+        fields.flag(name, True)
     body = _effort(loaded, fields)
+    body |= _logprobs(fields)
     body |= {"speculative": fields.given("speculative"), "json_schema": _format(fields)}
     options = fields.fields("options")
     if options is not None:
@@ -168,13 +198,35 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
             raise options.wrong("num_predict", "must be at least 1, or -1 for no limit", limit)
         body["max_tokens"] = None if limit is None or limit < 0 else limit
         context = options.whole("num_ctx", 1, 2**31 - 1)
-        if context is not None and context > loaded.model.context_length:
-            raise bad_request(
-                f"options.num_ctx is over the server's --ctx-size, {loaded.model.context_length}", "options"
-            )
-        options.ignore(*_WITHOUT_EFFECT)
+        if context is not None and context > loaded.model.context_length:  # many clients send 8192 with every request
+            options.note("num_ctx", f"the context has {loaded.model.context_length} tokens, the server's --ctx-size")
+        for name, neutral in _OFF.items():
+            options.refuse(name, "this server has no such sampling", neutral)
+        options.ignore(*_WITHOUT_EFFECT, *_OF_WHAT_IS_OFF)
         options.finish()
     return fields.flag("stream", True), body
+
+
+def _check_room(loaded: Loaded, fields: Fields, inner: Exchange) -> None:
+    """Refuse an answer that fits into the context that was asked for but not into the server's."""
+    options, most = fields.given("options") or {}, loaded.model.context_length
+    context, limit = options.get("num_ctx") or 0, options.get("num_predict") or 0
+    num_prompt = len(inner.jobs[0].prompt_ids)
+    if context > most and limit > 0 and num_prompt < most < num_prompt + limit:
+        raise bad_request(
+            f"the prompt has {num_prompt} tokens and num_predict is {limit}, but the context holds only {most}: "
+            "ask for fewer or give the server a larger --ctx-size",
+            "options.num_predict",
+            "context_length_exceeded",
+        )
+
+
+def _logprobs(fields: Fields) -> dict[str, Any]:
+    """`logprobs` and `top_logprobs`, which Ollama took from OpenAI's chat protocol."""
+    is_wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    if top and not is_wanted:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    return {"logprobs": is_wanted, "top_logprobs": top}
 
 
 def _effort(loaded: Loaded, fields: Fields) -> dict[str, Any]:
@@ -201,51 +253,3 @@ def _format(fields: Fields) -> dict[str, Any] | None:
     if not isinstance(form, dict):
         raise fields.wrong("format", "must be json or a JSON schema", form)
     return form
-
-
-def _require(loaded: Loaded, fields: Fields) -> None:
-    name = fields.text("model")
-    is_served = name is not None and name.removesuffix(_TAG) == loaded.name.removesuffix(_TAG)
-    require_model(loaded, Fields({"model": loaded.name if is_served else name}))
-
-
-# -- what programs ask first
-
-
-def version() -> dict[str, Any]:
-    """`/api/version`."""
-    return {"version": __version__}
-
-
-def listed(service: Service) -> dict[str, Any]:
-    """`/api/tags` and `/api/ps`: the served model, once it is loaded."""
-    if service.loaded is None:
-        return {"models": []}
-    facts = service.loaded.model.target.facts
-    modified = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-    known = {"name": service.name, "model": service.name, "modified_at": modified, "size": facts.weight_bytes}
-    return {"models": [known | {"digest": "", "details": _details(service.loaded)}]}
-
-
-def show(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """`/api/show`."""
-    _require(loaded, fields)
-    fields.ignore("verbose")
-    fields.finish()
-    template = loaded.model.target.vocabulary.chat_template
-    return {
-        "template": template or "",
-        "details": _details(loaded),
-        "model_info": {"general.architecture": "edgespec", "edgespec.context_length": loaded.model.context_length},
-        "capabilities": [
-            "completion",
-            *(["tools"] if tool_parser(template) else []),
-            *(["thinking"] if reasoning_marks(template) else []),
-            *(["insert"] if loaded.model.target.vocabulary.fim else []),
-        ],
-    }
-
-
-def _details(loaded: Loaded) -> dict[str, Any]:
-    form = "gguf" if loaded.model.target.facts.name == "llamacpp" else "onnx"
-    return {"format": form, "family": "", "families": [], "parameter_size": "", "quantization_level": ""}

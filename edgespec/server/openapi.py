@@ -6,6 +6,7 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.config import DRAFTERS, REASONING_FORMATS, RULES
+from edgespec.server.service import Names
 
 Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
@@ -63,11 +64,14 @@ _COMMON: Schema = {
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}, "maxProperties": 1024},
     "stop": _TEXTS,
     "max_tokens": _LIMIT,
+    "n_predict": {**_LIMIT, "description": "llama.cpp's name of max_tokens"},
     "ignore_eos": _FLAG,
     "n": _whole(1, 16),
     "stream": _FLAG,
     "stream_options": {"oneOf": [_object({"include_usage": _FLAG}), {"type": "null"}]},
     "speculative": _SPECULATIVE,
+    "timings_per_token": {**_FLAG, "description": "In a stream: `timings`, and in a chat `tokens` with their drafters"},
+    "return_progress": {**_FLAG, "description": "In a stream: `prompt_progress` while the prompt is read"},
 }
 _CHOICE: Schema = {"oneOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
 _CHAT = _object(
@@ -87,7 +91,6 @@ _CHAT = _object(
         "reasoning_format": {"enum": [*REASONING_FORMATS, None], "description": "none: reasoning stays in the text"},
         "chat_template_kwargs": {"type": ["object", "null"], "description": "Passed to the chat template"},
         "response_format": {"type": ["object", "null"]},
-        "timings_per_token": {**_FLAG, "description": "In a stream: `timings` and `tokens`, with each one's drafter"},
     },
     ("messages",),
 )
@@ -96,11 +99,24 @@ _COMPLETION = _object(
     {
         **_COMMON,
         "prompt": {"oneOf": [_TEXT, _IDS, {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}}]},
-        "logprobs": _whole(0, 5),
+        "logprobs": _whole(0, 20),
         "suffix": {"type": ["string", "null"], "description": "What follows the gap that is to be filled"},
     },
     ("prompt",),
 )
+_NATIVE = _object(
+    {
+        **_COMMON,
+        "prompt": {"oneOf": [_TEXT, {"type": "array", "items": {"oneOf": [_TEXT, {"type": "integer"}]}}]},
+        "n_predict": {"anyOf": [_whole(1, 2**31 - 1), {"enum": [-1, -2]}]},
+        "n_probs": _whole(0, 20),
+        "return_tokens": _FLAG,
+        "timings_per_token": _FLAG,
+    },
+    ("prompt",),
+)
+for _name in ("max_tokens", "n", "stream_options"):
+    del _NATIVE["properties"][_name]
 _FILE = _object({"filename": {"type": ["string", "null"]}, "text": _TEXT}, ("text",))
 _INFILL = _object(
     {
@@ -149,6 +165,11 @@ _OLLAMA: Schema = {**_MODEL, "stream": _FLAG, "options": {"type": ["object", "nu
 _POSTS: dict[str, tuple[str, Schema]] = {
     "/v1/chat/completions": ("Answer a conversation (OpenAI)", _CHAT),
     "/v1/completions": ("Continue a text or token ids (OpenAI)", _COMPLETION),
+    "/chat/completions": ("The same as /v1/chat/completions", _CHAT),
+    "/completion": ("Continue a text or token ids (llama-server)", _NATIVE),
+    "/completions": ("The same as /completion", _NATIVE),
+    "/apply-template": ("The prompt of a conversation as text (llama-server)", _CHAT),
+    "/v1/responses/input_tokens": ("Count a prompt's tokens (OpenAI)", _RESPONSES),
     "/v1/responses": ("Answer a conversation (OpenAI's newer protocol, stateless)", _RESPONSES),
     "/v1/messages": ("Answer a conversation (Anthropic)", _object(_ANTHROPIC, ("messages", "max_tokens"))),
     "/v1/messages/count_tokens": ("Count a prompt's tokens (Anthropic)", _object(_COUNTED, ("messages",))),
@@ -157,7 +178,7 @@ _POSTS: dict[str, tuple[str, Schema]] = {
         "Answer a prompt (Ollama)",
         _object({**_OLLAMA, "prompt": _TEXT, "suffix": _TEXT, "raw": _FLAG}, ("prompt",)),
     ),
-    "/api/show": ("Facts of the model (Ollama)", _object(_MODEL)),
+    "/api/show": ("Facts of the model (Ollama)", _object({**_MODEL, "name": _MODEL["model"]})),
     "/infill": ("Fill the gap between two texts (llama-server); 501 for models that cannot", _INFILL),
     "/tokenize": ("Text to token ids", _object({"content": _TEXT, "with_pieces": _FLAG}, ("content",))),
     "/detokenize": ("Token ids to text", _object({"tokens": _IDS}, ("tokens",))),
@@ -165,13 +186,16 @@ _POSTS: dict[str, tuple[str, Schema]] = {
 _GETS = {
     "/v1/models": "The served model (OpenAI)",
     "/v1/models/{name}": "One model by name",
+    "/models": "The same as /v1/models",
+    "/slots": "What runs (llama-server)",
+    "/v1/health": "The same as /health",
     "/health": "200 once the model answers, 503 before",
     "/props": "Model, engine, drafter, default settings, memory plan",
     "/metrics": "Counters for Prometheus",
     "/openapi.json": "This document",
     "/api/version": "The version (Ollama)",
     "/api/tags": "The served model (Ollama)",
-    "/api/ps": "The same",
+    "/api/ps": "The same with its memory and context",
 }
 _UNSUPPORTED = {
     "/v1/embeddings": "Embeddings: 501, not supported",
@@ -181,11 +205,12 @@ _JSON: Schema = {"application/json": {"schema": {"type": "object"}}}
 _ERROR: Schema = {"description": "What is wrong and what is allowed", "content": _JSON}
 
 
-def document(model_name: str) -> Schema:
-    """The whole document of a server that serves `model_name`."""
+def document(names: Names) -> Schema:
+    """The whole document of a server whose model has `names`."""
     paths: Schema = {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     paths |= {path: {"post": _post(path, *about)} for path, about in _POSTS.items()}
     paths |= {path: {"post": _unsupported(text)} for path, text in _UNSUPPORTED.items()}
+    known: Schema = {"type": ["string", "null"]} if names.any_other else {"enum": [*names.all, None]}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -195,7 +220,7 @@ def document(model_name: str) -> Schema:
         },
         "paths": paths,
         "components": {
-            "schemas": {"Model": {"enum": [model_name, None], "description": "The served model; null or absent too"}},
+            "schemas": {"Model": {**known, "description": "The served model; null or absent too"}},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],

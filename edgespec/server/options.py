@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.config import GenerateOptions
+from edgespec.errors import SamplingError
 from edgespec.sampling import Sampling
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
@@ -19,7 +20,7 @@ _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "
 }
 _SPECULATIVE = ("drafter", "draft_length", "verify")
 MOST_TOKENS = 2**31 - 1
-UNLIMITED = -1  # as max_tokens; LM Studio's examples and llama-server's clients send it
+UNLIMITED = (-1, -2)  # as max_tokens: LM Studio's examples and llama-server's clients send -1; -2: as the context holds
 # Fields of OpenAI's API that cannot change an answer here.
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
@@ -30,13 +31,22 @@ WITHOUT_EFFECT = (
 def require_model(loaded: Loaded, fields: Fields) -> None:
     """Check the field `model`; absent: the loaded one. Raises HttpError 404 for another: names are never paths."""
     name = fields.text("model")
-    if name is not None and name != loaded.name:
+    if name is None or name in loaded.names.all:
+        return
+    if not loaded.names.include(name):
         raise unknown_model(loaded.name)
+    answered_by(loaded, fields)
+
+
+def answered_by(loaded: Loaded, fields: Fields) -> None:
+    """Note that another model answers than the request asks for."""
+    fields.note("model", f"{loaded.name} answers, the only model here")
 
 
 def unknown_model(served: str) -> HttpError:
     """404 for a model that is not served."""
-    return HttpError(404, f"no such model here; this server serves {served!r}", param="model", code="model_not_found")
+    message = f"no such model here; this server serves {served!r} (under other names with --alias or --any-model)"
+    return HttpError(404, message, param="model", code="model_not_found")
 
 
 def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:
@@ -45,7 +55,17 @@ def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:
     biases = fields.fields("logit_bias")
     if biases is not None:
         given["logit_bias"] = _read_biases(fields, loaded.limits)
-    return replace(loaded.sampling, **given)
+    try:
+        return replace(loaded.sampling, **given)
+    except SamplingError as exc:
+        raise _as_sent(exc, fields) from exc
+
+
+def _as_sent(error: SamplingError, fields: Fields) -> Exception:
+    """`error`, which begins with a setting's name, with the name that the client used for it."""
+    name, _, rest = str(error).partition(" ")
+    sent = next((fields.path(key) for key, setting in _SAMPLING.items() if setting == name), None)
+    return error if sent is None else bad_request(f"{sent} {rest}", sent)
 
 
 def _read_biases(fields: Fields, limits: Limits) -> dict[int, Any]:
@@ -62,17 +82,20 @@ def _read_biases(fields: Fields, limits: Limits) -> dict[int, Any]:
 def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
     """Stop strings: one or a list. Raises HttpError."""
     value = fields.given(name)
+    if value == "":  # llama.cpp's clients send it where nothing is to stop
+        return []
     stops = [value] if isinstance(value, str) else fields.listed(name, limits.max_stops) or []
     if not all(isinstance(stop, str) and 0 < len(stop) <= limits.max_stop_characters for stop in stops):
+        sent = fields.path(name)
         raise bad_request(
-            f"{name} must be a string or a list of strings of 1 to {limits.max_stop_characters} characters", name
+            f"{sent} must be a string or a list of strings of 1 to {limits.max_stop_characters} characters", sent
         )
     return stops
 
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
     """The limit of new tokens under any of `names`; None without any. Raises HttpError if two of them differ."""
-    limits = [name for name in names if fields.given(name) != UNLIMITED]
+    limits = [name for name in names if fields.given(name) not in UNLIMITED]
     given = {name: value for name in limits if (value := fields.whole(name, 1, MOST_TOKENS)) is not None}
     if len(set(given.values())) > 1:
         raise bad_request(f"{' and '.join(given)} are the same setting: give one", names[0])

@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, timings, usage
+from edgespec.server.answer import Answer, usage
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.responses_input import as_chat
-from edgespec.server.scheduler import Ticket
+from edgespec.server.responses_input import SENT_AS, as_chat
+from edgespec.server.responses_tools import freeform_input, freeform_names
 from edgespec.server.service import Loaded
+from edgespec.server.ticket import Ticket
 
 
 class ResponsesExchange(Exchange):
@@ -29,6 +30,7 @@ class ResponsesExchange(Exchange):
         self._name, self._chat, self._echoed = loaded.name, chat, echoed
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._sequence = 0
+        self._freeform = freeform_names(echoed.get("tools", ()))
 
     def answer(self, ticket: Ticket) -> Answer:
         return self._chat.answer(ticket)
@@ -38,7 +40,7 @@ class ResponsesExchange(Exchange):
         status = _status(answer)
         text = [_message(status, answer.text)] if answer.text.strip() or not answer.calls else []
         reasoning = [_reasoning("completed", answer.reasoning)] if answer.reasoning else []
-        return self._ended(answer, [*reasoning, *text, *(_call(call) for call in answer.calls)])
+        return self._ended(answer, [*reasoning, *text, *(self._call(call) for call in answer.calls)])
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
@@ -92,13 +94,29 @@ class ResponsesExchange(Exchange):
         yield self.event("response.in_progress", response=begun)
 
     def _call_parts(self, call: ToolCall, output: list[dict[str, Any]]) -> Iterator[bytes]:
-        item, at = _call(call), {"output_index": len(output)}
+        item, at = self._call(call), {"output_index": len(output)}
         place = at | {"item_id": item["id"]}
-        yield self.event("response.output_item.added", item=item | {"arguments": "", "status": "in_progress"}, **at)
-        yield self.event("response.function_call_arguments.delta", delta=call.arguments, **place)
-        yield self.event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place)
+        if call.name in self._freeform:
+            kind, name, about = "custom_tool_call_input", "input", {}
+        else:
+            kind, name, about = "function_call_arguments", "arguments", {"name": call.name}
+        yield self.event("response.output_item.added", item=item | {name: "", "status": "in_progress"}, **at)
+        yield self.event(f"response.{kind}.delta", delta=item[name], **place)
+        yield self.event(f"response.{kind}.done", **about, **{name: item[name]}, **place)
         yield self.event("response.output_item.done", item=item, **at)
         output.append(item)
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        is_freeform = call.name in self._freeform
+        given = {"input": freeform_input(call)} if is_freeform else {"arguments": call.arguments}
+        return {
+            "id": f"{'ctc' if is_freeform else 'fc'}_{secrets.token_hex(12)}",
+            "type": "custom_tool_call" if is_freeform else "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            **given,
+            "status": "completed",
+        }
 
     def _ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
         counts = usage([answer])
@@ -112,7 +130,7 @@ class ResponsesExchange(Exchange):
                 "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
                 "total_tokens": counts["total_tokens"],
             },
-            "timings": timings(answer.stats),
+            "timings": answer.timings,
             "seed": answer.ticket.seed,
         }
 
@@ -221,18 +239,13 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{secrets.token_hex(12)}",
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
+def count_input_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/v1/responses/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_responses`."""
+    (job,) = read_responses(loaded, fields).jobs
+    return {"object": "response.input_tokens", "input_tokens": len(job.prompt_ids)}
 
 
 def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    body, echoed = as_chat(fields, loaded.limits)
-    return ResponsesExchange(loaded, read_chat(loaded, Fields(body)), echoed)
+    body, echoed = as_chat(fields, loaded)
+    return ResponsesExchange(loaded, read_chat(loaded, Fields(body, names=SENT_AS, notes=fields.notes)), echoed)

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from edgespec.chat.marks import reasoning_marks
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import WITHOUT_EFFECT
-from edgespec.server.service import Limits
+from edgespec.server.responses_tools import INPUT, as_functions
+from edgespec.server.service import Loaded
 
 _MOST_ITEMS = 4096
 _SAME = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
     *("seed", "top_k", "min_p", "repeat_penalty", "speculative"),  # as in /v1/chat/completions; not OpenAI's
 )
+# What the client calls the fields of the chat request that its own one becomes.
+SENT_AS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _REASONED = "reasoning_content"  # as chat templates call it
+# What `include` may name: a server that stores nothing encrypts nothing, and runs no tools that would have results.
+_NEVER_THERE = (
+    *("reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results"),
+    *("file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+)
 _STATELESS = "this server stores no responses: send the whole conversation as input"
 
 
-def as_chat(fields: Fields, limits: Limits) -> tuple[dict[str, Any], dict[str, Any]]:
+def as_chat(fields: Fields, loaded: Loaded) -> tuple[dict[str, Any], dict[str, Any]]:
     """The chat request, and the fields of the request that its answer repeats. Raises HttpError."""
     instructions = fields.text("instructions")
     first = [{"role": "system", "content": instructions}] if instructions else []
     body = {name: fields.given(name) for name in _SAME}
     body |= {"messages": first + _read_input(fields), "max_completion_tokens": fields.given("max_output_tokens")}
-    tools = fields.listed("tools", limits.max_tools)
+    tools = fields.listed("tools", loaded.limits.max_tools)
     choice = fields.given("tool_choice")
-    body |= {"tools": _read_tools(tools), "tool_choice": _read_choice(choice)}
+    body |= {"tools": as_functions(tools, fields), "tool_choice": _read_choice(choice)}
     form = _read_format(fields)
     body["response_format"] = form
     _refuse_unsupported(fields)
-    effort = _read_effort(fields)
+    effort = _read_effort(fields, loaded)
     body["reasoning_effort"] = effort
     metadata = fields.given("metadata")
     fields.finish()
@@ -49,12 +65,14 @@ def as_chat(fields: Fields, limits: Limits) -> tuple[dict[str, Any], dict[str, A
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    fields.ignore(*(name for name in WITHOUT_EFFECT if name != "metadata"))
+    fields.ignore(*(name for name in WITHOUT_EFFECT if name != "metadata"), "client_metadata")
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, _STATELESS)
     fields.refuse("background", _STATELESS, (False,))
-    fields.refuse("truncation", "a conversation that is too long is refused", ("disabled",))
-    fields.refuse("include", "answers hold text and function calls only", ([],))
+    fields.without_effect("truncation", "a conversation that does not fit is refused, never cut", ("disabled",))
+    included = [name for name in fields.listed("include", _MOST_ITEMS) or () if name not in _NEVER_THERE]
+    if included:
+        raise _unsupported("include", f"answers hold nothing further (without effect: {', '.join(_NEVER_THERE)})")
     fields.refuse("prompt", "this server stores no prompts")
     fields.refuse("top_logprobs", "use /v1/chat/completions for log probabilities", (0,))
     fields.refuse("max_tool_calls", "this server runs no tools itself")
@@ -64,7 +82,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         options.finish()
 
 
-def _read_effort(fields: Fields) -> str | None:
+def _read_effort(fields: Fields, loaded: Loaded) -> str | None:
     """`reasoning.effort`. Summaries are left out: answers hold the reasoning itself."""
     reasoning = fields.fields("reasoning")
     if reasoning is None:
@@ -72,7 +90,12 @@ def _read_effort(fields: Fields) -> str | None:
     effort = reasoning.text("effort")
     reasoning.ignore("summary", "generate_summary")
     reasoning.finish()
-    return effort
+    template = loaded.model.target.vocabulary.chat_template or ""
+    reasons = reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
+    if effort in (None, "none") or reasons:
+        return effort
+    reasoning.note("effort", "this model answers without reasoning")
+    return None
 
 
 def _read_input(fields: Fields) -> list[dict[str, Any]]:
@@ -98,18 +121,22 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     elif kind == "reasoning":
         text = _text_of(item.get("content") or item.get("summary") or [], f"{where}.content")
         messages += [{"role": "assistant", _REASONED: text}] if text else []  # empty: OpenAI's, which is encrypted
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    elif kind in ("function_call", "custom_tool_call"):
+        text = item.get("input")
+        arguments = item.get("arguments") if kind == "function_call" else json.dumps({INPUT: text}, ensure_ascii=False)
+        function = {"name": item.get("name"), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output = _text_of(item.get("output"), f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     else:
-        raise bad_request(f"{where} must be a message, a reasoning, a function_call or a function_call_output", where)
+        raise bad_request(
+            f"{where} must be a message, a reasoning, a function_call or custom_tool_call, or the output of one", where
+        )
 
 
 def _text_of(content: Any, where: str) -> str:
@@ -126,21 +153,8 @@ def _text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _read_tools(tools: list[Any] | None) -> list[dict[str, Any]] | None:
-    """Functions as chat completions nest them. OpenAI's own tools, such as web search, are refused."""
-    if tools is None:
-        return None
-    found = []
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise _unsupported(f"tools.{index}", "only tools of type function are supported")
-        names = ("name", "description", "parameters", "strict")
-        found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
-    return found
-
-
 def _read_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
@@ -150,7 +164,7 @@ def _read_format(fields: Fields) -> dict[str, Any] | None:
     text = fields.fields("text")
     if text is None:
         return None
-    text.refuse("verbosity", "this server has no such feature", ("medium",))
+    text.without_effect("verbosity", "the model decides how much it writes", ("medium",))
     form = text.given("format")
     text.finish()
     if form is None:

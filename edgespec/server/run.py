@@ -28,11 +28,15 @@ TELLING_S = 0.5  # of the seconds that running answers have to end are for telli
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where to listen. `port` 0: any free one; `origins`: web pages that may call; `drain_s`: see `serve`."""
+    """Where to listen. `port` 0: any free one; `origins`: web pages that may call; `drain_s`: see `serve`.
+
+    `allowed_hosts`: names in the Host header that clients may use besides local ones.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
     origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     drain_s: int = 10
     until_stdin_closes: bool = False
 
@@ -40,6 +44,11 @@ class Binding:
     def is_local(self) -> bool:
         """Whether only programs of this machine can reach it."""
         return self.host in LOOPBACK
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names in the Host header that are allowed besides local ones; empty for any."""
+        return (*LOOPBACK, self.host, *self.allowed_hosts) if self.is_local or self.allowed_hosts else ()
 
 
 def bind(binding: Binding) -> socket.socket:
@@ -71,9 +80,8 @@ def serve(service: Service, binding: Binding, load: Callable[[], None], announce
     bound = bind(binding)
     host = f"[{binding.host}]" if ":" in binding.host else binding.host
     url = f"http://{host}:{bound.getsockname()[1]}"
-    hosts = LOOPBACK if binding.is_local else ()
     config = uvicorn.Config(
-        create_app(service, origins=binding.origins, hosts=hosts),
+        create_app(service, origins=binding.origins, hosts=binding.hosts),
         http="h11",
         ws="none",
         lifespan="off",

@@ -7,119 +7,30 @@ holds up nobody: the thread does not wait for it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from time import monotonic
+from itertools import count
 from typing import Any, TypeVar
 
-from edgespec.config import GenerateOptions
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
+from edgespec.server.answer_line import answer_line
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
-from edgespec.types import FinishReason, Stats, TokenEvent
+from edgespec.server.ticket import Job, Ticket
+from edgespec.types import RoundRecord, TokenEvent
 
+__all__ = ["Job", "Scheduler", "Ticket"]
+logger = logging.getLogger("edgespec")
 _JOIN_S = 30.0
 Returned = TypeVar("Returned")
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One generation to run: the prompt's token ids [n], and the options of `Model.stream`."""
-
-    prompt_ids: Sequence[int]
-    sampling: Sampling
-    options: GenerateOptions
-
-
-class Ticket:
-    """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time."""
-
-    def __init__(self, scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
-        self._scheduler, self._generation, self.loop = scheduler, generation, loop
-        self._ready = asyncio.Event()
-        self._lock = threading.Lock()
-        self._events: list[TokenEvent] = []
-        self._failure: Exception | None = None
-        self._is_over = False
-        self._has_begun = False
-        self._is_read_whole = False
-        self.submitted_s = monotonic()
-
-    @property
-    def stats(self) -> Stats:
-        """Counters of the generation; complete after the last event."""
-        return self._generation.stats
-
-    @property
-    def seed(self) -> int:
-        """The seed in use."""
-        return self._generation.seed
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs, or if it failed."""
-        return self._generation.finish_reason
-
-    async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
-        """Events in order, until the generation has ended. Raises what it failed with."""
-        while True:
-            await self._ready.wait()
-            self._ready.clear()
-            with self._lock:
-                events, self._events = self._events, []
-                is_over = self._is_over
-            if events:
-                yield events
-            if is_over:
-                if self._failure is not None:
-                    raise self._failure
-                return
-
-    def cancel(self) -> None:
-        """End it after at most one pass, or at once where it still waits. Cancelling what is over is allowed."""
-        self._generation.cancel()
-        self._scheduler.forget(self)
-
-    @property
-    def generation(self) -> Generation:
-        """What the scheduler's thread runs."""
-        return self._generation
-
-    def read_whole(self) -> None:
-        """Its events are wanted when the generation has ended, all at once."""
-        self._is_read_whole = True
-
-    def post(self, metrics: Metrics, event: TokenEvent) -> bool:
-        """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
-        if not self._has_begun:
-            metrics.first_token_s += monotonic() - self.submitted_s
-            metrics.first_tokens += 1
-        self._has_begun = True
-        with self._lock:
-            self._events.append(event)
-            is_first = len(self._events) == 1  # else the reader is being woken and has not come yet
-        return is_first and not self._is_read_whole
-
-    def end(self, failure: Exception | None = None) -> None:
-        """There are no more events."""
-        with self._lock:
-            if not self._is_over:  # the first reason is the one to tell
-                self._failure, self._is_over = failure, True
-        with suppress(RuntimeError):  # the loop is closed: nobody reads
-            self.loop.call_soon_threadsafe(self._ready.set)
-
-    def wake(self) -> None:
-        """Let the reader see its events; called in its loop."""
-        self._ready.set()
 
 
 class Scheduler:
@@ -130,6 +41,7 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []
         self._to_wake: list[Ticket] = []  # their readers
+        self._numbers = count()
         self._changed = threading.Condition()
         self._preparing = ThreadPoolExecutor(1, "edgespec-prepare")
         self._is_stopping = False
@@ -140,6 +52,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Jobs that wait for their turn."""
         return len(self._waiting)
+
+    @property
+    def running(self) -> list[Ticket]:
+        """The jobs that are being decoded."""
+        return list(self._running)
 
     @property
     def num_running(self) -> int:
@@ -157,18 +74,29 @@ class Scheduler:
         Raises HttpError 429 if the queue is full, 503 while the server stops, and the errors of `Model.stream`.
         """
         self._check_room(len(jobs))  # before the work of preparing them
-        generations = await self.prepare(self._generations, jobs)
+        drafted = [Counter[str]() for _ in jobs]
+        generations = await self.prepare(self._generations, jobs, drafted)
         loop = asyncio.get_running_loop()
-        tickets = [Ticket(self, generation, loop) for generation in generations]
+        tickets = [
+            Ticket(generation, loop, self.forget, next(self._numbers), counts, tells_progress=job.tells_progress)
+            for generation, counts, job in zip(generations, drafted, jobs, strict=True)
+        ]
         with self._changed:
             self._check_room(len(jobs))
             self._waiting.extend(tickets)
             self._changed.notify()
         return tickets
 
-    def _generations(self, jobs: Sequence[Job]) -> list[Generation]:
-        stream, on_round = self.model.stream, self.metrics.count_round
-        return [stream(job.prompt_ids, job.sampling, job.options, on_round) for job in jobs]
+    def _generations(self, jobs: Sequence[Job], drafted: Sequence[Counter[str]]) -> list[Generation]:
+        return [
+            self.model.stream(job.prompt_ids, job.sampling, job.options, partial(self._count_round, counts))
+            for job, counts in zip(jobs, drafted, strict=True)
+        ]
+
+    def _count_round(self, drafted: Counter[str], record: RoundRecord) -> None:
+        self.metrics.count_round(record)
+        if record.drafted_tokens:
+            drafted[record.drafter or ""] += record.drafted_tokens
 
     def _check_room(self, num_jobs: int) -> None:
         if self._is_stopping:
@@ -263,12 +191,15 @@ class Scheduler:
                 ticket = self._waiting.popleft()
                 self._running.append(ticket)
             try:
-                batch.begin(ticket.generation, partial(self._post, ticket))
+                on_prompt = ticket.post_progress if ticket.tells_progress else None
+                batch.begin(ticket.generation, partial(self._post, ticket), on_prompt)
             except Exception as exc:
                 self._end(ticket, exc)
 
     def _end(self, ticket: Ticket, failure: Exception | None) -> None:
-        self.metrics.add(ticket.stats, has_failed=failure is not None)
+        self.metrics.add(ticket.stats, has_failed=failure is not None, duration_s=ticket.age_s)
+        request, model = ticket.generation.request, self.model
+        logger.info("%s", answer_line(ticket.stats, ticket.drafted, request.options, model.options, model.target.facts))
         self._running.remove(ticket)  # before the client knows, so that its next request finds room
         ticket.end(failure)
 

@@ -29,24 +29,51 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """What clients may call the served model. `own`: what answers call it, never a path; `any_other`: anything goes."""
+
+    own: str
+    aliases: tuple[str, ...] = ()
+    any_other: bool = False
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Its names, each once."""
+        return tuple(dict.fromkeys((self.own, *self.aliases)))
+
+    def include(self, name: str) -> bool:
+        """Whether a request that asks for `name` is answered."""
+        return self.any_other or name in self.all
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A model that answers. `sampling`, `options`: those of requests that choose none; seed None: random for each.
 
-    `reasoning_format`: the same; "none" leaves reasoning in the text.
+    `reasoning_format`: the same; "none" leaves reasoning in the text. `noted`: notes that the log has.
     """
 
-    name: str
+    names: Names
     model: Model
     scheduler: Scheduler
     sampling: Sampling
     options: GenerateOptions
     limits: Limits
     reasoning_format: ReasoningFormat = "auto"
+    noted: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """What answers call it."""
+        return self.names.own
 
 
 @dataclass(slots=True)
 class Service:
-    """The state of the server. `name`: the model's name for clients, never a path; `api_key`: None accepts any."""
+    """The state of the server. `name`: the model's name for clients, never a path; `api_key`: None accepts any.
+
+    `aliases`: its other names; `any_model`: requests may give any name.
+    """
 
     name: str
     limits: Limits = field(default_factory=Limits)
@@ -54,6 +81,13 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     loaded: Loaded | None = None
+    aliases: tuple[str, ...] = ()
+    any_model: bool = False
+
+    @property
+    def names(self) -> Names:
+        """What clients may call the model."""
+        return Names(self.name, self.aliases, self.any_model)
 
     def use(
         self,
@@ -64,7 +98,7 @@ class Service:
     ) -> None:
         """Answer with `model` from now on. `sampling` None: as the model recommends, with random seeds."""
         self.loaded = Loaded(
-            self.name,
+            self.names,
             model,
             Scheduler(model, self.limits.max_queued, self.metrics),
             sampling or replace(model.recommended_sampling, seed=None),

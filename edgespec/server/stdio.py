@@ -1,9 +1,9 @@
 """`edgespec serve --stdio`: JSON lines for a program that starts edgespec as its child; no port, no HTTP.
 
 Out: {"event": "hello", "protocol": 1, "version": ...} at once, "ready" once the model answers, then for each request
-"delta"s and one "done" or "error". In: {"op": "chat" | "generate", "id": ..., ...} with the fields of
-/v1/chat/completions or /v1/completions, {"op": "cancel", "id": ...}, {"op": "hello", "protocol": 1}, {"op": "close"}.
-The end of standard input ends the process, so that no sidecar outlives its parent.
+"delta"s (and "progress" if asked for) and one "done" or "error". In: {"op": "chat" | "generate", "id": ..., ...} with
+the fields of /v1/chat/completions or /v1/completions, {"op": "cancel", "id": ...}, {"op": "hello", "protocol": 1},
+{"op": "close"}. The end of standard input ends the process, so that no sidecar outlives its parent.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Any
 
 from edgespec import __version__
-from edgespec.server.answer import timings, usage
+from edgespec.server.answer import Answer, Piece, timings, usage
 from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.lifecycle import Loader, handling
+from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.service import Service
+from edgespec.types import Stats
 
 PROTOCOL = 1
 _READERS: dict[str, Read] = {"chat": read_chat, "generate": read_completion}
@@ -40,12 +43,51 @@ def serve_stdio(service: Service, load: Callable[[], None], source: IO[bytes], s
     asyncio.run(_Sidecar(service, sink).run(load, source))
 
 
+@dataclass(slots=True)
+class _Request:
+    """A request that is being answered. `answer` None: it is still being checked or encoded."""
+
+    task: asyncio.Task[None] | None = None
+    answer: Answer | None = None
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        """End it so that its counts are still read, where there are any."""
+        self.is_cancelled = True
+        if self.answer is not None:
+            self.answer.ticket.cancel()
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """End it at once."""
+        if self.task is not None:
+            self.task.cancel()
+
+    @property
+    def finish_reason(self) -> str:
+        return "cancelled" if self.answer is None or self.is_cancelled else self.answer.finish_reason
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """`usage`, `timings` and `seed` as far as it has come."""
+        if self.answer is None:
+            counted: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+            counted |= {"prompt_tokens_details": {"cached_tokens": 0}}
+            return {"usage": counted, "timings": timings(Stats()), "seed": None}
+        return {
+            "usage": usage([self.answer]),
+            "timings": self.answer.timings,
+            "seed": self.answer.ticket.seed,
+        }
+
+
 class _Sidecar:
     """The requests of one parent process. `emit` never blocks: a thread writes."""
 
     def __init__(self, service: Service, sink: IO[bytes]) -> None:
         self._service, self._sink = service, sink
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._requests: dict[str, _Request] = {}
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
@@ -62,9 +104,10 @@ class _Sidecar:
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
             while (line := await self._lines.get()) is not None and self._handle(line):
                 pass
-        for task in list(self._tasks.values()):
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        running = list(self._requests.values())
+        for request in running:
+            request.end()
+        await asyncio.gather(*(request.task for request in running if request.task), return_exceptions=True)
         await asyncio.to_thread(self._service.close)
         self._events.put(None)
         await asyncio.to_thread(writer.join, 5.0)
@@ -122,46 +165,51 @@ class _Sidecar:
         elif request_id is None:
             raise bad_request("id is missing: give a string", "id")
         elif op == "cancel":
-            if request_id not in self._tasks:
+            if request_id not in self._requests:
                 raise bad_request("no request with this id is running", "id", "unknown_id")
-            self._tasks[request_id].cancel()
-        elif request_id in self._tasks:
+            self._requests[request_id].cancel()
+        elif request_id in self._requests:
             raise bad_request("a request with this id is already running", "id", "duplicate_id")
         else:
-            task = asyncio.ensure_future(self._answer(request_id, fields, _READERS[op]))
-            self._tasks[request_id] = task
-            task.add_done_callback(lambda done: self._on_ended(request_id, done))
+            request = self._requests[request_id] = _Request()
+            request.task = asyncio.ensure_future(self._answer(request_id, request, fields, _READERS[op]))
+            request.task.add_done_callback(lambda done: self._on_ended(request_id, done))
         return True
 
     def _on_ended(self, request_id: str, task: asyncio.Task[None]) -> None:
-        del self._tasks[request_id]
+        request = self._requests.pop(request_id)
         if task.cancelled():  # perhaps before it began
-            self.emit("done", id=request_id, finish_reason="cancelled")
+            self.emit("done", id=request_id, finish_reason="cancelled", **request.counts)
 
-    async def _answer(self, request_id: str, fields: Fields, read: Read) -> None:
+    async def _answer(self, request_id: str, request: _Request, fields: Fields, read: Read) -> None:
         try:
             loaded = self._service.require()
             exchange = await loaded.scheduler.prepare(read, loaded, fields)
             if len(exchange.jobs) > 1 or exchange.is_stream:
                 raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
             (ticket,) = await loaded.scheduler.submit(exchange.jobs)
-            answer = exchange.answer(ticket)
+            request.answer = exchange.answer(ticket)
             try:
                 async with asyncio.timeout(loaded.limits.timeout_s):
-                    async for piece in answer.pieces():
-                        calls = [
-                            {"id": call.id, "name": call.name, "arguments": call.arguments} for call in piece.calls
-                        ]
-                        others: dict[str, Any] = {"tool_calls": calls} if calls else {}
-                        others |= {"reasoning": piece.reasoning} if piece.reasoning else {}
-                        if piece.text or others:
-                            self.emit("delta", id=request_id, text=piece.text, **others)
+                    async for piece in request.answer.pieces():
+                        self._emit_piece(request_id, piece)
             finally:
                 ticket.cancel()
-            counts = {"usage": usage([answer]), "timings": timings(answer.stats), "seed": ticket.seed}
-            self.emit("done", id=request_id, finish_reason=answer.finish_reason, **counts)
         except Exception as exc:
-            self._fail(request_id, as_http_error(exc))
+            if not request.is_cancelled:  # an answer that was cut by that is no failure
+                self._fail(request_id, as_http_error(exc))
+                return
+        notes = {"notes": fields.notes} if fields.notes else {}
+        self.emit("done", id=request_id, finish_reason=request.finish_reason, **request.counts, **notes)
+
+    def _emit_piece(self, request_id: str, piece: Piece) -> None:
+        if piece.progress is not None:
+            self.emit("progress", id=request_id, **prompt_progress(piece.progress))
+        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in piece.calls]
+        others: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        others |= {"reasoning": piece.reasoning} if piece.reasoning else {}
+        if piece.text or others:
+            self.emit("delta", id=request_id, text=piece.text, **others)
 
     def _fail(self, request_id: str | None, error: HttpError) -> None:
         self.emit("error", id=request_id, **error.body(""))

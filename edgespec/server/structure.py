@@ -31,7 +31,7 @@ def read_structure(fields: Fields, loaded: Loaded, options: GenerateOptions) -> 
     schema = fields.fields("json_schema")
     if schema is not None:
         given["json_schema"] = fields.given("json_schema")
-    where = next((name for name in ("json_schema", "grammar", "regex") if name in given), "free_until")
+    where = fields.path(next((name for name in ("json_schema", "grammar", "regex") if name in given), "free_until"))
     described = _response_format(fields)
     if described is not None:
         if "json_schema" in given:
@@ -47,16 +47,19 @@ def _response_format(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
         return None
     kind = form.choice("type", ("text", "json_object", "json_schema"))
     if kind is None:
-        raise bad_request("response_format.type is missing: give text, json_object or json_schema", "response_format")
+        where = fields.path("response_format")
+        raise bad_request(f"{form.path('type')} is missing: give text, json_object or json_schema", where)
+    if kind == "json_object" and form.fields("schema") is not None:  # llama.cpp's form, from before OpenAI's
+        form.finish()
+        return form.path("schema"), form.given("schema")
     if kind != "json_schema":
         form.finish()
-        return None if kind == "text" else ("response_format", ANY_OBJECT)
+        return None if kind == "text" else (fields.path("response_format"), ANY_OBJECT)
     described = form.fields("json_schema")
     schema = None if described is None else described.fields("schema")
     if described is None or schema is None:
-        raise bad_request(
-            'response_format.json_schema is missing: give {"name": ..., "schema": {...}}', "response_format.json_schema"
-        )
+        where = form.path("json_schema")
+        raise bad_request(f'{where} is missing: give {{"name": ..., "schema": {{...}}}}', where)
     described.text("name", 64)
     described.ignore("description")
     described.flag("strict")  # every schema is kept strictly

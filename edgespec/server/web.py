@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,8 +17,13 @@ from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.service import Limits, Loaded
 
+logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
+NOTES = "X-Edgespec-Note"
+_MOST_NOTED, _MOST_NOTE = 64, 2000
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
+BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
+PING_EVERY_S = 10.0
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -51,15 +57,29 @@ async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
     Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves.
     """
     body = await read_body(request, loaded.limits)
-    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body))))
+    notes: list[str] = []
+    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
     tickets = await loaded.scheduler.submit(exchange.jobs)
     answers = [exchange.answer(ticket) for ticket in tickets]
+    told = _told(loaded, notes)
     if exchange.is_stream:
-        return EventStream(exchange, answers, loaded.limits.timeout_s)
+        return EventStream(exchange, answers, loaded.limits.timeout_s, told)
     try:
-        return await while_connected(request.receive, _whole(exchange, answers, loaded.limits.timeout_s))
+        whole = await while_connected(request.receive, _whole(exchange, answers, loaded.limits.timeout_s))
     finally:
         cancel(answers)
+    whole.headers.update(told)
+    return whole
+
+
+def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
+    """A header with the notes of a request, whose body has no place for them; the log gets each of them once."""
+    for note in notes:
+        if note not in loaded.noted and len(loaded.noted) < _MOST_NOTED:
+            loaded.noted.add(note)
+            logger.info("a request asked for what it does not get: %s", note)
+    text = "; ".join(dict.fromkeys(notes))[:_MOST_NOTE]
+    return {NOTES: "".join(char if " " <= char <= "~" else "?" for char in text)} if notes else {}
 
 
 async def _whole(exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> Response:
@@ -95,15 +115,23 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """An answer that is sent as it comes. A failure before its first part is an ordinary error with its own status."""
+    """An answer that is sent as it comes.
 
-    def __init__(self, exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> None:
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=exchange.media_type
-        )
+    A failure in the first seconds is an ordinary error with its own status. Then the response begins even without a
+    part, and pings follow where nothing else does: reading a long prompt takes minutes, and clients and proxies between
+    give up a connection that is silent for as little as one.
+    """
+
+    def __init__(
+        self, exchange: Exchange, answers: list[Answer], timeout_s: float | None, headers: Mapping[str, str]
+    ) -> None:
+        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**own, **headers}, media_type=exchange.media_type)
         del self.headers["content-length"]
         self._exchange, self._answers, self._timeout_s = exchange, answers, timeout_s
         self._has_begun = False
+        self._latest_s = 0.0  # when something was sent
+        self._one_writer = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -121,10 +149,33 @@ class EventStream(Response):
 
     async def _send_parts(self, send: Send) -> None:
         async with asyncio.timeout(self._timeout_s):
-            async for part in self._exchange.stream(self._answers):
-                if not self._has_begun:
-                    self._has_begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                await asyncio.sleep(0)  # lets the loop notice that the client has left
+            alive = asyncio.ensure_future(self._keep_alive(send))
+            try:
+                async for part in self._exchange.stream(self._answers):
+                    await self._write(send, part)
+                    await asyncio.sleep(0)  # lets the loop notice that the client has left
+            finally:
+                alive.cancel()
+                await asyncio.gather(alive, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Begin the response though there is no part yet, and then interrupt every long silence."""
+        await asyncio.sleep(BEGINS_AFTER_S)
+        await self._write(send, b"")
+        while self._exchange.ping:
+            silent_s = asyncio.get_running_loop().time() - self._latest_s
+            if silent_s < PING_EVERY_S:
+                await asyncio.sleep(PING_EVERY_S - silent_s)
+            else:
+                await self._write(send, self._exchange.ping)
+
+    async def _write(self, send: Send, part: bytes) -> None:
+        """Send `part` after the headers, which an empty one sends alone."""
+        async with self._one_writer:
+            if not self._has_begun:
+                self._has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            self._latest_s = asyncio.get_running_loop().time()

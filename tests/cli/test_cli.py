@@ -86,6 +86,9 @@ def test_a_random_seed_is_reported_and_gives_the_text_again(pair):
     again = run("generate", *pair, "-p", "hello", "-n", "12", "--seed", seed)
     assert again.stdout == first.stdout
     assert re.findall(r"seed (\d+)", run("generate", *pair, "-p", "hello", "-n", "1").stderr) != [seed]
+    for _ in range(2):  # llama.cpp's way to ask for one
+        asked = run("generate", *pair, "-p", "hello", "-n", "1", "--seed", "-1", "--json")
+        assert json.loads(asked.stdout)["seed"] not in (-1, 0, int(seed))
 
 
 def test_no_drafter_and_every_drafter_report_themselves(pair):

@@ -187,6 +187,7 @@ def test_unset_takes_a_setting_back(model):
         ("/set temp nan", "temperature must be a number"),
         ("/set temp", "needs a name and a value"),
         ("/set threads 2", "threads cannot change while the model is loaded"),
+        ("/set allowed-host x", "allowed-host is a setting of edgespec serve"),
         ("/set max-tokens 0", "max-tokens must be at least 1"),
         ("/spec maybe", "got 'maybe'"),
         ("/spec 99", "draft-length must be auto or 0..64"),

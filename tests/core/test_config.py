@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 
 from edgespec.cli.help import default_of
-from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.config import GenerateOptions, LoadOptions, ServeOptions, SessionOptions
 from edgespec.config.settings import SETTINGS, did_you_mean
 from edgespec.config.sources import find, resolve
 from edgespec.errors import ConfigError
 from edgespec.sampling import Sampling
 
-OWNERS = {"load": LoadOptions, "sampling": Sampling, "generate": GenerateOptions, "session": SessionOptions}
+OWNERS = {
+    "load": LoadOptions,
+    "sampling": Sampling,
+    "generate": GenerateOptions,
+    "session": SessionOptions,
+    "serve": ServeOptions,
+}
 # Fields that no flag sets: overridden per generation, or only by the Python API.
 # `parallel` is an option of `serve` alone
 WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset", "parallel"}
@@ -125,6 +131,18 @@ def test_texts_are_one_string_or_several(config):
     assert resolve({}, {"EDGESPEC_STOP": "END"}).part("generate") == {"stop": ("END",)}
     assert resolve({}, {}, config("stop = ['a', 'b']")).part("generate") == {"stop": ("a", "b")}
     assert resolve({"stop": ()}, {}, config("stop = 'a'")).part("generate") == {"stop": ("a",)}
+
+
+def test_who_may_call_the_server_is_a_setting(config):
+    found = resolve({}, {"EDGESPEC_CORS_ORIGIN": "https://a.example"}, config("allowed-host = ['b.example', 'c']"))
+    options = ServeOptions(**found.part("serve"))
+    assert options == ServeOptions(cors_origin=("https://a.example",), allowed_host=("b.example", "c"))
+
+
+@pytest.mark.parametrize("host", ["", "https://b.example", "b.example:80", "b.example/v1"])
+def test_an_allowed_host_is_a_name(host):
+    with pytest.raises(ConfigError, match="allowed-host"):
+        ServeOptions(allowed_host=(host,))
 
 
 def test_a_draft_path_in_a_file_is_meant_from_where_the_file_lies(config):

@@ -122,6 +122,18 @@ def test_penalty_window_forgets_older_tokens() -> None:
     assert sampler.distribution(row, np.array([1, 0], np.int32)).token_ids.tolist() == [2]
 
 
+def test_a_penalty_window_of_minus_one_is_the_whole_context() -> None:
+    row = np.array([3.0, 2.0, 1.0], np.float32)
+    history = np.array([0] + [2] * 100, np.int32)
+    chosen = [
+        Sampler(Sampling(repeat_penalty=2.0, penalty_window=window, temperature=0), 3).distribution(row, history)
+        for window in (64, -1)
+    ]
+    assert [found.token_ids.tolist() for found in chosen] == [[0], [1]]
+    with pytest.raises(SamplingError, match="from -1 to"):
+        Sampling(penalty_window=-2)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -194,3 +206,9 @@ def chi_square_z(counts: np.ndarray, expected: np.ndarray) -> float:
     freedom = counts.size - 1
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def test_a_seed_of_minus_one_is_none():
+    drawn = {Sampling(seed=-1).seeded().seed for _ in range(3)}
+    assert Sampling(seed=-1) == Sampling(seed=None) and len(drawn) == 3
+    assert Sampling(seed=-2).seeded().seed == -2

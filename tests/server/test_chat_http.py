@@ -123,6 +123,12 @@ def test_requests_without_a_seed_differ(client):
     assert len(texts) > 1
 
 
+def test_seed_minus_one_is_a_random_one(client, model):
+    seeds = {post(client, temperature=1.5, seed=-1, max_tokens=1)["seed"] for _ in range(3)}
+    assert len(seeds) == 3 and min(seeds) >= 0
+    assert post(client, seed=-2, max_tokens=1)["seed"] == -2
+
+
 @pytest.mark.parametrize("draft_length", [0, 4])
 def test_log_probabilities_are_those_of_every_token(client, model: Model, greedy: Sampling, draft_length: int):
     options = GenerateOptions(max_tokens=24, drafter="none", top_logprobs=3)

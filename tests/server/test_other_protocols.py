@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from starlette.testclient import TestClient
 
+import edgespec
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.ollama_facts import QUANTIZATIONS, _of_headers
+from edgespec.server.web import NOTES
 
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
 WEATHER = [{"role": "user", "content": "What is the weather in San Jose on March 5th?"}]
@@ -93,12 +99,14 @@ def test_a_tool_is_used_and_its_result_answered(client: TestClient):
     [
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"messages": None}, "messages is missing"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "user or assistant"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "user, assistant or system"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "prompt is too long: the prompt has"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads text only"),
         ({"system": 5}, "reads text only"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tool_choice": {"type": "any"}}, "no tools are given"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "not supported"),
+        ({"thinking": {"type": "on"}}, "enabled, adaptive, disabled"),
+        ({"mcp_servers": [{"type": "url"}]}, "runs no tools itself"),
         ({"max_token": 3}, "did you mean 'max_tokens'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be"),
         ({"output_config": {"form": {}}}, "output_config.form"),
@@ -154,13 +162,59 @@ def test_a_tool_call_of_ollama_has_its_arguments_as_an_object(client: TestClient
 
 
 def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
-    assert client.get("/api/version").json()["version"]
+    version = client.get("/api/version").json()
+    assert tuple(map(int, version["version"].split("."))) >= (0, 6, 4)  # as VS Code demands
+    assert version["edgespec"] == edgespec.__version__
     (listed,) = client.get("/api/tags").json()["models"]
-    assert client.get("/api/ps").json()["models"] == [listed]
+    (running,) = client.get("/api/ps").json()["models"]
     assert listed["model"] == "demo" and listed["size"] == model.target.facts.weight_bytes
+    assert listed["digest"] == model.pair.files["target"].sha256 == running["digest"]
+    details = {"family": "llama", "families": ["llama"], "parameter_size": "8.13M", "quantization_level": "Q8_0"}
+    assert listed["details"] == running["details"] == {"parent_model": "", "format": "gguf"} | details
+    assert running["context_length"] == model.context_length
     shown = post(client, "/api/show")
-    assert shown["model_info"]["edgespec.context_length"] == model.context_length
-    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown["details"] == listed["details"] and shown["capabilities"] == ["completion", "tools"]
+    info = shown["model_info"]
+    assert (info["general.architecture"], info["llama.context_length"]) == ("llama", model.context_length)
+    assert (info["general.parameter_count"], info["llama.block_count"]) == (8131328, 9)
+    assert client.post("/api/show", json={"name": "demo:latest"}).json() == shown
+    assert client.post("/api/show", json={"name": "other"}).status_code == 404
+
+
+def test_a_gguf_without_a_manifest_has_a_digest(model: Model, tmp_path: Path):
+    path = tmp_path / "copy.gguf"
+    path.write_bytes(model.pair.target.read_bytes())
+    found = _of_headers((path,))
+    assert len(found.digest) == 64 and (found.family, found.quantization) == ("llama", "Q8_0")
+
+
+def test_quantizations_have_the_names_of_llama_cpp():
+    ours = set(QUANTIZATIONS.items())
+    theirs = {(kind.value, re.sub("^(MOSTLY|ALL)_", "", kind.name)) for kind in gguf.LlamaFileType}
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("more", [{}, {"raw": True}])
+def test_log_probabilities_of_ollama(client: TestClient, path: str, more: dict[str, Any]):
+    if path == "/api/chat" and more:
+        return
+    fields = {"messages": QUESTION} if path == "/api/chat" else {"prompt": "One two"} | more
+    fields |= {"options": {"temperature": 0, "num_predict": 6}, "logprobs": True, "top_logprobs": 7}
+    whole = post(client, path, stream=False, **fields)
+    lines = client.post(path, json={"model": "demo"} | fields).text.splitlines()
+    streamed = [each for line in lines for each in json.loads(line).get("logprobs", [])]
+    assert streamed == whole["logprobs"] and 0 < len(streamed) <= whole["eval_count"]
+    text = whole.get("response") or whole["message"]["content"]
+    assert "".join(each["token"] for each in streamed) == text
+    for each in streamed:
+        assert len(each["top_logprobs"]) == 7 and each["top_logprobs"][0]["logprob"] >= each["logprob"]
+        assert bytes(each["bytes"]).decode() == each["token"]
+
+
+def test_fields_of_ollama_that_ask_for_nothing(client: TestClient):
+    options = {"typical_p": 1.0, "mirostat": 0, "mirostat_tau": 5.0, "num_predict": 1}
+    assert post(client, "/api/chat", messages=QUESTION, options=options, truncate=True, stream=False)["done"]
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
@@ -170,13 +224,33 @@ def test_a_request_without_a_text_loads_the_model(client: TestClient, path: str,
     assert found.get("response", found.get("message", {}).get("content")) == ""
 
 
+@pytest.mark.parametrize("fields", [{"messages": QUESTION}, {"prompt": "hi"}, {"prompt": "hi", "raw": True}])
+def test_a_larger_context_than_the_servers_is_no_error_while_all_fits(client: TestClient, fields: dict[str, Any]):
+    """Many clients send 8192 with every request."""
+    path = "/api/chat" if "messages" in fields else "/api/generate"
+    for options in ({"num_predict": 4}, {"num_predict": 4, "num_ctx": 2048}):
+        answered = client.post(path, json={"model": "demo", "stream": False, "options": options} | fields)
+        assert answered.status_code == 200 and NOTES not in answered.headers
+    options = {"num_ctx": 8192, "num_predict": 4}
+    answered = client.post(path, json={"model": "demo", "stream": False, "options": options, "keep_alive": -1} | fields)
+    assert answered.status_code == 200 and answered.json()["done"], answered.text
+    assert answered.headers[NOTES] == "options.num_ctx: the context has 2048 tokens, the server's --ctx-size"
+    options = {"num_ctx": 8192, "num_predict": -1, "stop": ["a", "e", " "]}
+    assert client.post(path, json={"model": "demo", "stream": False, "options": options} | fields).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [
         ({"model": "llama3"}, 404, "serves 'demo'"),
         ({"format": "xml"}, 400, "json or a JSON schema"),
         ({"think": True}, 400, "not supported"),
-        ({"options": {"num_ctx": 10**6}}, 400, "--ctx-size"),
+        ({"options": {"num_ctx": 10**6, "num_predict": 2047}}, 400, "holds only 2048: ask for fewer"),
+        ({"options": {"num_ctx": 10**6}, "messages": [{"role": "user", "content": "x " * 5000}]}, 400, "--ctx-size"),
+        ({"options": {"typical_p": 0.5}}, 400, "options.typical_p is not supported"),
+        ({"options": {"mirostat": 2}}, 400, "options.mirostat is not supported"),
+        ({"truncate": 1}, 400, "truncate must be true or false"),
+        ({"top_logprobs": 3}, 400, "needs logprobs"),
         ({"options": {"num_predict": 0}}, 400, "num_predict must be at least 1"),
         ({"options": {"temprature": 1}}, 400, "did you mean 'temperature'"),
         ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "reads text only"),

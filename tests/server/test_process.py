@@ -75,6 +75,16 @@ def test_a_client_that_leaves_frees_the_model_at_once(url: str):
     assert ask(url, "hi", max_tokens=2).json()["usage"]["completion_tokens"] == 2
 
 
+def test_names_and_seeds_of_the_command_line(private_home: Path):
+    options = ("--alias", "mine", "--alias", "gpt-5", "--any-model", "--seed", "-1", "--port", "0")
+    with served(private_home, *options) as process:
+        url = read_line(process)["url"]
+        assert [each["id"] for each in httpx.get(url + "/v1/models").json()["data"]] == ["mine", "gpt-5"]
+        answers = [ask(url, "hi", max_tokens=1, model=name).json() for name in ("mine", "gpt-5", "other")]
+        assert {answer["model"] for answer in answers} == {"mine"}
+        assert len({answer["seed"] for answer in answers}) == 3
+
+
 def test_half_a_request_disturbs_nobody(url: str):
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as half:
@@ -107,7 +117,7 @@ def test_the_page_on_the_server_is_true(url: str):
     for path, body in requests:
         assert httpx.post(url + path, content=body.encode(), timeout=ENDS_WITHIN_S).status_code == 200
     paths = re.findall(r"`GET (/\S+)`", PAGE)
-    assert len(paths) == 8
+    assert len(paths) == 11
     for path in paths:
         assert httpx.get(url + path).status_code == 200
     pytest.importorskip("openai", reason="the openai package is not installed")

@@ -76,8 +76,9 @@ def test_each_protocol_can_switch_reasoning_off(reasoning: TestClient) -> None:
 def test_a_model_that_cannot_reason_needs_no_switch(client: TestClient) -> None:
     plain = asked(client, "/v1/chat/completions")
     assert asked(client, "/v1/chat/completions", reasoning_effort="none") == plain
+    assert asked(client, "/v1/chat/completions", chat_template_kwargs={"enable_thinking": False}) == plain
     wrong = client.post(
-        "/v1/chat/completions", json={"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}
+        "/v1/chat/completions", json={"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
     )
     assert wrong.status_code == 400 and "enable_thinking" in wrong.json()["error"]["message"]
     assert client.post("/api/chat", json={"messages": HELLO, "think": True}).status_code == 400

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from starlette.testclient import TestClient
 
+from edgespec.cli.serve import command
 from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import as_http_error
+from edgespec.server.run import Binding
 from edgespec.server.service import Limits, Service
+from edgespec.server.web import NOTES
 from serving import BASE_URL
 
 CHAT = "/v1/chat/completions"
@@ -91,6 +96,33 @@ def test_names_of_models_are_not_paths(client: TestClient, name: str):
     assert client.get(f"/v1/models/{name.replace('/', '%2F')}").status_code == 404
 
 
+def test_other_names_are_answered_where_the_server_is_told_to(service: Service):
+    service.aliases = ("gpt-5", "demo", "mine")
+    client = renamed(service)
+    ids = [each["id"] for each in client.get("/v1/models").json()["data"]]
+    assert ids == ["demo", "gpt-5", "mine"] and client.get("/v1/models/mine").json()["id"] == "mine"
+    fields = {"messages": MESSAGES, "max_tokens": 1}
+    answered = client.post(CHAT, json={"model": "gpt-5"} | fields)
+    assert (answered.status_code, answered.json()["model"]) == (200, "demo") and NOTES not in answered.headers
+    ollama = {"model": "mine:latest", "messages": MESSAGES, "options": {"num_predict": 1}, "stream": False}
+    assert client.post("/api/chat", json=ollama).status_code == 200
+    for path, other in ((CHAT, fields), ("/api/chat", ollama)):
+        assert client.post(path, json=other | {"model": "other"}).status_code == 404
+    service.any_model = True
+    client = renamed(service)
+    for path, other in ((CHAT, fields), ("/api/chat", ollama)):
+        answered = client.post(path, json=other | {"model": "../other"})
+        assert (answered.status_code, answered.json()["model"]) == (200, "demo")
+        assert answered.headers[NOTES] == "model: demo answers, the only model here"
+    assert client.get("/v1/models/other").json()["id"] == "demo"
+    assert client.get("/openapi.json").json()["components"]["schemas"]["Model"]["type"] == ["string", "null"]
+
+
+def renamed(service: Service) -> TestClient:
+    service.loaded = replace(service.require(), names=service.names)
+    return TestClient(create_app(service), base_url=BASE_URL)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405), ("POST", "/v1/embeddings", 501),
@@ -126,7 +158,10 @@ def test_a_large_body_is_refused(service: Service):
         assert client.post(CHAT, content=b"x" * 1001).status_code == 413
 
 
-PATHS = (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/api/chat", "/api/generate")
+PATHS = (
+    *(CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/api/chat", "/api/generate"),
+    *("/completion", "/apply-template", "/v1/responses/input_tokens"),
+)
 VALID: dict[str, Any] = {
     "model": "demo", "messages": MESSAGES, "prompt": "x", "content": "x", "tokens": [1], "max_tokens": 1, "n": 1,
     "stop": ["a"], "temperature": 0.5, "seed": 1, "logit_bias": {"1": 1}, "stream": False, "tools": [TOOL],
@@ -199,7 +234,70 @@ def test_pages_of_other_sites_are_refused(service: Service):
     assert client.options(CHAT, headers=asked).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "[::1", "127.0.0.1.evil.example"])
+LOCAL_ORIGINS = [
+    "http://localhost", "http://localhost:5173", "https://127.0.0.1:3000", "http://[::1]:3000", "http://tauri.localhost",
+    "vscode-webview://1hq9", "app://obsidian.md", "tauri://localhost", "file://",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("origin", LOCAL_ORIGINS)
+def test_pages_and_apps_of_this_machine_may_call(client: TestClient, origin: str):
+    answered = client.get("/v1/models", headers={"Origin": origin})
+    assert answered.status_code == 200 and answered.headers["access-control-allow-origin"] == origin
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key"}
+    assert client.options(CHAT, headers=asked).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["null", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "http://localhost@evil.example",
+     "http://evil.example/localhost", "https://evil.localhost.example", "chrome-extension://abc", "file://\nhttp://x"],
+)  # fmt: skip
+def test_what_only_looks_local_is_refused(client: TestClient, origin: str):
+    answered = client.get("/v1/models", headers={"Origin": origin})
+    assert answered.json()["error"]["code"] == "wrong_origin"
+    assert "access-control-allow-origin" not in answered.headers
+
+
+HOST = socket.gethostname()
+LOCAL_HOSTS = ["host.docker.internal:8080", "box.local", "a.localhost", "LOCALHOST", HOST, "192.168.1.7:80", "[::1]:8"]
+
+
+@pytest.mark.parametrize("host", LOCAL_HOSTS)
+def test_a_local_name_is_allowed(client: TestClient, host: str):
+    assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyPatch, address: str):
+    given: list[Binding] = []
+
+    def served(found: Service, binding: Binding, *_: object) -> None:
+        found.use(service.require().model)  # as a server that has answered
+        given.append(binding)
+
+    monkeypatch.setattr("edgespec.server.run.serve", served)
+    names = ["--allowed-host", "models.example", "--allowed-host", "b.example"]
+    assert CliRunner().invoke(command, ["demo", "--host", address, *names]).exit_code == 0
+    client = guarded(service, hosts=given[0].hosts)
+    assert client.get("/v1/models", headers={"Host": "b.example"}).status_code == 200
+    assert client.get("/v1/models", headers={"Host": "Models.example:8080"}).status_code == 200
+    assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403
+
+
+NAMES = [
+    "evil.example",
+    "evil.example:80",
+    "",
+    "[::1",
+    "127.0.0.1.evil.example",
+    "local",
+    "box.local.example",
+    "8.8.8.8",
+]
+
+
+@pytest.mark.parametrize("host", NAMES)
 def test_a_name_that_points_here_is_refused(client: TestClient, host: str):
     assert client.get("/v1/models", headers={"Host": host}).json()["error"]["code"] == "wrong_host"
 

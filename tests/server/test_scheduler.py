@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 
+from asgi_client import Client
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.errors import EdgespecError, SamplingError
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
-from edgespec.server.scheduler import Job, Scheduler, Ticket
+from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
+from edgespec.server.ticket import Job, Ticket
 from waiting import reached
 
 LONG = GenerateOptions(max_tokens=1900, ignore_eos=True, logprobs=False)
@@ -220,31 +220,6 @@ def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):
 
 
 # -- clients that leave
-
-
-class Client:
-    """One request as an ASGI server hands it to the application; `leave` closes the connection."""
-
-    def __init__(self, app: Starlette, **fields: Any) -> None:
-        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1900} | fields).encode()
-        self._received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._received.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        self.sent: list[dict[str, Any]] = []
-        headers = [(b"host", b"127.0.0.1")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "headers": headers,
-            "query_string": b"",
-        }
-        self.task = asyncio.ensure_future(app(scope, self._received.get, self._send))
-
-    async def _send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def leave(self) -> None:
-        self._received.put_nowait({"type": "http.disconnect"})
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -44,6 +44,15 @@ def events_until(process: subprocess.Popen[bytes], *ended: str) -> list[dict[str
     return events
 
 
+def test_progress_of_a_prompt_is_told_when_asked_for(sidecar: subprocess.Popen[bytes]):
+    fields = {"prompt": "one two " * 200, "max_tokens": 2, "return_progress": True, "cache_prompt": False}
+    send(sidecar, {"op": "generate", "id": "p", **fields})
+    events = events_until(sidecar, "p")
+    assert [note.partition(":")[0] for note in events[-1]["notes"]] == ["cache_prompt"]
+    told = [event for event in events if event["event"] == "progress"]
+    assert told == events[: len(told)] and told[-1]["processed"] == told[-1]["total"] > 200
+
+
 def test_two_requests_get_their_own_texts(sidecar: subprocess.Popen[bytes], model: Model):
     sampling = replace(model.recommended_sampling, temperature=1.0, seed=9)
     options = GenerateOptions(max_tokens=20, drafter="none")
@@ -70,7 +79,17 @@ def test_a_request_is_cancelled_while_it_runs_or_waits(sidecar: subprocess.Popen
     assert event["id"] == "a"
     send(sidecar, {"op": "cancel", "id": "b"}, {"op": "cancel", "id": "a"})
     events = events_until(sidecar, "a", "b")
-    assert [event["finish_reason"] for event in events if event["event"] == "done"] == ["cancelled", "cancelled"]
+    ends = {event["id"]: event for event in events if event["event"] == "done"}
+    assert {end["finish_reason"] for end in ends.values()} == {"cancelled"} and ends.keys() == {"a", "b"}
+    assert all(end.keys() >= {"usage", "timings", "seed"} for end in ends.values())
+    assert ends["a"]["usage"]["completion_tokens"] == ends["a"]["timings"]["predicted_n"] > 0
+    assert ends["a"]["usage"]["prompt_tokens"] > 0 and isinstance(ends["a"]["seed"], int)
+
+
+def test_a_request_is_cancelled_at_once(sidecar: subprocess.Popen[bytes]):
+    send(sidecar, {"op": "generate", "id": "a", "prompt": "x " * 100}, {"op": "cancel", "id": "a"})
+    (end,) = [event for event in events_until(sidecar, "a") if event["event"] == "done"]
+    assert end["finish_reason"] == "cancelled" and end.keys() >= {"usage", "timings", "seed"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""The text of a conversation as the chat template renders it, for programs that send it back as a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgespec.chat.call_ids import wants_short_ids, with_short_ids
+from edgespec.chat.template import render_chat
+from edgespec.errors import PromptError
+from edgespec.vocabulary import Vocabulary
+
+
+def chat_text(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """The rendered text, without a token at its beginning that encoding puts there again.
+
+    Control tokens are spelled out, those in messages too: unlike in `encode_messages` these can forge a turn.
+    Raises PromptError without a template, and the errors of `render_chat`.
+    """
+    source = vocabulary.chat_template
+    if source is None:
+        raise PromptError("this model has no chat template")
+    bos, eos = (
+        "" if token_id is None else vocabulary.token_name(token_id)
+        for token_id in (vocabulary.bos_id, vocabulary.eos_id)
+    )
+    given = [dict(message) for message in messages]
+    given = with_short_ids(given) if wants_short_ids(source) else given
+    text = render_chat(source, given, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
+    return text.removeprefix(bos) if vocabulary.adds_bos else text

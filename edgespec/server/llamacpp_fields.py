@@ -1,0 +1,75 @@
+"""Fields of llama.cpp's server that its clients send with every request, and that ask for nothing else here.
+
+Values that would change the text are refused: samplers that are not built in, and another order of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import bad_request
+from edgespec.server.service import Loaded
+from edgespec.types import PromptProgress
+
+OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+_THEIR_ORDER = (
+    "penalties",
+    "top_k",
+    "top_p",
+    "min_p",
+    "temperature",
+)  # llama.cpp's default
+_OFF: dict[str, tuple[Any, ...]] = {  # samplers that are not built in, and the values that turn them off
+    "dynatemp_range": (0,),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "top_n_sigma": (-1, 0),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "min_keep": (0, 1),
+}
+_OF_THESE = (  # they change nothing while their sampler is off
+    *("dynatemp_exponent", "mirostat_tau", "mirostat_eta", "xtc_threshold"),
+    *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+)
+_OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
+
+
+def read_llamacpp(fields: Fields, loaded: Loaded) -> None:
+    """Accept what changes nothing. Raises HttpError for what would."""
+    for name, off in _OFF.items():
+        fields.refuse(name, f"this sampler is not built in; {off[0]} turns it off", off)
+    fields.ignore(*_OF_THESE, "backend_sampling", "n_keep")
+    if not fields.flag("cache_prompt", True):
+        fields.note("cache_prompt", "a prompt that begins as an earlier one is always read from there on")
+    slot = fields.whole("id_slot", -1, loaded.model.options.parallel - 1)
+    if slot is not None and slot >= 0:
+        fields.note("id_slot", "a request takes the free context whose text it continues furthest")
+    _check_samplers(fields)
+
+
+def _check_samplers(fields: Fields) -> None:
+    given = fields.listed("samplers", 64)
+    if not given:
+        return
+    order = tuple(name for name in given if name not in _OTHER_NAMES)
+    if order not in (OWN_ORDER, _THEIR_ORDER):
+        raise bad_request(
+            f"samplers must name these, in this order: {', '.join(OWN_ORDER)} (turn one off by its own field)",
+            "samplers",
+            "unsupported_parameter",
+        )
+    if order != OWN_ORDER:
+        fields.note("samplers", f"the order here is {', '.join(OWN_ORDER)}")
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
+    """How much of the prompt is read, under llama.cpp's names."""
+    return {
+        "total": progress.total,
+        "cache": progress.reused,
+        "processed": progress.processed,
+        "time_ms": int(1000 * progress.seconds),
+    }

@@ -1,0 +1,177 @@
+"""What clients of Ollama ask before they generate: `/api/version`, `/api/tags`, `/api/ps` and `/api/show`.
+
+Facts of a GGUF are read from its header. Of an ONNX model only the architecture is known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from edgespec import __version__
+from edgespec.chat.marks import reasoning_marks
+from edgespec.chat.tool_forms import tool_parser
+from edgespec.errors import EdgespecError
+from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.server.fields import Fields
+from edgespec.server.http_errors import bad_request
+from edgespec.server.options import require_model
+from edgespec.server.service import Loaded, Service
+
+PROTOCOL_VERSION = "0.12.11"  # of Ollama, whose requests are understood; VS Code wants 0.6.4 or more
+_TAG = ":latest"
+_NEVER = "9999-12-31T23:59:59Z"
+# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h: llama_ftype
+_FILE_TYPES = (
+    "F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS IQ2_XS "
+    "Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - TQ1_0 TQ2_0 MXFP4_MOE"
+)
+QUANTIZATIONS = {number: name for number, name in enumerate(_FILE_TYPES.split()) if name != "-"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model's files say of it; empty or 0 where they do not. `metadata`: single values of the GGUF header."""
+
+    family: str
+    digest: str = ""
+    quantization: str = ""
+    num_parameters: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def model_facts(loaded: Loaded) -> ModelFacts:
+    """The facts of the served model; reads its header the first time."""
+    file, engine = loaded.model.pair.files["target"], loaded.model.target.facts
+    if engine.name != "llamacpp":
+        return ModelFacts(engine.architecture, file.sha256 or "")
+    try:
+        found = _of_headers(loaded.model.pair.paths("target"))
+    except (EdgespecError, OSError):  # moved or replaced while it is served
+        return ModelFacts(engine.architecture, file.sha256 or "")
+    return found if file.sha256 is None else replace(found, digest=file.sha256)
+
+
+@lru_cache(maxsize=2)
+def _of_headers(paths: tuple[Path, ...]) -> ModelFacts:
+    """Facts of a GGUF, which may lie in several files. Its digest is that of its header: hashing all takes minutes."""
+    headers = [read_header(path) for path in paths if path.suffix == ".gguf"]
+    with paths[0].open("rb") as file:
+        digest = hashlib.sha256(file.read(headers[0].data_start)).hexdigest()
+    return ModelFacts(
+        headers[0].architecture,
+        digest,
+        _quantization(headers),
+        sum(math.prod(tensor.shape) for header in headers for tensor in header.tensors),
+        {key: value for key, value in headers[0].metadata.items() if _is_shown(key, value)},
+    )
+
+
+def _is_shown(key: str, value: object) -> bool:
+    is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 128)
+    return is_short and not key.startswith(("tokenizer.", "split.")) and "://" not in str(value)
+
+
+def _quantization(headers: list[GgufHeader]) -> str:
+    """As the header says, else the type of most of its bytes."""
+    said = headers[0].metadata.get("general.file_type")
+    if isinstance(said, int) and said in QUANTIZATIONS:
+        return QUANTIZATIONS[said]
+    sizes: Counter[str] = Counter()
+    for header in headers:
+        for tensor in header.tensors:
+            sizes[tensor.kind] += tensor.num_bytes
+    return max(sizes, key=lambda kind: sizes[kind], default="")
+
+
+def _size_label(count: int) -> str:
+    """A number of parameters as Ollama writes it: 7.6B, 494.03M."""
+    if not count:
+        return ""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def require_served(loaded: Loaded, fields: Fields) -> None:
+    """Check the field `model`, which may end in the tag that Ollama adds. Raises HttpError 404."""
+    name = fields.text("model")
+    served = {each.removesuffix(_TAG): each for each in loaded.names.all}
+    known = None if name is None else served.get(name.removesuffix(_TAG), name)
+    require_model(loaded, Fields({"model": known}, notes=fields.notes))
+
+
+def version() -> dict[str, Any]:
+    """`/api/version`: Ollama's, which clients compare, and ours."""
+    return {"version": PROTOCOL_VERSION, "edgespec": __version__}
+
+
+def listed(service: Service) -> dict[str, Any]:
+    """`/api/tags`: the served model, once it is loaded."""
+    if service.loaded is None:
+        return {"models": []}
+    modified = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+    return {"models": [_entry(service.loaded) | {"modified_at": modified}]}
+
+
+def running(service: Service) -> dict[str, Any]:
+    """`/api/ps`: the same model with the memory and the context that it has."""
+    if service.loaded is None:
+        return {"models": []}
+    model = service.loaded.model
+    on_device = 0 if model.memory is None else model.memory.plan.device_bytes
+    more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _NEVER}
+    return {"models": [_entry(service.loaded) | more]}
+
+
+def _entry(loaded: Loaded) -> dict[str, Any]:
+    facts = model_facts(loaded)
+    return {
+        "name": loaded.name,
+        "model": loaded.name,
+        "size": loaded.model.target.facts.weight_bytes,
+        "digest": facts.digest,
+        "details": _details(loaded, facts),
+    }
+
+
+def _details(loaded: Loaded, facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "gguf" if loaded.model.target.facts.name == "llamacpp" else "onnx",
+        "family": facts.family,
+        "families": [facts.family],
+        "parameter_size": _size_label(facts.num_parameters),
+        "quantization_level": facts.quantization,
+    }
+
+
+def show(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/api/show`. Older clients call the model `name`."""
+    name, former = fields.text("model"), fields.text("name")
+    if name is not None and former is not None and name != former:
+        raise bad_request("model and name are the same setting: give one", "name")
+    require_served(loaded, Fields({"model": former if name is None else name}))
+    fields.flag("verbose")
+    fields.finish()
+    template, facts = loaded.model.target.vocabulary.chat_template, model_facts(loaded)
+    info = facts.metadata | {
+        "general.architecture": facts.family,
+        f"{facts.family}.context_length": loaded.model.context_length,  # what a request may use
+    }
+    info |= {"general.parameter_count": facts.num_parameters} if facts.num_parameters else {}
+    return {
+        "template": template or "",
+        "details": _details(loaded, facts),
+        "model_info": info,
+        "capabilities": [
+            "completion",
+            *(["tools"] if tool_parser(template) else []),
+            *(["thinking"] if reasoning_marks(template) else []),
+            *(["insert"] if loaded.model.target.vocabulary.fim else []),
+        ],
+    }

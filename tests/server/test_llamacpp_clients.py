@@ -1,0 +1,109 @@
+"""Requests as llama.cpp's page and its clients send them: what asks for nothing else is accepted, the rest refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from edgespec.server.web import NOTES
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
+BODIES = {CHAT: {"messages": QUESTION}, COMPLETION: {"prompt": "Once"}}
+# What llama-server's own page sends with its settings untouched.
+PAGE: dict[str, Any] = {
+    "stream": False, "reasoning_format": "auto", "backend_sampling": False, "temperature": 0.8, "max_tokens": -1,
+    "dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "xtc_probability": 0,
+    "xtc_threshold": 0.1, "typ_p": 1, "repeat_last_n": 64, "repeat_penalty": 1, "presence_penalty": 0,
+    "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
+    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    "timings_per_token": True, "return_progress": True, "cache_prompt": True,
+}  # fmt: skip
+
+
+def post(client: TestClient, path: str, **fields: Any) -> Any:
+    answered = client.post(path, json=BODIES[path] | {"max_tokens": 4, "temperature": 0} | fields)
+    assert answered.status_code == 200, answered.text
+    return answered
+
+
+def test_what_the_page_sends(client: TestClient):
+    answered = post(client, CHAT, **PAGE | {"max_tokens": 4})
+    assert "samplers" in answered.headers[NOTES] and answered.headers[NOTES].count(":") == 1
+    assert client.post(CHAT, json={"messages": QUESTION} | PAGE | {"seed": 1}).status_code == 200  # without a limit
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("fields", "noted"),
+    [
+        ({"cache_prompt": True, "id_slot": -1, "stop": "", "n_keep": 0, "xtc_probability": 0.0}, ""),
+        ({"cache_prompt": False}, "cache_prompt"),
+        ({"id_slot": 0}, "id_slot"),
+        ({"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}, ""),
+        ({"samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"]}, "samplers"),
+    ],
+)
+def test_fields_that_change_nothing(client: TestClient, path: str, fields: dict[str, Any], noted: str):
+    plain, answered = post(client, path), post(client, path, **fields)
+    assert NOTES not in plain.headers
+    assert answered.headers.get(NOTES, "").partition(":")[0] == noted
+    assert text_of(answered.json()) == text_of(plain.json())
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"mirostat": 2}, "mirostat", "0 turns it off"),
+        ({"typical_p": 0.9}, "typical_p", "1 turns it off"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier", "not built in"),
+        ({"samplers": ["top_k", "temperature"]}, "samplers", "in this order: penalties, temperature"),
+        ({"samplers": "kfypmt"}, "samplers", "must be a list"),
+        ({"id_slot": 1}, "id_slot", "from -1 to 0"),
+        ({"cache_prompt": "yes"}, "cache_prompt", "true or false"),
+        ({"n_predict": 5}, "max", "give one"),
+    ],
+)
+def test_fields_that_would(client: TestClient, path: str, fields: dict[str, Any], param: str, words: str):
+    answered = client.post(path, json=BODIES[path] | {"max_tokens": 4} | fields)
+    error = answered.json()["error"]
+    assert answered.status_code == 400 and words in error["message"] and param in error["param"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_n_predict_is_the_limit(client: TestClient, path: str):
+    answer = post(client, path, max_tokens=None, n_predict=2).json()
+    assert answer["usage"]["completion_tokens"] == 2 and answer["choices"][0]["finish_reason"] == "length"
+    assert post(client, path, n_predict=-1).json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_timings_come_with_every_part(client: TestClient, path: str):
+    *events, _done, _rest = post(client, path, timings_per_token=True, stream=True).text.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    counts = [part["timings"]["predicted_n"] for part in parts if part["choices"][0].get("text")]
+    assert counts == sorted(counts) and (counts or path == CHAT)
+
+
+def test_a_schema_of_a_json_object(client: TestClient):
+    schema = {"type": "object", "properties": {"n": {"enum": [2, 4]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_object", "schema": schema}
+    assert json.loads(text_of(post(client, CHAT, response_format=form, max_tokens=30).json()))["n"] in (2, 4)
+    wrong = client.post(CHAT, json={"messages": QUESTION, "response_format": {**form, "schema": {"type": "x"}}})
+    assert wrong.json()["error"]["param"] == "response_format.schema"
+
+
+def test_a_model_that_never_reasons_need_not_be_told(client: TestClient):
+    off = post(client, CHAT, chat_template_kwargs={"enable_thinking": False}).json()
+    assert off["usage"]["prompt_tokens"] == post(client, CHAT).json()["usage"]["prompt_tokens"]
+    on = client.post(CHAT, json={"messages": QUESTION, "chat_template_kwargs": {"enable_thinking": True}})
+    assert on.status_code == 400

@@ -1,0 +1,167 @@
+"""llama-server's own paths: /completion, /apply-template, /slots, and those without /v1."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.app import create_app
+from edgespec.server.scheduler import Scheduler
+from edgespec.server.service import Service
+from serving import BASE_URL
+
+MESSAGES = [{"role": "user", "content": "Find a hotel in Paris."}]
+GREEDY = {"temperature": 0, "n_predict": 24}
+
+
+def native(client: TestClient, path: str = "/completion", **fields: Any) -> dict[str, Any]:
+    answered = client.post(path, json=fields)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+@pytest.fixture
+def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
+    return model.generate("The capital of", greedy, plain)
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+def test_a_completion(client: TestClient, expected: Any, path: str):
+    answer = native(client, path, prompt="The capital of", return_tokens=True, cache_prompt=True, **GREEDY)
+    assert (answer["content"], answer["tokens"]) == (expected.text, list(expected.token_ids))
+    assert (answer["stop"], answer["truncated"], answer["prompt"]) == (True, False, "The capital of")
+    assert answer["stop_type"] == {"length": "limit", "stop": "eos"}[expected.finish_reason]
+    assert answer["tokens_predicted"] == len(expected.token_ids) == answer["timings"]["predicted_n"]
+    assert answer["tokens_evaluated"] == len(expected.prompt_token_ids)
+    assert answer["generation_settings"]["n_predict"] == 24 and answer["model"] == "demo"
+
+
+def test_the_stop_word_is_named(client: TestClient, expected: Any):
+    word = expected.text.split()[2]
+    answer = native(client, prompt="The capital of", stop=["never", word], **GREEDY)
+    assert (answer["stop_type"], answer["stopping_word"]) == ("word", word)
+    assert answer["content"] == expected.text.partition(word)[0] and answer["tokens"] == []
+
+
+def events(client: TestClient, **fields: Any) -> Iterator[dict[str, Any]]:
+    text = client.post("/completion", json=fields | {"stream": True}).text
+    assert "[DONE]" not in text
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        yield json.loads(event.removeprefix("data: "))
+
+
+def test_a_streamed_completion(client: TestClient, expected: Any):
+    *parts, last = events(client, prompt="The capital of", n_probs=2, timings_per_token=True, **GREEDY)
+    assert "".join(part["content"] for part in parts) == expected.text
+    assert [part["stop"] for part in (*parts, last)] == [False] * len(parts) + [True]
+    assert [token for part in parts for token in part["tokens"]] == list(expected.token_ids)
+    assert all(part["timings"]["predicted_n"] for part in parts)
+    probs = [each for part in parts for each in part["completion_probabilities"]]
+    whole = native(client, prompt="The capital of", n_probs=2, **GREEDY)
+    assert probs == whole["completion_probabilities"] and len(probs[0]["top_logprobs"]) == 2
+    assert probs[0]["id"] == expected.token_ids[0] == probs[0]["top_logprobs"][0]["id"]
+    assert last["content"] == "" and last["timings"]["predicted_n"] == len(expected.token_ids)
+
+
+def test_an_applied_template_can_be_continued(client: TestClient, model: Model, greedy: Sampling):
+    expected = model.chat(MESSAGES, greedy, GenerateOptions(max_tokens=24, drafter="none")).result()
+    prompt = native(client, "/apply-template", messages=MESSAGES)["prompt"]
+    assert MESSAGES[0]["content"] in prompt and "<|im_start|>" in prompt
+    answer = native(client, prompt=prompt, **GREEDY)
+    assert answer["content"] == expected.text
+    assert answer["tokens_evaluated"] == len(expected.prompt_token_ids)
+    tools = [{"type": "function", "function": {"name": "GetWeather", "parameters": {"type": "object"}}}]
+    assert "GetWeather" in native(client, "/apply-template", messages=MESSAGES, tools=tools)["prompt"]
+    assert client.post("/apply-template", json={"messages": []}).status_code == 400
+
+
+def test_a_prompt_of_texts_and_ids(client: TestClient, model: Model, expected: Any):
+    ids = list(expected.prompt_token_ids)
+    assert native(client, prompt=ids, **GREEDY)["content"] == expected.text
+    assert native(client, prompt=["The capital of"], **GREEDY)["content"] == expected.text
+    mixed = native(client, prompt=[ids[0], model.decode(ids[1:])], **GREEDY)
+    assert mixed["content"] == expected.text and mixed["prompt"] == "The capital of"
+
+
+def test_biases_as_pairs(client: TestClient, expected: Any):
+    first = expected.token_ids[0]
+    biased = native(client, prompt="The capital of", logit_bias=[[first, False]], return_tokens=True, **GREEDY)
+    assert biased["tokens"][0] != first
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt must be one prompt"),
+        ({"prompt": [True]}, "prompt must be one prompt"),
+        ({"prompt": None}, "prompt must be one prompt"),
+        ({"prompt": {"prompt_string": "x"}}, "prompt must be one prompt"),
+        ({"prompt": "x", "n_predict": 0}, "n_predict must be at least 1"),
+        ({"prompt": "x", "n_probs": 99}, "n_probs must be"),
+        ({"prompt": "x", "mirostat": 2}, "mirostat is not supported"),
+        ({"prompt": "x", "typical_p": 0.5}, "typical_p is not supported"),
+        ({"prompt": "x", "logit_bias": [[1]]}, "logit_bias must be a list of pairs"),
+        ({"prompt": "x", "n_predcit": 4}, "did you mean 'n_predict'"),
+    ],
+)
+def test_refusals(client: TestClient, fields: dict[str, Any], words: str):
+    answered = client.post("/completion", json=fields)
+    assert answered.status_code == 400 and words in answered.json()["error"]["message"]
+
+
+def test_paths_without_a_version(client: TestClient):
+    fields = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    one, other = (client.post(f"{root}/chat/completions", json=fields).json() for root in ("", "/v1"))
+    assert one["choices"] == other["choices"]
+    assert client.get("/models").json() == client.get("/v1/models").json()
+    assert client.get("/v1/health").json() == client.get("/health").json()
+
+
+def test_input_tokens_are_counted(client: TestClient, model: Model):
+    fields = {"input": MESSAGES[0]["content"], "instructions": "Be brief."}
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    counted = native(client, "/v1/responses/input_tokens", **fields)
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(model.encode_chat(messages))}
+
+
+def test_slots_show_what_runs_but_no_text(client: TestClient, service: Service, scheduler: Scheduler, model: Model):
+    (idle,) = client.get("/slots").json()
+    assert (idle["id"], idle["is_processing"], idle["n_ctx"]) == (0, False, model.context_length)
+    bias = [[token_id, False] for token_id in model.target.vocabulary.end_ids]
+    fields = {"prompt": "secret words", "n_predict": 400, "logit_bias": bias, "stop": ["secret stop"]}
+    with ThreadPoolExecutor(1) as pool, TestClient(create_app(service), base_url=BASE_URL) as other:
+        running = pool.submit(native, other, **fields)
+        seen: list[Any] = []
+        while not running.done() and not (seen and seen[0]["is_processing"]):
+            answered = client.get("/slots")
+            seen = answered.json()
+            time.sleep(0.001)
+        assert seen[0]["is_processing"] and seen[0]["params"]["n_predict"] == 400, seen
+        assert seen[0]["next_token"][0]["n_remain"] <= 400 and "secret" not in answered.text
+        full = client.get("/slots?fail_on_no_slot=1")
+        assert full.status_code == 503 or running.done()
+        assert running.result()["tokens_predicted"] == 400
+    assert client.get("/slots?fail_on_no_slot=1").status_code == 200
+
+
+def test_the_health_path_needs_no_key(service: Service):
+    service.api_key = "secret"
+    client = TestClient(create_app(service), base_url=BASE_URL)
+    assert client.get("/v1/health").status_code == 200
+    assert client.get("/slots").status_code == client.post("/completion", json={}).status_code == 401
+
+
+def test_a_prompt_that_is_read_tells_its_progress(client: TestClient):
+    fields = {"prompt": "one two three " * 100, "return_progress": True, "stream": True, "samplers": [], **GREEDY}
+    events = client.post("/completion", json=fields).text.removesuffix("\n\n").split("\n\n")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    told = [part["prompt_progress"] for part in parts if "prompt_progress" in part]
+    assert told[-1]["processed"] == told[-1]["total"] == parts[-1]["tokens_evaluated"] and len(told) > 1
+    assert all(part["content"] == "" for part in parts[: len(told)])
