@@ -46,14 +46,9 @@ def command(model_name: str | None, config_file: Path | None, session_path: Path
     saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)
+    chat = Chat(session)
     try:
-        session = offer_conversion(session)
-    except BaseException:  # Ctrl-C at the question
-        session.model.close()
-        raise
-    with session.model:
         show_beginning(session)
-        chat = Chat(session)
         if saved is None:
             return _run(chat, line_reader(list(COMMANDS)))
         saved.begin(chat, session.shown.system)
@@ -61,12 +56,17 @@ def command(model_name: str | None, config_file: Path | None, session_path: Path
             return _run(chat, line_reader(list(COMMANDS)), saved)
         finally:
             saved.end(chat)
+    finally:
+        chat.session.model.close()  # not always the one that was opened first
 
 
 def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None) -> int:
     """Read and answer until the end. The exit code of a pipe is that of its last failed message."""
-    code = 0
+    code, may_offer = 0, True
     while True:
+        if may_offer and chat.totals.num_generations:  # the user reads the first answer
+            may_offer = False
+            _offer(chat)
         try:
             message, is_command = read_message(read_line)
             if is_command:
@@ -85,3 +85,11 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None) -> int
         except EdgespecError as exc:
             complain(str(exc))
             code = 0 if is_interactive() else exit_code(exc)
+
+
+def _offer(chat: Chat) -> None:
+    """Go on with the model converted, where that is faster and the user agrees."""
+    found = offer_conversion(chat.session)
+    if found is not chat.session:
+        chat.session = found
+        show_beginning(found)
