@@ -14,6 +14,7 @@ from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.piped import text_behind, whole_input
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
 from edgespec.config import SessionOptions
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
@@ -46,6 +47,8 @@ STATS_KEYS = (
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
 def command(model_name: str | None, config_file: Path | None, prompt: str | None, as_json: bool, **given: Any) -> int:
     """Answer one prompt, given with -p or through a pipe; with --no-chat-template continue it as text.
+
+    A file or a pipe on standard input comes behind the prompt of -p: edgespec generate -p "Summarise:" < FILE.
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
@@ -82,18 +85,18 @@ def _check(session: SessionOptions, as_json: bool) -> None:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The text of `-p`, or of standard input for `-` and where nothing is given. Raises PromptError."""
+    """The text of `-p` with that of a pipe or file behind it; for `-`, or without -p, standard input alone.
+
+    Raises PromptError.
+    """
     if prompt is None:
         if sys.stdin.isatty():
             raise PromptError("no prompt given: use -p TEXT, or -p - to read it from standard input")
         prompt = "-"
     if prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
-        except UnicodeDecodeError as exc:
-            raise PromptError(
-                f"the prompt on standard input is not UTF-8 text: {exc.reason} at byte {exc.start}"
-            ) from exc
+        prompt = whole_input()
+    elif prompt.strip() and (behind := text_behind()):
+        prompt = f"{prompt}\n\n{behind}"
     if not prompt.strip():
         raise PromptError("the prompt is empty: give at least one character with -p TEXT")
     return prompt

@@ -7,14 +7,19 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import gguf
 import pytest
 from click.testing import CliRunner, Result
 
+import edgespec
+from edgespec.cli import piped
 from edgespec.cli.main import COMMANDS, cli
 from edgespec.formats.files import shipped_models
 from edgespec.formats.manifest import MANIFEST
@@ -176,6 +181,63 @@ def test_a_draft_with_another_vocabulary_names_the_first_differing_token(target_
     result = run("generate", str(target_path), "-md", str(other), "-p", "x")
     assert_refused(result, "different vocabularies", "in the target and")
     assert re.search(r"token \d+ is '.+' in the target and '.+' in the draft", result.stderr)
+
+
+def prompt_of(pair, **streams) -> tuple[str, str]:
+    """The prompt that `generate -p Summarise:` reads with such a standard input, and its notes."""
+    arguments = command("generate", *pair, "-p", "Summarise:", "--no-chat-template", "-n", "1", "--json")
+    done = subprocess.run(arguments, capture_output=True, timeout=120, check=True, **streams)
+    ids = json.loads(done.stdout)["prompt_token_ids"]
+    with edgespec.load(pair[1], drafter="none") as model:
+        return model.decode(ids), done.stderr.decode()
+
+
+def test_text_of_a_file_or_a_pipe_comes_behind_the_prompt(pair, tmp_path):
+    (tmp_path / "text").write_text("one\ntwo\n")
+    with (tmp_path / "text").open("rb") as file:
+        prompt, notes = prompt_of(pair, stdin=file)
+    assert prompt.endswith("Summarise:\n\none\ntwo") and "standard input: 7 characters behind the prompt" in notes
+    assert prompt_of(pair, input=b"one\ntwo\n")[0] == prompt
+    empty, notes = prompt_of(pair, input=b"\n")
+    assert empty.endswith("Summarise:") and "standard input" not in notes
+    assert prompt_of(pair, stdin=subprocess.DEVNULL)[0] == empty
+    assert_refused(run("generate", *pair, "-p", " ", stdin=b"text"), "prompt is empty")
+
+
+@POSIX
+def test_a_standard_input_without_data_does_not_hang(pair, monkeypatch, capsys):
+    """A socket is not read; a pipe that stays open is waited for, and that is said."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert "standard input" not in prompt_of(pair, stdin=theirs)[1]
+    monkeypatch.setattr(piped, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert piped.text_behind() == ""
+        said = capsys.readouterr().err
+        assert "waiting for standard input" in said and "answering without it (< /dev/null" in said
+        os.write(writing, b"late")  # ends the thread that still reads
+        os.close(writing)
+        time.sleep(0.1)
+
+
+@POSIX
+def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
+    reading, writing = os.pipe()
+
+    def write():
+        for word in (b"one ", b"two"):
+            time.sleep(0.3)
+            os.write(writing, word)
+        os.close(writing)
+
+    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        threading.Thread(target=write).start()
+        assert piped.text_behind() == "one two"
 
 
 @pytest.mark.parametrize("prompt", ["", " ", "\n"])
