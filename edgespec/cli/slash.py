@@ -20,7 +20,8 @@ from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
 from edgespec.cli.terminal import counted, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
-from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting, did_you_mean
+from edgespec.config.habits import did_you_mean
+from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting
 from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import exists, expanded

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 # Commands and options, without dashes in front.
@@ -45,3 +46,27 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "ps": "edgespec ls lists models; nothing stays loaded when a command ends",
     }
 )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with the nearest of `known`, or nothing when none is near.
+
+    A word of another program has its name here, or says how the same is done, before any that looks alike.
+    """
+    options = sorted(set(known))
+    habit = name.lstrip("-/").lower().replace("_", "-")
+    for option in options:
+        if CALLED.get(habit) == option.lstrip("-/").replace("_", "-"):
+            return f"; did you mean '{option}'?"
+    if habit in INSTEAD and not {"chat", "--ctx-size"}.isdisjoint(options):
+        return f"; {INSTEAD[habit]}"
+    by_bare = {option.lstrip("-/").lower().replace("_", "-"): option for option in options}
+    begun = [option for option in by_bare if min(len(option), len(habit)) > 2 and _share_beginning(option, habit)]
+    # 'draft-lenght' begins with 'draft', too; 'temprature' is nearer to 'chat-template' by letters than to 'temp'
+    surely, perhaps = (difflib.get_close_matches(habit, by_bare, n=1, cutoff=cutoff) for cutoff in (0.88, 0.55))
+    near = surely or sorted((o for o in begun if len(o) > 3), key=len, reverse=True) or perhaps or begun
+    return f"; did you mean '{by_bare[near[0]]}'?" if near else ""
+
+
+def _share_beginning(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)

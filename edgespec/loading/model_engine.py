@@ -47,7 +47,7 @@ def open_target(
     return open_engine(
         options,
         file,
-        options.context_length,
+        options.context_tokens,
         _placement(options, is_draft=False),
         wanted,
         trial,

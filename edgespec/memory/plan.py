@@ -204,7 +204,7 @@ def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
     length = MAX_AUTO_LENGTH if options.draft_length == "auto" else options.draft_length
     rows = length + 1 if speculates else 1
     return Use(
-        options.context_length,
+        options.context_tokens,
         cache_types(options, is_draft=False),
         # Reproducible mode tries all widths once.
         rows=max(rows, _SURVEYED_ROWS) if options.reproducible else rows,
