@@ -196,6 +196,11 @@ class Model(Closing):
                 prompt_ids = before_structure(vocabulary, prompt_ids, options)
         return self.stream(prompt_ids, sampling, options)
 
+    def check_drafter(self, options: GenerateOptions) -> None:
+        """Check that this model has the drafter of `options`. Raises CapabilityError as a generation would."""
+        self._executor.turn.require_open()
+        self._requests.check_drafter(options)
+
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.
 

@@ -21,7 +21,7 @@ from edgespec.cli.session import in_effect
 from edgespec.cli.terminal import counted, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, DraftLength
 from edgespec.config.habits import did_you_mean
-from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting
+from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, STRUCTURE, Setting
 from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import exists, expanded
@@ -154,14 +154,22 @@ def _unset(chat: Chat, argument: str) -> None:
 
 
 def _change(chat: Chat, setting: Setting, value: Any) -> None:
-    """Use a value from the next answer on. Raises ConfigError for a setting of loading, or a value out of range."""
+    """Use a value from the next answer on.
+
+    Raises ConfigError for a setting of loading, a value out of range or a bad schema, CapabilityError for a drafter
+    that this model does not have.
+    """
     session, change = chat.session, {setting.name: value}
     if setting.name == "system":
         chat.conversation.system = value
     elif setting.part == "sampling":
         session.sampling = dataclasses.replace(session.sampling, **change)
     elif setting.part == "generate" or setting.name in _CHANGEABLE_LATER:
-        session.options = dataclasses.replace(session.options, **change)
+        changed = dataclasses.replace(session.options, **change)
+        session.model.check_drafter(changed)  # here, and not at the next message
+        if setting.name in STRUCTURE:
+            session.model.check_structure(changed)
+        session.options = changed
     elif setting.name in PRINTING or setting.name == "thinking":
         if setting.name == "thinking" and value is not None:
             session.require_switch()

@@ -175,6 +175,8 @@ def test_unset_takes_a_setting_back(model):
         ("/set temp", "needs a name and a value"),
         ("/set threads 2", "threads cannot change while the model is loaded"),
         ("/set max-tokens 0", "max-tokens must be at least 1"),
+        ("/set drafter eagle", "drafter 'eagle' needs"),
+        ("/set regex (", "regex"),
         ("/spec maybe", "got 'maybe'"),
         ("/spec 99", "draft-length must be auto or 0..64"),
         ("/save", "/save needs a file name"),
@@ -188,6 +190,13 @@ def test_a_bad_command_is_one_line_and_the_chat_goes_on(model, line, said):
     assert said in errors[0]
     assert result.stdout.strip(), "the message after it is answered"
     assert result.exit_code in (1, 2), "a pipe learns of it"
+
+
+def test_a_drafter_that_is_missing_is_said_when_it_is_set(target_path):
+    result = chat(["-m", str(target_path), "--seed", "1", "-n", "8"], "/set drafter model", "hello", "/show")
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "model" in error and "drafter = model" not in result.stderr
+    assert result.stdout.strip() and re.search(r"^drafter +auto *$", result.stderr, re.MULTILINE)
 
 
 def test_every_command_is_in_the_help(model):
