@@ -43,12 +43,10 @@ STATS_KEYS = (
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session")
-@click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input")
+@click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt, before piped text; -: piped text alone")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
 def command(model_name: str | None, config_file: Path | None, prompt: str | None, as_json: bool, **given: Any) -> int:
-    """Answer one prompt, given with -p or through a pipe; with --no-chat-template continue it as text.
-
-    A file or a pipe on standard input comes behind the prompt of -p: edgespec generate -p "Summarise:" < FILE.
+    """Answer one prompt; with --no-chat-template continue it as text.
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """

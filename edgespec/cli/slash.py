@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.chat.conversation import Conversation
-from edgespec.cli import printable
+from edgespec.cli import printable, slash_messages
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.help import default_of, show
@@ -35,6 +35,7 @@ _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 _MEANT = {
     **dict.fromkeys(("/settings", "/config", "/options", "/params", "/parameters"), "/show"),
     **dict.fromkeys(("/reset", "/new"), "/clear"),
+    **dict.fromkeys(("/file", "/attach", "/add"), "/read"),
     **dict.fromkeys(("/retry", "/again", "/redo"), "/regen"),
     "/system-prompt": "/system",
 }
@@ -75,11 +76,13 @@ def _nearest(name: str) -> str:
 
 def _help(chat: Chat, argument: str) -> None:
     rows: list[tuple[str, ...]] = [(command.usage, command.help) for command in COMMANDS.values()]
-    _table([*rows, ('"""', 'a message of several lines, up to the next """')])
+    new_line = ("Alt+Enter", "begin a new line in the message")
+    _table([*rows, new_line, ('"""', 'a message of several lines, up to the next """')])
 
 
 def _clear(chat: Chat, argument: str) -> None:
     chat.conversation.clear()
+    chat.attached.clear()
     reply("conversation cleared")
 
 
@@ -271,6 +274,9 @@ COMMANDS: dict[str, Command] = {
     "/system": Command("/system [TEXT]", "set or show the system prompt", _system),
     "/save": Command("/save FILE", "save the conversation to a file", _save),
     "/load": Command("/load FILE", "load a saved conversation and show it", _load),
+    "/read": Command("/read FILE", "put the text of a file behind the next message", slash_messages.read),
+    "/edit": Command("/edit", "change the last message and ask again", slash_messages.edit),
+    "/copy": Command("/copy", "copy the last answer to the clipboard", slash_messages.copy_answer),
     "/regen": Command("/regen", "answer the last message again with another seed", _regen),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),

@@ -204,7 +204,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_of(
         "Speculation",
         "load",
-        ("drafter", "text", "--drafter", "How tokens are drafted; none: no speculation"),
+        ("drafter", "text", "--drafter", "How tokens are drafted; none: not at all"),
         ("draft_length", "length", "--draft-length --num-draft-tokens --draft-max", "Draft tokens per step"),
         (
             "draft_temperature",
@@ -214,10 +214,10 @@ SETTINGS: tuple[Setting, ...] = (
         ),
         ("max_slowdown", "number", "--max-slowdown", "Caps the time that speculation can lose, as a share"),
         ("verify", "text", "--verify", "Rule that accepts or rejects draft tokens"),
-        ("reproducible", "switch", "--reproducible", "Same text with and without speculation"),
+        ("reproducible", "switch", "--reproducible", "Same text as without speculation"),
         ("corpus", "switch", "--corpus", "Also draft from your texts (edgespec corpus add)"),
         ("recall", "switch", "--recall", "Draft from the answers that --learn stored"),
-        ("learn", "switch", "--learn", "Store answers on this disk and draft from them"),
+        ("learn", "switch", "--learn", "Store answers on this disk, draft from them"),
     ),
     *_of(
         "Sampling",
@@ -240,7 +240,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_of(
         "Answer",
         "generate",
-        ("max_tokens", "integer", "-n --max-tokens", "Maximum number of tokens in an answer"),
+        ("max_tokens", "integer", "-n --max-tokens", "Most tokens of an answer"),
         ("stop", "texts", "--stop", "Text that ends the answer; repeatable"),
         ("ignore_eos", "switch", "--ignore-eos", "Continue after end-of-text tokens"),
         ("json_schema", "contents", "--json-schema", "Answer with JSON that matches this schema"),

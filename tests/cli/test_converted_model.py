@@ -196,7 +196,7 @@ def test_the_first_answer_comes_before_the_question(settings: Settings, monkeypa
     session = open_session(settings)
     with session.model, CliRunner().isolation():
         chat = Chat(session)
-        assert chat_command._run(chat, lambda prompt: next(lines)) == 0
+        assert chat_command._run(chat, lambda *_: next(lines)) == 0
         assert asked_after == [1]
         assert chat.last.reused_tokens > 100
 
