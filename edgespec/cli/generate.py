@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -10,13 +11,13 @@ from typing import Any
 
 import click
 
-from edgespec.cli.help import SettingsCommand
+from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.piped import text_behind, whole_input
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
-from edgespec.config import SessionOptions
+from edgespec.config import GenerateOptions, SessionOptions
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Result
 from edgespec.loading.registry import is_known, resolve
@@ -45,7 +46,23 @@ STATS_KEYS = (
 @settings_options("load", "generate", "sampling", "session")
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt, before piped text; -: piped text alone")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
-def command(model_name: str | None, config_file: Path | None, prompt: str | None, as_json: bool, **given: Any) -> int:
+@click.option(
+    "--logprobs",
+    type=int,
+    cls=GroupedOption,
+    group="Output",
+    is_basic=False,
+    metavar="N",
+    help="With --json: log probabilities of the tokens, and of the N likeliest in each place",
+)
+def command(
+    model_name: str | None,
+    config_file: Path | None,
+    prompt: str | None,
+    as_json: bool,
+    logprobs: int | None,
+    **given: Any,
+) -> int:
     """Answer one prompt; with --no-chat-template continue it as text.
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
@@ -54,12 +71,15 @@ def command(model_name: str | None, config_file: Path | None, prompt: str | None
         _require_model(model_name)
     settings = resolve_settings(given, model_name, config_file)
     _check(SessionOptions(**settings.part("session")), as_json)
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs needs --json: text has no place for them")
+    GenerateOptions(top_logprobs=logprobs or 0)  # a number out of range is said before anything is loaded
     text = read_prompt(prompt)
     require_chat_template(settings)
     session = open_session(settings, remembers=True)
     with session.model:
         prompt_ids = encode_prompt(session, text)
-        return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)
+        return _print_json(session, prompt_ids, logprobs) if as_json else _print_text(session, prompt_ids)
 
 
 def _require_model(name: str) -> None:
@@ -123,14 +143,20 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
     return INTERRUPTED if interruption.happened else 0
 
 
-def _print_json(session: Session, prompt_ids: list[int]) -> int:
-    answer = session.model.stream(prompt_ids, session.sampling, session.options)
+def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:
+    """`logprobs`: how many of the likeliest tokens are told with theirs in each place; None: no log probabilities."""
+    options = dataclasses.replace(session.options, top_logprobs=logprobs or 0)
+    answer = session.model.stream(prompt_ids, session.sampling, options)
     with stops(answer.cancel) as interruption:
         show_beginning(session)
         if not interruption.happened:
             result = answer.result()
             session.show_notes(result.stats)
-            click.echo(json.dumps(result_object(session, result), allow_nan=False))
+            found = result_object(session, result)
+            if logprobs is not None:
+                found["logprobs"] = result.logprobs
+                found["top_logprobs"] = result.top_logprobs
+            click.echo(json.dumps(found, allow_nan=False))
     return INTERRUPTED if interruption.happened else 0
 
 
@@ -152,6 +178,7 @@ def result_object(session: Session, result: Result) -> dict[str, Any]:
         "reasoning": reasoning,
         "answer": answer,
         "finish_reason": result.finish_reason,
+        "notes": list(result.stats.notes),
         "stats": stats_object(result.stats),
     }
 

@@ -28,7 +28,7 @@ from tiny_gguf import Shape, write_model
 
 KEYS = {
     *("model", "engine", "drafter", "verify", "seed", "reproducible", "lossless", "prompt_token_ids", "token_ids"),
-    *("text", "reasoning", "answer", "finish_reason", "stats"),
+    *("text", "reasoning", "answer", "finish_reason", "notes", "stats"),
 }
 STATS_KEYS = {
     *("prompt_tokens", "new_tokens", "target_passes", "drafted_tokens", "accepted_tokens", "acceptance_rate"),
@@ -181,6 +181,28 @@ def test_a_draft_with_another_vocabulary_names_the_first_differing_token(target_
     result = run("generate", str(target_path), "-md", str(other), "-p", "x")
     assert_refused(result, "different vocabularies", "in the target and")
     assert re.search(r"token \d+ is '.+' in the target and '.+' in the draft", result.stderr)
+
+
+def test_log_probabilities_are_in_the_json_where_they_are_asked_for(pair):
+    arguments = ["generate", *pair, "-p", "hello", "-n", "4", "--seed", "7"]
+    answer = json.loads(run(*arguments, "--json", "--logprobs", "2").stdout)
+    assert set(answer) == {*KEYS, "logprobs", "top_logprobs"}
+    assert len(answer["logprobs"]) == len(answer["top_logprobs"]) == len(answer["token_ids"])
+    for logprob, tops, token_id in zip(answer["logprobs"], answer["top_logprobs"], answer["token_ids"], strict=True):
+        assert logprob <= 0 and len(tops) == 2 and tops[0][1] >= tops[1][1]
+        assert logprob == pytest.approx(dict(tops).get(token_id, logprob))
+    alone = json.loads(run(*arguments, "--json", "--logprobs", "0").stdout)
+    assert alone["logprobs"] == answer["logprobs"] and alone["top_logprobs"] == []
+    assert_refused(run(*arguments, "--logprobs", "2"), "--logprobs needs --json")
+    assert_refused(run(*arguments, "--json", "--logprobs", "-1"), "top_logprobs must be from 0")
+
+
+def test_notes_of_an_answer_are_in_the_json(pair, monkeypatch):
+    """Such as advice, or a drafter that failed: a program that reads the JSON sees no stderr."""
+    monkeypatch.setattr("edgespec.generation.advisor.Advisor.judged", lambda self, stats: "a note")
+    result = run("generate", *pair, "-p", "hello", "-n", "2", "--json")
+    assert json.loads(result.stdout)["notes"] == ["a note"]
+    assert "note: a note" in result.stderr
 
 
 def prompt_of(pair, **streams) -> tuple[str, str]:
