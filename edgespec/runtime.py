@@ -205,6 +205,11 @@ class Model(Closing):
                 prompt_ids = before_structure(vocabulary, prompt_ids, options, answer_prefix(messages))
         return self.stream(prompt_ids, sampling, options)
 
+    def check_drafter(self, options: GenerateOptions) -> None:
+        """Check that this model has the drafter of `options`. Raises CapabilityError as a generation would."""
+        self._executor.turn.require_open()
+        self._requests.check_drafter(options)
+
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.
 
@@ -294,17 +299,19 @@ class Model(Closing):
         return self._pool.names
 
     @contextmanager
-    def measuring(self) -> Iterator[tuple[Engine, Engine | None]]:
+    def measuring(self, *, keeps_text: bool = False) -> Iterator[tuple[Engine, Engine | None]]:
         """Exclusive use of the target's engine and the draft model's (None without one), with empty caches.
 
+        `keeps_text`: a conversation that continues afterwards is not read again, where that saves time.
         No generation runs within the block. Raises Busy and StateError.
         """
         with self._executor.exclusive() as pool:
-            self._executor.forget()
+            clear = self._executor.set_aside if keeps_text else self._executor.forget
+            clear()
             try:
                 yield self.target, pool.draft_engine
             finally:
-                self._executor.forget()
+                clear()
 
     @property
     def draft_engine(self) -> Engine | None:

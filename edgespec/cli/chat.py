@@ -11,7 +11,7 @@ from edgespec.cli.converted_model import offer_conversion, with_converted
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.first_model import CHOSEN_HERE, first_model
 from edgespec.cli.help import GroupedOption, SettingsCommand
-from edgespec.cli.lines import ReadLine, is_interactive, line_reader, read_message
+from edgespec.cli.lines import ReadLine, file_text, is_interactive, line_reader, read_message
 from edgespec.cli.main import exit_code
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.saved_chat import SavedChat
@@ -31,13 +31,25 @@ from edgespec.errors import EdgespecError
     group="Answer",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Keep the conversation in FILE and continue it later",
+    help="Keep the conversation in FILE, or continue it",
 )
-def command(model_name: str | None, config_file: Path | None, session_path: Path | None, **given: Any) -> int:
+@click.option(
+    "-f",
+    "--file",
+    "first_file",
+    cls=GroupedOption,
+    group="Answer",
+    metavar="FILE",
+    help="Begin with the text of FILE as the message",
+)
+def command(
+    model_name: str | None, config_file: Path | None, session_path: Path | None, first_file: str | None, **given: Any
+) -> int:
     """Talk to a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
+    first = None if first_file is None else file_text(first_file, "--file")
     settings = resolve_settings(given, model_name, config_file)
     if (name := first_model(settings)) is not None:
         settings = resolve_settings(given, name, config_file)
@@ -46,29 +58,35 @@ def command(model_name: str | None, config_file: Path | None, session_path: Path
     saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)
+    chat = Chat(session)
     try:
-        session = offer_conversion(session)
-    except BaseException:  # Ctrl-C at the question
-        session.model.close()
-        raise
-    with session.model:
         show_beginning(session)
-        chat = Chat(session)
         if saved is None:
-            return _run(chat, line_reader(list(COMMANDS)))
+            return _run(chat, line_reader(list(COMMANDS)), first=first)
         saved.begin(chat, session.shown.system)
         try:
-            return _run(chat, line_reader(list(COMMANDS)), saved)
+            return _run(chat, line_reader(list(COMMANDS)), saved, first)
         finally:
             saved.end(chat)
+    finally:
+        chat.session.model.close()  # not always the one that was opened first
 
 
-def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None) -> int:
-    """Read and answer until the end. The exit code of a pipe is that of its last failed message."""
-    code = 0
+def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first: str | None = None) -> int:
+    """Answer `first`, then read and answer until the end.
+
+    The exit code of a pipe is that of its last failed message.
+    """
+    code, may_offer = 0, True
     while True:
+        if may_offer and chat.totals.num_generations:  # the user reads the first answer
+            may_offer = False
+            _offer(chat)
         try:
-            message, is_command = read_message(read_line)
+            if first is not None:
+                message, is_command, first = first, False, None
+            else:
+                message, is_command = _next_message(chat, read_line)
             if is_command:
                 if not run_slash(chat, message):
                     return code
@@ -85,3 +103,22 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None) -> int
         except EdgespecError as exc:
             complain(str(exc))
             code = 0 if is_interactive() else exit_code(exc)
+
+
+def _next_message(chat: Chat, read_line: ReadLine) -> tuple[str, bool]:
+    """As `read_message`; an edit that ends in no message leaves the conversation as it is."""
+    found = None
+    try:
+        found = read_message(read_line, chat.edited or "")
+        return found
+    finally:
+        if chat.edited is not None and (found is None or found[1] or not found[0].strip()):
+            chat.end_edit()
+
+
+def _offer(chat: Chat) -> None:
+    """Go on with the model converted, where that is faster and the user agrees."""
+    found = offer_conversion(chat.session)
+    if found is not chat.session:
+        chat.session = found
+        show_beginning(found)

@@ -1,9 +1,10 @@
 """What `chat` offers for a GGUF that ONNX Runtime would run faster on this machine: to convert it, once.
 
-What it would gain is measured on a few of its layers before anything is asked, and on the converted model afterwards;
-one that does not keep its promise is removed. Offered on x86 only, where ONNX Runtime's products take several rows at
-little more than the price of one; elsewhere, and with options that are llama.cpp's, the file is run as it is. The
-answer is remembered for this version of the file.
+What it would gain is measured on a few of its layers while the user reads the first answer, and on the converted model
+afterwards; one that does not keep its promise is removed. Any key goes on with the chat instead; then, and where other
+programs keep the machine busy, the next chat measures. Offered on x86 only, where ONNX Runtime's products take several
+rows at little more than the price of one; elsewhere, and with options that are llama.cpp's, the file is run as it is.
+The answer is remembered for this version of the file.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import click
 from edgespec import __version__
 from edgespec.cli.lines import is_interactive
 from edgespec.cli.session import Session, open_session
+from edgespec.cli.skippable import Stopping, unless_skipped
 from edgespec.cli.status import Stages, waiting
 from edgespec.cli.terminal import note, reply, verbosity
 from edgespec.config import LoadOptions
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 LEAST_GAIN, LEAST_PLAIN = 1.2, 1.0  # times as fast: with half of the drafts accepted, and without drafts
 LEAST_TOKEN_S = 0.002  # a model that is faster already is not worth a question
 LONG_DRAFTS = 0.7  # accepted of those that a type is chosen by: most tokens that drafts save are saved by long ones
+MOST_MEASURING_S = 15.0  # on an idle machine it takes six or seven
 _WITH_CHECKS = 10  # times the seconds of writing: two references and the graph read the check's texts
 _AS_IT_IS = "using the file as it is"
 KEEPS_GAIN = 1.05  # instead of the first, where the converted model was measured itself
@@ -60,25 +63,37 @@ def with_converted(settings: Settings) -> Settings:
 
 
 def offer_conversion(session: Session) -> Session:
-    """The session, or one of the converted model, in which case this one's model is closed."""
+    """The session, or one of the converted model, in which case this one's model is closed.
+
+    For a chat whose first answer was printed: its text is kept. Raises what opening the file again raises.
+    """
     pair = _candidate(session.settings)
     facts = session.model.target.facts
     runs_here = facts.name == "llamacpp" and not facts.placement
     if pair is None or verbosity() == "quiet" or not runs_here or _answer(pair) is not None:
         return session
-    if "memory" in session.settings.values:  # measuring, and converting even more, takes memory beyond the budget
+    # Measuring, and converting even more, takes memory beyond a budget; a drafter that was set may need llama.cpp.
+    if "memory" in session.settings.values or session.options.drafter is not None:
         return session
     try:
         gains = _measured(session)
-    except (EdgespecError, OSError, KeyboardInterrupt) as exc:
+    except (EdgespecError, OSError) as exc:
         logger.debug("what %s would gain was not measured: %r", pair.target, exc)
+        return session
+    if gains is None:
+        logger.debug("what %s would gain was not measured: skipped, or too slow", pair.target)
         return session
     best = best_of(gains)
     if best is None:
         _remember(pair, "")
         return session
     click.echo(click.wrap_text(described(best, pair), shutil.get_terminal_size().columns), err=True)
-    if not click.confirm("Convert it?", default=True, err=True):
+    try:
+        agrees = click.confirm("Convert it?", default=True, err=True)
+    except click.Abort:  # Ctrl-C or Ctrl-D: no answer, so that the next chat asks again
+        note(f"\n{_AS_IT_IS}")
+        return session
+    if not agrees:
         _remember(pair, "")
         note(f"edgespec export {pair.target.name} --to onnx --quant {best.quant} converts it later")
         return session
@@ -129,12 +144,18 @@ def _is_possible() -> bool:
     return is_x86 and has_engine("onnx") and has_engine("llamacpp") and is_importable("gguf")
 
 
-def _measured(session: Session) -> list[Gain]:
+def _measured(session: Session) -> list[Gain] | None:
+    """The gains that there is room for; None where the user went on, or it took too long. Raises as `measure_gains`."""
     from edgespec.export.conversion_gain import measure_gains
 
-    with waiting("measuring what ONNX would gain, once for this file") as _, session.model.measuring() as engines:
-        found = measure_gains(*engines, session.model.pair.target, engines[0].facts.threads)
-    return [gain for gain in found if fits(gain.bytes) is not False]
+    def measure(stopping: Stopping) -> list[Gain]:
+        with session.model.measuring(keeps_text=True) as engines:
+            threads = engines[0].facts.threads
+            return measure_gains(*engines, session.model.pair.target, threads, stopping.add)
+
+    with waiting("measuring what ONNX would gain, once for this file", "any key skips it"):
+        found = unless_skipped(measure, MOST_MEASURING_S)
+    return None if found is None else [gain for gain in found if fits(gain.bytes) is not False]
 
 
 def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
@@ -158,19 +179,24 @@ def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
         note(f"{str(exc) or 'stopped'}\n{_AS_IT_IS}")
         return session
     note(next(check_lines(done.figures)))
-    old = session.settings
+    old = session
     session.model.close()
     try:
-        found = _tried(_replaced(old, done.folder.name), promised)
+        found = _tried(_replaced(old.settings, done.folder.name), promised)
     except EdgespecError as exc:
         note(str(exc))
         found = None
     _remember(pair, done.folder.name if found else "")
     if found is not None:
-        return found
+        return _going_on(found, old)
     note(_AS_IT_IS)
     shutil.rmtree(done.folder, ignore_errors=True)
-    return open_session(old, remembers=True)
+    return _going_on(open_session(old.settings, remembers=True), old)
+
+
+def _going_on(found: Session, old: Session) -> Session:
+    """`found` with all that was set in the chat so far."""
+    return replace(found, sampling=old.sampling, options=old.options, shown=old.shown, seen_notes=old.seen_notes)
 
 
 def _tried(settings: Settings, promised: Gain) -> Session | None:

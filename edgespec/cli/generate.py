@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import click
 
-from edgespec.cli.help import SettingsCommand
+from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.piped import text_behind, whole_input
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
-from edgespec.config import SessionOptions
+from edgespec.config import GenerateOptions, SessionOptions
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Result
 from edgespec.installation import quoted
@@ -42,10 +44,26 @@ STATS_KEYS = (
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session")
-@click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input")
+@click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt, before piped text; -: piped text alone")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
-def command(model_name: str | None, config_file: Path | None, prompt: str | None, as_json: bool, **given: Any) -> int:
-    """Answer one prompt, given with -p or through a pipe; with --no-chat-template continue it as text.
+@click.option(
+    "--logprobs",
+    type=int,
+    cls=GroupedOption,
+    group="Output",
+    is_basic=False,
+    metavar="N",
+    help="With --json: log probabilities of the tokens, and of the N likeliest in each place",
+)
+def command(
+    model_name: str | None,
+    config_file: Path | None,
+    prompt: str | None,
+    as_json: bool,
+    logprobs: int | None,
+    **given: Any,
+) -> int:
+    """Answer one prompt; with --no-chat-template continue it as text.
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
@@ -53,12 +71,15 @@ def command(model_name: str | None, config_file: Path | None, prompt: str | None
         _require_model(model_name)
     settings = resolve_settings(given, model_name, config_file)
     _check(SessionOptions(**settings.part("session")), as_json)
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs needs --json: text has no place for them")
+    GenerateOptions(top_logprobs=logprobs or 0)  # a number out of range is said before anything is loaded
     text = read_prompt(prompt)
     require_chat_template(settings)
     session = open_session(settings, remembers=True)
     with session.model:
         prompt_ids = encode_prompt(session, text)
-        return _print_json(session, prompt_ids) if as_json else _print_text(session, prompt_ids)
+        return _print_json(session, prompt_ids, logprobs) if as_json else _print_text(session, prompt_ids)
 
 
 def _require_model(name: str) -> None:
@@ -80,18 +101,18 @@ def _check(session: SessionOptions, as_json: bool) -> None:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The text of `-p`, or of standard input for `-` and where nothing is given. Raises PromptError."""
+    """The text of `-p` with that of a pipe or file behind it; for `-`, or without -p, standard input alone.
+
+    Raises PromptError.
+    """
     if prompt is None:
         if sys.stdin.isatty():
             raise PromptError("no prompt given: use -p TEXT, or -p - to read it from standard input")
         prompt = "-"
     if prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
-        except UnicodeDecodeError as exc:
-            raise PromptError(
-                f"the prompt on standard input is not UTF-8 text: {exc.reason} at byte {exc.start}"
-            ) from exc
+        prompt = whole_input()
+    elif prompt.strip() and (behind := text_behind()):
+        prompt = f"{prompt}\n\n{behind}"
     if not prompt.strip():
         raise PromptError("the prompt is empty: give at least one character with -p TEXT")
     return prompt
@@ -120,14 +141,20 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
     return INTERRUPTED if interruption.happened else 0
 
 
-def _print_json(session: Session, prompt_ids: list[int]) -> int:
-    answer = session.model.stream(prompt_ids, session.sampling, session.options)
+def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:
+    """`logprobs`: how many of the likeliest tokens are told with theirs in each place; None: no log probabilities."""
+    options = dataclasses.replace(session.options, top_logprobs=logprobs or 0)
+    answer = session.model.stream(prompt_ids, session.sampling, options)
     with stops(answer.cancel) as interruption:
         show_beginning(session)
         if not interruption.happened:
             result = answer.result()
             session.show_notes(result.stats)
-            click.echo(json.dumps(result_object(session, result), allow_nan=False))
+            found = result_object(session, result)
+            if logprobs is not None:
+                found["logprobs"] = result.logprobs
+                found["top_logprobs"] = result.top_logprobs
+            click.echo(json.dumps(found, allow_nan=False))
     return INTERRUPTED if interruption.happened else 0
 
 
@@ -149,6 +176,7 @@ def result_object(session: Session, result: Result) -> dict[str, Any]:
         "reasoning": reasoning,
         "answer": answer,
         "finish_reason": result.finish_reason,
+        "notes": list(result.stats.notes),
         "stats": stats_object(result.stats),
     }
 

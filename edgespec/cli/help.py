@@ -23,8 +23,8 @@ _WIDEST_FLAGS = 28  # columns; a longer flag has its text on the next line
 _DEFAULTS = {
     "model": "demo",
     "draft": "the pair's",
-    "context_length": "the model's",
-    "draft_context_length": "the draft's",
+    "context_length": "the model's, at most 4096",
+    "draft_context_length": "the draft's, at most 4096",
     "threads": "all free cores",
     "reproducible": "on if free",
     "recall": "on with --learn",

@@ -12,7 +12,8 @@ from edgespec.cli.completion import models
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config import RANDOM_SEED
-from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents, did_you_mean
+from edgespec.config.habits import did_you_mean
+from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents
 from edgespec.config.sources import Settings, resolve
 from edgespec.errors import ConfigError
 from edgespec.formats.files import is_file
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
 
 
 class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """A draft length: a whole number, or auto."""
+    """A whole number, or one of the `words`, of which auto is one."""
 
     name = "length"
+
+    def __init__(self, words: str) -> None:
+        self._words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "auto" or isinstance(value, int):
@@ -33,7 +37,16 @@ class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
         try:
             return int(value)
         except ValueError:
-            self.fail(f"{value!r} is neither a whole number nor auto", param, ctx)
+            self.fail(f"{value!r} is neither a whole number nor {self._words}", param, ctx)
+
+
+class _Context(_Length):
+    """A context in tokens, auto for what fits, or max for the model's own, which is 0."""
+
+    name = "context"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return 0 if value == "max" else super().convert(value, param, ctx)
 
 
 class _Choice(click.Choice):  # type: ignore[type-arg]  # generic in newer releases of click only
@@ -61,7 +74,8 @@ _TYPES: dict[Kind, Any] = {
     "number": float,
     "switch": bool,
     "texts": str,
-    "length": _Length(),
+    "length": _Length("auto"),
+    "context": _Context("auto or max"),
     "size": str,
     "contents": _Contents(),
 }

@@ -17,7 +17,7 @@ from edgespec.config.sizes import as_size
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import Fitted, fit
+from edgespec.memory.fit import Fitted, chosen_context, fit
 from edgespec.memory.placement import placed
 from edgespec.memory.plan import Plan, planned
 from edgespec.memory.report import plan_object
@@ -40,7 +40,7 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     room = Room.now(options.memory)
     with keeping_headers():
         pair = resolve_pair(options, check_hashes=False)
-        options = placed(options, pair)
+        options = placed(chosen_context(options, pair, room), pair)
         plan = planned(options, pair)
         refusal = ""
         try:

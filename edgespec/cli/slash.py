@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.chat.conversation import Conversation
-from edgespec.cli import printable
+from edgespec.cli import printable, slash_messages
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.help import default_of, show
@@ -20,7 +20,8 @@ from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
 from edgespec.cli.terminal import counted, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
-from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, Setting, did_you_mean
+from edgespec.config.habits import did_you_mean
+from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, STRUCTURE, Setting
 from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import exists, expanded
@@ -34,6 +35,7 @@ _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 _MEANT = {
     **dict.fromkeys(("/settings", "/config", "/options", "/params", "/parameters"), "/show"),
     **dict.fromkeys(("/reset", "/new"), "/clear"),
+    **dict.fromkeys(("/file", "/attach", "/add"), "/read"),
     **dict.fromkeys(("/retry", "/again", "/redo"), "/regen"),
     **dict.fromkeys(("/more", "/go-on", "/resume"), "/continue"),
     "/system-prompt": "/system",
@@ -75,11 +77,13 @@ def _nearest(name: str) -> str:
 
 def _help(chat: Chat, argument: str) -> None:
     rows: list[tuple[str, ...]] = [(command.usage, command.help) for command in COMMANDS.values()]
-    _table([*rows, ('"""', 'a message of several lines, up to the next """')])
+    new_line = ("Alt+Enter", "begin a new line in the message")
+    _table([*rows, new_line, ('"""', 'a message of several lines, up to the next """')])
 
 
 def _clear(chat: Chat, argument: str) -> None:
     chat.conversation.clear()
+    chat.attached.clear()
     reply("conversation cleared")
 
 
@@ -162,7 +166,11 @@ def _unset(chat: Chat, argument: str) -> None:
 
 
 def _change(chat: Chat, setting: Setting, value: Any) -> None:
-    """Use a value from the next answer on. Raises ConfigError for a setting of loading, or a value out of range."""
+    """Use a value from the next answer on.
+
+    Raises ConfigError for a setting of loading, a value out of range or a bad schema, CapabilityError for a drafter
+    that this model does not have.
+    """
     session, change = chat.session, {setting.name: value}
     if setting.part == "serve":
         raise ConfigError(f"{setting.key} is a setting of edgespec serve: it changes nothing in a chat")
@@ -171,7 +179,11 @@ def _change(chat: Chat, setting: Setting, value: Any) -> None:
     elif setting.part == "sampling":
         session.sampling = dataclasses.replace(session.sampling, **change)
     elif setting.part == "generate" or setting.name in _CHANGEABLE_LATER:
-        session.options = dataclasses.replace(session.options, **change)
+        changed = dataclasses.replace(session.options, **change)
+        session.model.check_drafter(changed)  # here, and not at the next message
+        if setting.name in STRUCTURE:
+            session.model.check_structure(changed)
+        session.options = changed
     elif setting.name in PRINTING or setting.name == "thinking":
         if setting.name == "thinking" and value is not None:
             session.require_switch()
@@ -273,6 +285,9 @@ COMMANDS: dict[str, Command] = {
     "/system": Command("/system [TEXT]", "set or show the system prompt", _system),
     "/save": Command("/save FILE", "save the conversation to a file", _save),
     "/load": Command("/load FILE", "load a saved conversation and show it", _load),
+    "/read": Command("/read FILE", "put the text of a file behind the next message", slash_messages.read),
+    "/edit": Command("/edit", "change the last message and ask again", slash_messages.edit),
+    "/copy": Command("/copy", "copy the last answer to the clipboard", slash_messages.copy_answer),
     "/regen": Command("/regen", "answer the last message again with another seed", _regen),
     "/continue": Command("/continue", "go on with an answer that was cut or stopped", _continue),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),

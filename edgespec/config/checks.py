@@ -122,6 +122,13 @@ def check_draft_length(value: object) -> None:
         raise ConfigError(f"draft-length must be auto or 0..{MAX_DRAFT_LENGTH}, got {shown(value)}")
 
 
+def check_context_length(value: object) -> None:
+    if isinstance(value, str) and value == "auto":
+        return
+    if value is not None and whole("ctx-size", value) != 0:
+        at_least("ctx-size", value, 16, "0 or max is the model's own, auto the largest that fits into memory")
+
+
 def check_gpu_layers(value: object) -> None:
     if not (isinstance(value, str) and value == "auto"):
         at_least("gpu_layers", whole("gpu_layers", value), -1)

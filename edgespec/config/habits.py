@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 # Commands and options, without dashes in front.
@@ -30,6 +31,8 @@ CALLED: Mapping[str, str] = MappingProxyType(
         "num-thread": "threads",
         "grammar-file": "grammar",
         "prompt-cache": "session",
+        **dict.fromkeys(("reverse-prompt", "r"), "stop"),
+        "format": "json-schema",
     }
 )
 # What is done in another way here.
@@ -40,8 +43,74 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("no-cnv", "no-conversation"), "edgespec generate answers once"),
         **dict.fromkeys(("hf", "hf-repo"), "edgespec pull gets a model from the hub"),
         **dict.fromkeys(("fa", "flash-attn"), "llama.cpp uses flash attention automatically where it can"),
+        **dict.fromkeys(("no-warmup", "warmup"), "there is no warm-up run: leave it out"),
+        **dict.fromkeys(("mlock", "mmap", "no-mmap"), "weights are always mapped from their file and not locked"),
+        **dict.fromkeys(
+            ("n-cpu-moe", "ncmoe", "cpu-moe", "cmoe", "override-tensor", "ot"),
+            "-ngl N places whole layers, their experts included",
+        ),
+        **dict.fromkeys(
+            ("rope-scaling", "rope-scale", "rope-freq-base", "rope-freq-scale", "yarn-orig-ctx"),
+            "a model is run with its own rope settings, up to the context that it was trained for (-c max)",
+        ),
+        **dict.fromkeys(
+            ("samplers", "sampling-seq", "sampler-seq"),
+            "the order is fixed: --temp, --top-k, --top-p, --min-p",
+        ),
+        **dict.fromkeys(
+            ("typical", "mirostat", "xtc-probability", "dry-multiplier", "top-nsigma", "dynatemp-range"),
+            "the samplers are --temp, --top-k, --top-p, --min-p and the penalties",
+        ),
+        **dict.fromkeys(
+            ("log-file", "log-disable", "log-verbosity", "verbosity"),
+            "notes go to standard error: 2> FILE keeps them, -v shows more, -q none",
+        ),
+        **dict.fromkeys(
+            ("lora", "lora-scaled", "adapter"),
+            "adapters are not applied here: merge them into the model (llama.cpp's llama-export-lora)",
+        ),
+        **dict.fromkeys(
+            ("draft-p-min", "draft-p-split"),
+            "drafts are as long as is expected to pay off; --draft-length N fixes their length",
+        ),
+        **dict.fromkeys(
+            ("context-shift", "no-context-shift", "keep"),
+            "text is never shifted out silently; chat drops the oldest exchanges and says so",
+        ),
+        **dict.fromkeys(("b", "batch-size", "ub", "ubatch-size"), "the size of passes is chosen: leave it out"),
+        **dict.fromkeys(("tb", "threads-batch"), "-t is for all passes"),
+        **dict.fromkeys(("jinja", "no-jinja"), "chat templates are always read as Jinja"),
+        **dict.fromkeys(("keepalive", "keep-alive"), "a model stays loaded for as long as its command runs"),
         "version": "edgespec --version",
         "help": "edgespec --help, edgespec COMMAND --help",
         "ps": "edgespec ls lists models; nothing stays loaded when a command ends",
     }
 )
+
+
+# Two letters of four that are swapped (temp, tmep) are .75 alike; what is less alike mostly means something else.
+_LEAST_ALIKE = 0.7
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with the nearest of `known`, or nothing when none is near.
+
+    A word of another program has its name here, or says how the same is done, before any that looks alike.
+    """
+    options = sorted(set(known))
+    habit = name.lstrip("-/").lower().replace("_", "-")
+    for option in options:
+        if CALLED.get(habit) == option.lstrip("-/").replace("_", "-"):
+            return f"; did you mean '{option}'?"
+    if habit in INSTEAD and not {"chat", "--ctx-size"}.isdisjoint(options):
+        return f"; {INSTEAD[habit]}"
+    by_bare = {option.lstrip("-/").lower().replace("_", "-"): option for option in options}
+    begun = [option for option in by_bare if min(len(option), len(habit)) > 2 and _share_beginning(option, habit)]
+    # 'draft-lenght' begins with 'draft', too; 'temprature' is nearer to 'chat-template' by letters than to 'temp'
+    surely, perhaps = (difflib.get_close_matches(habit, by_bare, n=1, cutoff=cutoff) for cutoff in (0.88, _LEAST_ALIKE))
+    near = surely or sorted((o for o in begun if len(o) > 3), key=len, reverse=True) or perhaps or begun
+    return f"; did you mean '{by_bare[near[0]]}'?" if near else ""
+
+
+def _share_beginning(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)

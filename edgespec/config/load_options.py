@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from edgespec.config.checks import (
     as_path,
     at_least,
+    check_context_length,
     check_draft_length,
     check_draft_temperature,
     check_gpu_layers,
@@ -30,6 +31,7 @@ from edgespec.config.names import (
     PROVIDERS,
     RULES,
     CacheType,
+    ContextLength,
     DrafterName,
     DraftLength,
     EngineName,
@@ -58,7 +60,7 @@ class LoadKeywords(TypedDict, total=False):
     max_slowdown: float
     verify: RuleName
     reproducible: bool | None
-    context_length: int | None
+    context_length: ContextLength | None
     draft_context_length: int | None
     threads: int | None
     parallel: int
@@ -98,8 +100,10 @@ class LoadOptions:
     `reproducible`: same tokens with and without speculation; None: where model and rule allow it; True: required, else
     CapabilityError; False: off, for speed.
 
-    Machine. `context_length`, `draft_context_length`: tokens. `parallel`: generations that can run at once
-    (`Model.batch`), each with a context of that length. `gpu_layers`, `draft_gpu_layers`: layers that llama.cpp
+    Machine. `context_length`, `draft_context_length`: tokens; of the target 0 for as many as it was trained for, "auto"
+    for the most that fit into memory with nothing else given up, None for the model's own, but at most 4096.
+    `parallel`: generations that can run at once (`Model.batch`), each with a context of that length. `gpu_layers`,
+    `draft_gpu_layers`: layers that llama.cpp
     places on the GPU, -1 for all; "auto": as many of the target as its free memory holds, and the draft if it fits
     beside them. `device`, `draft_device`: names of llama.cpp's devices for these layers, separated
     by commas, or "none"; without `gpu_layers`, all layers go there. `kv_offload`: the KV cache of these layers, too.
@@ -130,7 +134,7 @@ class LoadOptions:
     max_slowdown: float = 0.02
     verify: RuleName = "coupled"
     reproducible: bool | None = None
-    context_length: int | None = None
+    context_length: ContextLength | None = None
     draft_context_length: int | None = None
     threads: int | None = None
     parallel: int = 1
@@ -184,7 +188,7 @@ class LoadOptions:
         if self.rpc is not None:
             parse_endpoints(self.rpc)
         at_least("exit-layer", self.exit_layer, 1)
-        at_least("ctx-size", self.context_length, 16, "leave it out to use the model's own")
+        check_context_length(self.context_length)
         at_least("draft ctx-size", self.draft_context_length, 16)
         check_draft_length(self.draft_length)
         check_draft_temperature(self.draft_temperature)
@@ -199,6 +203,19 @@ class LoadOptions:
                 "--reproducible does not work with -ngl auto, which depends on how much memory is free: results "
                 "depend on which layers are on the GPU. Give their number; edgespec plan -ngl auto prints it"
             )
+
+        if self.context_length == "auto" and (self.target_gpu_layers or self.provider not in ("auto", "cpu")):
+            raise ConfigError(
+                "ctx-size auto is chosen by this machine's memory, which a GPU, another device or an RPC server does "
+                "not share: give a number"
+            )
+
+    @property
+    def context_tokens(self) -> int | None:
+        """`context_length` once it is a number, which `memory.fit` makes of 0 and "auto"; None: the default."""
+        found = self.context_length
+        assert found != "auto" and found != 0, "the context is chosen before a model is planned or opened"
+        return found
 
     @property
     def rpc_servers(self) -> tuple[str, ...]:

@@ -6,21 +6,20 @@ it. Defaults live in the dataclasses that the values end in.
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, REASONING_FORMATS, RULES
-from edgespec.config.habits import CALLED, INSTEAD
+from edgespec.config.habits import did_you_mean
 from edgespec.errors import ConfigError
 from edgespec.formats.files import expanded, read_text
 
 Part = Literal["load", "sampling", "generate", "session", "serve"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware", "Options"]
-Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "size", "contents"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "context", "size", "contents"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
 PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL", "API_KEY")
@@ -32,6 +31,7 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "path": (str,),
     "texts": (str, list),
     "length": (int, str),
+    "context": (int, str),
     "size": (int, str),
     "contents": (str,),
 }
@@ -68,15 +68,18 @@ class Setting:
 
     def parse(self, text: str, source: str) -> Any:
         """The value that `text` spells. Raises ConfigError naming `source`."""
-        if self.kind == "length" and text == "auto":
+        if self.kind in ("length", "context") and text == "auto":
             return text
+        if self.kind == "context" and text == "max":
+            return 0
         try:
-            if self.kind in ("integer", "length"):
+            if self.kind in ("integer", "length", "context"):
                 return int(text)
             if self.kind == "number":
                 return float(text)
         except ValueError:
             names = {"integer": "a whole number", "length": "a whole number or auto"}
+            names |= {"context": "a whole number, auto or max"}
             wanted = names.get(self.kind, "a number")
             raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
         if self.kind == "switch":
@@ -100,7 +103,7 @@ class Setting:
             return texts
         if self.kind == "number":
             return float(value)
-        if self.kind in ("length", "contents"):
+        if self.kind in ("length", "context", "contents"):
             return self.parse(str(value), source)
         return self._chosen(value, source) if isinstance(value, str) else value
 
@@ -154,6 +157,7 @@ _METAVARS = {
     "model": "MODEL",
     "draft_length": "N|auto",
     "gpu_layers": "N",
+    "context_length": "N|auto|max",
     "max_slowdown": "SHARE",
     "json_schema": "FILE|JSON",
     "grammar": "FILE",
@@ -179,7 +183,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("exit_layer", "integer", "--exit-layer", "Draft with the first N layers of an ONNX target (early-exit)"),
         ("heads", "path", "--heads", "Heads file for --drafter medusa or eagle"),
         ("chat_template_file", "path", "--chat-template-file", "Jinja chat template to use instead of the model's"),
-        ("context_length", "integer", "-c --ctx-size", "Context size in tokens"),
+        ("context_length", "context", "-c --ctx-size", "Context in tokens; max or 0: the model's own; auto: what fits"),
         ("draft_context_length", "integer", "-cd --ctx-size-draft", "Context size of the draft model"),
     ),
     *_of(
@@ -203,7 +207,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_of(
         "Speculation",
         "load",
-        ("drafter", "text", "--drafter", "How tokens are drafted; none: no speculation"),
+        ("drafter", "text", "--drafter", "How tokens are drafted; none: not at all"),
         ("draft_length", "length", "--draft-length --num-draft-tokens --draft-max", "Draft tokens per step"),
         (
             "draft_temperature",
@@ -213,10 +217,10 @@ SETTINGS: tuple[Setting, ...] = (
         ),
         ("max_slowdown", "number", "--max-slowdown", "Caps the time that speculation can lose, as a share"),
         ("verify", "text", "--verify", "Rule that accepts or rejects draft tokens"),
-        ("reproducible", "switch", "--reproducible", "Same text with and without speculation"),
+        ("reproducible", "switch", "--reproducible", "Same text as without speculation"),
         ("corpus", "switch", "--corpus", "Also draft from your texts (edgespec corpus add)"),
         ("recall", "switch", "--recall", "Draft from the answers that --learn stored"),
-        ("learn", "switch", "--learn", "Store answers on this disk and draft from them"),
+        ("learn", "switch", "--learn", "Store answers on this disk, draft from them"),
     ),
     *_of(
         "Sampling",
@@ -239,7 +243,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_of(
         "Answer",
         "generate",
-        ("max_tokens", "integer", "-n --max-tokens", "Maximum number of tokens in an answer"),
+        ("max_tokens", "integer", "-n --max-tokens", "Most tokens of an answer"),
         ("stop", "texts", "--stop", "Text that ends the answer; repeatable"),
         ("ignore_eos", "switch", "--ignore-eos", "Continue after end-of-text tokens"),
         ("json_schema", "contents", "--json-schema", "Answer with JSON that matches this schema"),
@@ -282,27 +286,3 @@ PROMPTING = ("system", "thinking")  # of the prompt, besides its text: for comma
 # How one answer is printed: for commands that print none to leave out.
 PRINTING = ("show_draft", "stats", "raw", "reasoning_format")
 BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with the nearest of `known`, or nothing when none is near.
-
-    A word of another program has its name here, or says how the same is done, before any that looks alike.
-    """
-    options = sorted(set(known))
-    habit = name.lstrip("-/").lower().replace("_", "-")
-    for option in options:
-        if CALLED.get(habit) == option.lstrip("-/").replace("_", "-"):
-            return f"; did you mean '{option}'?"
-    if habit in INSTEAD and not {"chat", "--ctx-size"}.isdisjoint(options):
-        return f"; {INSTEAD[habit]}"
-    by_bare = {option.lstrip("-/").lower().replace("_", "-"): option for option in options}
-    begun = [option for option in by_bare if min(len(option), len(habit)) > 2 and _share_beginning(option, habit)]
-    # 'draft-lenght' begins with 'draft', too; 'temprature' is nearer to 'chat-template' by letters than to 'temp'
-    surely, perhaps = (difflib.get_close_matches(habit, by_bare, n=1, cutoff=cutoff) for cutoff in (0.88, 0.55))
-    near = surely or sorted((o for o in begun if len(o) > 3), key=len, reverse=True) or perhaps or begun
-    return f"; did you mean '{by_bare[near[0]]}'?" if near else ""
-
-
-def _share_beginning(one: str, other: str) -> bool:
-    return one.startswith(other) or other.startswith(one)

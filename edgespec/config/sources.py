@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.config.settings import BY_KEY, ENVIRONMENT_PREFIX, PLACES, SETTINGS, Part, Setting, did_you_mean
+from edgespec.config.habits import did_you_mean
+from edgespec.config.settings import BY_KEY, ENVIRONMENT_PREFIX, PLACES, SETTINGS, Part, Setting
 from edgespec.errors import ConfigError
 from edgespec.formats.files import expanded, is_file, read_text, user_folder
 

@@ -2,8 +2,9 @@
 
 Some layers of the file's own weights, from its middle, and a part of its head become a graph, whose time grows to that
 of the whole by the bytes of the weights. A child process does it (`python -m edgespec.export.conversion_gain ORDER`),
-so that the memory it takes is given back. Compared with whole conversions of a model of 135M and one of 1B on two x86
-cores: int8 within 6%, w8a8 7 to 12% too fast, int4 10 to 18%.
+so that the memory it takes is given back. The file itself is timed before and after that: a load that comes or goes in
+between would pass for a gain. Compared with whole conversions of a model of 135M and one of 1B on two x86 cores: int8
+within 6%, w8a8 7 to 12% too fast, int4 10 to 18%.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ import numpy as np
 
 from edgespec.control import constants as c
 from edgespec.control.measure import quick_costs
+from edgespec.control.threads import Started
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.library import open_session
 from edgespec.errors import CapabilityError, ModelFileError
@@ -46,8 +48,12 @@ QUANTS = ("int8", "w8a8", "int4")
 _BYTES_OF_A_WEIGHT = 3  # of memory while they are written and timed
 _TABLE_BYTES = 1 + 4 / 64  # a weight of the head or of the embeddings
 _TURNS, _MOST_S = 15, 1.0  # of each type
+MOST_LACKING = c.CONTENDED  # cores that other programs took
+MOST_APART = 1.2  # the file's own times before and after, where the machine did the same all the while
+_BUSY = "other programs keep this machine busy: what a conversion would gain cannot be measured now"
 _LAYER = re.compile(r"(?<=model\.layers\.)\d+")
 Costs = Mapping[int, float]
+OnStop = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +93,15 @@ class Gain:
         return min(map(of, costs))
 
 
-def measure_gains(engine: Engine, draft: Engine | None, path: Path, threads: int) -> list[Gain]:
+def measure_gains(
+    engine: Engine, draft: Engine | None, path: Path, threads: int, on_stop: OnStop = lambda stop: None
+) -> list[Gain]:
     """The gains of the types that suit the file `path`, which `engine` holds; none if it cannot be converted.
 
     `draft` is its draft model's engine; a draft is converted, too, and taken to keep its share of the target's time.
     Both must be empty and are left empty. Takes seconds; a model with larger layers than `LARGEST_LAYER`, or a context
-    too short for a pass, is not measured. Raises CapabilityError where memory is short, and as `run_child`.
+    too short for a pass, is not measured. `on_stop` takes functions that end it, from any thread, with an error.
+    Raises CapabilityError where memory is short or the machine is busy, Cancelled, and as `run_child`.
     """
     try:
         model = open_gguf(path)
@@ -103,10 +112,17 @@ def measure_gains(engine: Engine, draft: Engine | None, path: Path, threads: int
     num_weights = max(WRITTEN, _layer_weights(model)) + HEAD_WRITTEN
     if fits(round(_BYTES_OF_A_WEIGHT * num_weights)) is False:
         raise CapabilityError("too little memory is free to measure what a conversion would gain")
-    here, share = costs_of(engine, draft)
+    for each in (engine, draft):
+        if each is not None:
+            on_stop(each.cancel)
+    before, share = _quiet_costs(engine, draft, threads)
     lines: list[str] = []
     order = {"source": str(path), "architecture": "some layers", "threads": threads}
-    run_child("edgespec.export.conversion_gain", order, lines.append)
+    run_child("edgespec.export.conversion_gain", order, lines.append, lambda child: on_stop(child.kill))
+    after, _ = _quiet_costs(engine, None, threads)
+    here = {width: min(seconds, after[width]) for width, seconds in before.items()}  # a promise that is kept
+    if any(max(before[width], after[width]) > MOST_APART * seconds for width, seconds in here.items()):
+        raise CapabilityError(_BUSY)
     found = [json.loads(line) for line in lines if line.startswith("{")]
     return [
         Gain(each["quant"], here, dict(zip(WIDTHS, each["there"], strict=True)), share, each["bytes"], each["seconds"])
@@ -118,6 +134,16 @@ def costs_of(engine: Engine, draft: Engine | None) -> tuple[Costs, float]:
     """Seconds of a pass of an empty engine by width, and the share of a plain one that drafting a token takes."""
     costs = quick_costs(engine, WIDTHS)
     return costs, 0.0 if draft is None else quick_costs(draft, (1,))[1] / costs[1]
+
+
+def _quiet_costs(engine: Engine, draft: Engine | None, threads: int) -> tuple[Costs, float]:
+    """`costs_of`; CapabilityError where other programs took processor time, or fewer threads run for their sake."""
+    started = Started.now()
+    found = costs_of(engine, draft)
+    lacking_s = started.lacking_s(threads)
+    if lacking_s is not None and lacking_s > MOST_LACKING * (perf_counter() - started.wall_s):
+        raise CapabilityError(_BUSY)
+    return found
 
 
 def _print_estimates(path: Path, threads: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from edgespec.config.settings import did_you_mean
+from edgespec.config.habits import did_you_mean
 from edgespec.errors import ConfigError, UsageError
 from edgespec.export.onnx import EXPORTERS, GROUP_SIZES, ONNX_QUANTS
 from edgespec.export.onnx.convert import FORMS, GROUPED, Exporter, choose_exporter

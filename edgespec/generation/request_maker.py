@@ -53,6 +53,10 @@ class RequestMaker:
                 of_kind("text", text, str, PromptError), parse_special=parse_special, add_bos=vocabulary.adds_bos
             )
 
+    def check_drafter(self, options: GenerateOptions) -> None:
+        """Check that there is the drafter of `options`."""
+        self._executor.pool.check(of_kind("options", options, GenerateOptions, ConfigError))
+
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one."""
         self._constraint(of_kind("options", options, GenerateOptions, ConfigError), 0)

@@ -19,7 +19,7 @@ def target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
     is_elsewhere = chosen.pair.files["target"].engine == "llamacpp" and bool(layers or endpoints)
     return replace(
         _use(options, is_elsewhere=is_elsewhere),
-        context_length=options.context_length,
+        context_length=options.context_tokens,
         cache_type_k=options.cache_type_k,
         cache_type_v=options.cache_type_v,
         gpu_layers=layers,

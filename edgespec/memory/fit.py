@@ -25,6 +25,7 @@ from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.requirements import Chosen, without_drafts
+from edgespec.memory.context import in_context
 from edgespec.memory.drafts import smaller_drafts
 from edgespec.memory.placement import placed
 from edgespec.memory.plan import Plan, planned
@@ -97,7 +98,7 @@ def usual_parallel(options: LoadOptions, pair: ModelPair, room: Room | None = No
     if Chosen.of(options, pair).is_cut:
         return 1
     room = Room.now(options.memory) if room is None else room
-    options = placed(replace(options, parallel=PARALLEL), pair)
+    options = placed(chosen_context(replace(options, parallel=PARALLEL), pair, room), pair)
     return PARALLEL if _fitted(options, pair, room, {}).verdict.fit == "fits" else 1
 
 
@@ -108,7 +109,7 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     `planned`.
     """
     room = Room.now(options.memory) if room is None else room
-    whole = _fitted(placed(options, pair), pair, room, {})
+    whole = _fitted(placed(chosen_context(options, pair, room), pair), pair, room, {})
     # Where nobody set a budget, weights may be read from their files again and again.
     wanted: tuple[Fit, ...] = ("fits",) if options.memory is not None else ("fits", "pages")
     if whole.verdict.fit in wanted:
@@ -119,6 +120,11 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     if found is None:
         raise CapabilityError(_refusal(whole, rows, room))
     return _with_faster(found, room)
+
+
+def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
+    """`options` with a number of tokens in place of 0 and "auto". Raises as `planned`."""
+    return in_context(options, pair, lambda tried: _fitted(tried, pair, room, {}).verdict.fit == "fits")
 
 
 def _with_faster(found: Fitted, room: Room) -> Fitted:
@@ -251,7 +257,7 @@ def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> 
     flags = " ".join(each.flags for each in given_up)
     size = as_size(smallest.verdict.needed_bytes)
     if not given_up:
-        return f"{needs}. Use a smaller --ctx-size or model, {remedy}"
+        return f"{needs}. Use a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
     if smallest.verdict.fit == "refused":
         file = _other_file(smallest, room, ("fits", "pages"))
         other = "use a smaller model" if file is None else f"use {file.name} from the same folder with the same options"

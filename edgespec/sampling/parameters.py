@@ -28,6 +28,8 @@ _WHOLE_LIMITS: dict[str, tuple[int, int]] = {
     "penalty_window": (-1, _MOST_WHOLE),
     "seed": (-(2**63), 2**64 - 1),
 }
+# What other programs mean by a negative number.
+_HINTS = {"top_k": "0 keeps all", "penalty_window": "a number over the context's counts all tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ def _whole_number(name: str, value: object, low: int, high: int) -> int:
     """`value` as a Python int. Raises SamplingError."""
     found = value.item() if isinstance(value, np.integer) else value
     if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
-        raise SamplingError(f"{name} must be a whole number from {low} to {high}, got {shown(value)}")
+        hint = f"; {_HINTS[name]}" if name in _HINTS else ""
+        raise SamplingError(f"{name} must be a whole number from {low} to {high}, got {shown(value)}{hint}")
     return found
 
 

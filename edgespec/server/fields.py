@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from edgespec.config.settings import did_you_mean
+from edgespec.config.habits import did_you_mean
 from edgespec.errors import shown
 from edgespec.server.http_errors import HttpError, bad_request
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from edgespec.config.settings import did_you_mean
+from edgespec.config.habits import did_you_mean
 from edgespec.errors import ConfigError, PromptError
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling

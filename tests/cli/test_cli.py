@@ -7,14 +7,19 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import gguf
 import pytest
 from click.testing import CliRunner, Result
 
+import edgespec
+from edgespec.cli import piped
 from edgespec.cli.main import COMMANDS, cli
 from edgespec.formats.files import shipped_models
 from edgespec.formats.manifest import MANIFEST
@@ -23,7 +28,7 @@ from tiny_gguf import Shape, write_model
 
 KEYS = {
     *("model", "engine", "drafter", "verify", "seed", "reproducible", "lossless", "prompt_token_ids", "token_ids"),
-    *("text", "reasoning", "answer", "finish_reason", "stats"),
+    *("text", "reasoning", "answer", "finish_reason", "notes", "stats"),
 }
 STATS_KEYS = {
     *("prompt_tokens", "new_tokens", "target_passes", "drafted_tokens", "accepted_tokens", "acceptance_rate"),
@@ -179,6 +184,85 @@ def test_a_draft_with_another_vocabulary_names_the_first_differing_token(target_
     result = run("generate", str(target_path), "-md", str(other), "-p", "x")
     assert_refused(result, "different vocabularies", "in the target and")
     assert re.search(r"token \d+ is '.+' in the target and '.+' in the draft", result.stderr)
+
+
+def test_log_probabilities_are_in_the_json_where_they_are_asked_for(pair):
+    arguments = ["generate", *pair, "-p", "hello", "-n", "4", "--seed", "7"]
+    answer = json.loads(run(*arguments, "--json", "--logprobs", "2").stdout)
+    assert set(answer) == {*KEYS, "logprobs", "top_logprobs"}
+    assert len(answer["logprobs"]) == len(answer["top_logprobs"]) == len(answer["token_ids"])
+    for logprob, tops, token_id in zip(answer["logprobs"], answer["top_logprobs"], answer["token_ids"], strict=True):
+        assert logprob <= 0 and len(tops) == 2 and tops[0][1] >= tops[1][1]
+        assert logprob == pytest.approx(dict(tops).get(token_id, logprob))
+    alone = json.loads(run(*arguments, "--json", "--logprobs", "0").stdout)
+    assert alone["logprobs"] == answer["logprobs"] and alone["top_logprobs"] == []
+    assert_refused(run(*arguments, "--logprobs", "2"), "--logprobs needs --json")
+    assert_refused(run(*arguments, "--json", "--logprobs", "-1"), "top_logprobs must be from 0")
+
+
+def test_notes_of_an_answer_are_in_the_json(pair, monkeypatch):
+    """Such as advice, or a drafter that failed: a program that reads the JSON sees no stderr."""
+    monkeypatch.setattr("edgespec.generation.advisor.Advisor.judged", lambda self, stats: "a note")
+    result = run("generate", *pair, "-p", "hello", "-n", "2", "--json")
+    assert json.loads(result.stdout)["notes"] == ["a note"]
+    assert "note: a note" in result.stderr
+
+
+def prompt_of(pair, **streams) -> tuple[str, str]:
+    """The prompt that `generate -p Summarise:` reads with such a standard input, and its notes."""
+    arguments = command("generate", *pair, "-p", "Summarise:", "--no-chat-template", "-n", "1", "--json")
+    done = subprocess.run(arguments, capture_output=True, timeout=120, check=True, **streams)
+    ids = json.loads(done.stdout)["prompt_token_ids"]
+    with edgespec.load(pair[1], drafter="none") as model:
+        return model.decode(ids), done.stderr.decode()
+
+
+def test_text_of_a_file_or_a_pipe_comes_behind_the_prompt(pair, tmp_path):
+    (tmp_path / "text").write_text("one\ntwo\n")
+    with (tmp_path / "text").open("rb") as file:
+        prompt, notes = prompt_of(pair, stdin=file)
+    assert prompt.endswith("Summarise:\n\none\ntwo") and "standard input: 7 characters behind the prompt" in notes
+    assert prompt_of(pair, input=b"one\ntwo\n")[0] == prompt
+    empty, notes = prompt_of(pair, input=b"\n")
+    assert empty.endswith("Summarise:") and "standard input" not in notes
+    assert prompt_of(pair, stdin=subprocess.DEVNULL)[0] == empty
+    assert_refused(run("generate", *pair, "-p", " ", stdin=b"text"), "prompt is empty")
+
+
+@POSIX
+def test_a_standard_input_without_data_does_not_hang(pair, monkeypatch, capsys):
+    """A socket is not read; a pipe that stays open is waited for, and that is said."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert "standard input" not in prompt_of(pair, stdin=theirs)[1]
+    monkeypatch.setattr(piped, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert piped.text_behind() == ""
+        said = capsys.readouterr().err
+        assert "waiting for standard input" in said and "answering without it (< /dev/null" in said
+        os.write(writing, b"late")  # ends the thread that still reads
+        os.close(writing)
+        time.sleep(0.1)
+
+
+@POSIX
+def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
+    reading, writing = os.pipe()
+
+    def write():
+        for word in (b"one ", b"two"):
+            time.sleep(0.3)
+            os.write(writing, word)
+        os.close(writing)
+
+    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        threading.Thread(target=write).start()
+        assert piped.text_behind() == "one two"
 
 
 @pytest.mark.parametrize("prompt", ["", " ", "\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -189,9 +190,13 @@ def test_unset_takes_a_setting_back(model):
         ("/set threads 2", "threads cannot change while the model is loaded"),
         ("/set allowed-host x", "allowed-host is a setting of edgespec serve"),
         ("/set max-tokens 0", "max-tokens must be at least 1"),
+        ("/set drafter eagle", "drafter 'eagle' needs"),
+        ("/set regex (", "regex"),
         ("/spec maybe", "got 'maybe'"),
         ("/spec 99", "draft-length must be auto or 0..64"),
         ("/save", "/save needs a file name"),
+        ("/read", "/read needs a file name"),
+        ("/read /nonexistent", "/read: the file '/nonexistent' cannot be read"),
         ("/load /nonexistent.json", "/nonexistent.json cannot be read"),
     ],
 )
@@ -202,6 +207,69 @@ def test_a_bad_command_is_one_line_and_the_chat_goes_on(model, line, said):
     assert said in errors[0]
     assert result.stdout.strip(), "the message after it is answered"
     assert result.exit_code in (1, 2), "a pipe learns of it"
+
+
+def test_a_drafter_that_is_missing_is_said_when_it_is_set(target_path):
+    result = chat(["-m", str(target_path), "--seed", "1", "-n", "8"], "/set drafter model", "hello", "/show")
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "model" in error and "drafter = model" not in result.stderr
+    assert result.stdout.strip() and re.search(r"^drafter +auto *$", result.stderr, re.MULTILINE)
+
+
+def asked(path) -> list[str]:
+    return [message["content"] for message in saved(path) if message["role"] == "user"]
+
+
+def test_a_file_goes_behind_the_next_message(model, tmp_path):
+    (tmp_path / "notes").write_text("one\ntwo\n")
+    path, read = tmp_path / "saved.json", f"/read {tmp_path / 'notes'}"
+    result = chat(model, read, "Summarise:", "Thanks", read, "/clear", "Bye", f"/save {path}")
+    assert asked(path) == ["Bye"] and "7 characters of" in result.stderr
+    chat(model, read, "Summarise:", "Thanks", f"/save {path}")
+    assert asked(path) == ["Summarise:\n\none\ntwo", "Thanks"]
+
+
+def test_the_last_message_is_edited(model, tmp_path):
+    (tmp_path / "notes").write_text("one")
+    path, read = tmp_path / "saved.json", f"/read {tmp_path / 'notes'}"
+    assert "there is no message to edit" in chat(model, "/edit").stderr
+    chat(model, "first", read, "secnd", "/edit", "second", f"/save {path}")
+    assert asked(path) == ["first", "second\n\none"] and len(saved(path)) == 4
+    chat(model, "first", "/edit", "", "second", "/edit", "/stats", "third", f"/save {path}")
+    assert asked(path) == ["first", "second", "third"], "an empty line or a command ends the edit"
+
+
+def test_a_chat_begins_with_a_file(model, tmp_path):
+    (tmp_path / "prompt").write_text("/exit is\na message\n")
+    path = tmp_path / "saved.json"
+    result = chat([*model, "-f", str(tmp_path / "prompt")], "and more", f"/save {path}")
+    assert result.exit_code == 0 and asked(path) == ["/exit is\na message", "and more"]
+    (tmp_path / "empty").touch()
+    for name in ("empty", "missing"):
+        refused = chat([*model, "--file", str(tmp_path / name)])
+        assert refused.exit_code == 2 and "error: --file: the file" in refused.stderr and name in refused.stderr
+
+
+def test_the_last_answer_is_copied(model, tmp_path, monkeypatch):
+    """By the desktop's program; through the terminal where there is none, or where the user sits elsewhere."""
+    path = tmp_path / "saved.json"
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "SSH_TTY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    result = chat(model, "/copy", "hello", "/copy", f"/save {path}")
+    answer = saved(path)[-1]["content"]
+    assert "no answer yet" in result.stderr and f"copied {len(answer)} character" in result.stderr
+    assert f"\x1b]52;c;{base64.b64encode(answer.encode()).decode()}\x07" in result.stderr
+    program = tmp_path / "xclip"
+    program.write_text(f'#!/bin/sh\ncat > "{tmp_path}/copied"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DISPLAY", ":0")
+    if os.name == "posix":
+        assert "with xclip" in chat(model, "hello", "/copy").stderr
+        assert (tmp_path / "copied").read_text() == answer
+    monkeypatch.setenv("SSH_TTY", "/dev/pts/1")
+    assert "OSC 52" in chat(model, "hello", "/copy").stderr
 
 
 def test_every_command_is_in_the_help(model):
@@ -234,7 +302,7 @@ def test_what_begins_with_a_slash_and_is_no_command_is_said(model, tmp_path):
 def test_an_unclosed_message_is_an_error():
     lines = iter(['"""one', "two"])
 
-    def read_line(prompt: str) -> str:
+    def read_line(prompt: str, default: str = "") -> str:
         try:
             return next(lines)
         except StopIteration:
@@ -408,6 +476,26 @@ def test_keys_in_a_terminal(target_path, private_home):
         terminal.type("\x04")
         assert terminal.process.wait(120) == 0
     assert "+/spec off" in (private_home / "chat-history").read_text()
+
+
+@POSIX
+def test_a_new_line_and_an_edit_in_a_terminal(target_path, tmp_path):
+    path = tmp_path / "saved.json"
+    with Terminal(str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
+        terminal.wait_for(ASKING)
+        terminal.type("one\x1b\rtwo\r")
+        terminal.wait_for(ANSWERING)
+        terminal.enter("/edit")
+        terminal.wait_for(ASKING)
+        terminal.wait_for("two")
+        terminal.type("!\r")
+        terminal.wait_for(ANSWERING)
+        terminal.enter("/edit")
+        terminal.wait_for(ASKING)
+        terminal.type("\x03")
+        terminal.enter(f"/save {path}")
+        terminal.wait_for("saved 1 exchange")
+    assert asked(path) == ["one\ntwo!"]
 
 
 @POSIX

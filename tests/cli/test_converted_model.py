@@ -5,7 +5,12 @@ The demo is too small to gain anything for sure, so the limits are what the test
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +20,16 @@ pytest.importorskip("gguf", reason="a conversion needs the package gguf")
 pytest.importorskip("llama_cpp", reason="a GGUF is run by llama.cpp")
 
 from demo import DEMO, TEST_THREADS
+from edgespec.cli import chat as chat_command
 from edgespec.cli import converted_model as module
 from edgespec.cli.converted_model import best_of, offer_conversion, with_converted
+from edgespec.cli.dialogue import Chat
 from edgespec.cli.session import Session, open_session
+from edgespec.cli.skippable import unless_skipped
 from edgespec.config.sources import Settings
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import CapabilityError
+from edgespec.export import conversion_gain
 from edgespec.export.accuracy import ExportRefused
 from edgespec.export.conversion_gain import WIDTHS, Gain, measure_gains
 from edgespec.loading.registry import models_folder
@@ -33,6 +42,9 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
     monkeypatch.setattr(module, "is_interactive", lambda: True)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(module, "MOST_MEASURING_S", math.inf)  # tests run on busy machines
+    monkeypatch.setattr(conversion_gain, "MOST_LACKING", math.inf)
+    monkeypatch.setattr(conversion_gain, "MOST_APART", math.inf)
 
 
 @pytest.fixture
@@ -97,6 +109,107 @@ def test_costs_are_measured_on_some_layers_of_the_file(tmp_path: Path):
             assert 0 < each.there[1] < 1 and 6e6 < each.bytes < 12e6 and each.draft_share == 0
         hybrid = write_model(tmp_path / "scaled.gguf", metadata={"llama.attention.scale": 0.5})
         assert measure_gains(engine, None, hybrid, TEST_THREADS) == []  # what cannot be converted
+
+
+def test_a_busy_machine_is_not_measured(monkeypatch: pytest.MonkeyPatch):
+    """Neither where threads lacked processor time, nor where a load came or went between the two sides."""
+    file = DEMO / "demo-target-q8_0.gguf"
+    with LlamaCppEngine.load(file, threads=TEST_THREADS, reproducible=False) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(conversion_gain, "MOST_LACKING", -1.0)
+            with pytest.raises(CapabilityError, match="keep this machine busy"):
+                measure_gains(engine, None, file, TEST_THREADS)
+        monkeypatch.setattr(conversion_gain, "MOST_APART", 1.2)
+        costs = iter((0.090, 0.011, 0.011, 0.090, 0.012, 0.011))
+        monkeypatch.setattr(conversion_gain, "costs_of", lambda *_: (dict.fromkeys(WIDTHS, next(costs)), 0.0))
+        for _ in range(2):
+            with pytest.raises(CapabilityError, match="keep this machine busy"):
+                measure_gains(engine, None, file, TEST_THREADS)
+        assert {each.here[1] for each in measure_gains(engine, None, file, TEST_THREADS)} == {0.011}
+
+
+def test_what_could_not_be_measured_is_asked_next_time(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    for what, value in ((conversion_gain, -1.0), (module, 0.2)):
+        with monkeypatch.context() as patched:
+            patched.setattr(what, "MOST_LACKING" if what is conversion_gain else "MOST_MEASURING_S", value)
+            started_s = time.monotonic()
+            session, shown = asked(settings, "y\n")
+            assert engine_of(session) == "llamacpp" and not shown
+            assert time.monotonic() - started_s < 60
+    assert engine_of(asked(settings, "y\n")[0]) == "onnx"
+
+
+def test_no_answer_to_the_question_is_no_refusal(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    session, shown = asked(settings, "")  # Ctrl-D
+    assert engine_of(session) == "llamacpp" and "Convert it?" in shown
+    assert engine_of(asked(settings, "y\n")[0]) == "onnx"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo terminals")
+def test_a_key_ends_what_nobody_asked_for_and_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+    import pty
+
+    master, slave = pty.openpty()
+    ended = threading.Event()
+    with os.fdopen(slave) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+
+        def work(stopping):
+            stopping.add(ended.set)
+            os.write(master, b"h")
+            return ended.wait(60)
+
+        assert unless_skipped(work, 60) is None and ended.is_set()
+        os.write(master, b"i\n")
+        assert terminal.readline() == "hi\n"
+    os.close(master)
+
+
+def test_what_is_done_meanwhile_ends_in_time_or_fails_as_it_would():
+    ended = threading.Event()
+
+    def work(stopping):
+        stopping.add(ended.set)
+        return ended.wait(60)
+
+    assert unless_skipped(work, 0.1) is None
+    assert unless_skipped(lambda stopping: 5, 60) == 5
+    with pytest.raises(ZeroDivisionError):
+        unless_skipped(lambda stopping: 1 // 0, 60)
+
+
+def test_the_first_answer_comes_before_the_question(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    """Whatever is to be measured, nobody waits for it; the answer's text is not read again afterwards."""
+    asked_after = []
+
+    def offer(session: Session) -> Session:
+        asked_after.append(chat.totals.num_generations)
+        with session.model.measuring(keeps_text=True) as (engine, _):
+            assert engine.length() == 0
+        return session
+
+    monkeypatch.setattr(chat_command, "offer_conversion", offer)
+    story = "Tell me a story about a cat and a dog who live in a house by the sea. " * 8
+    lines = iter(["/set max-tokens 8", story, "/stats", "Go on.", "/exit"])
+    session = open_session(settings)
+    with session.model, CliRunner().isolation():
+        chat = Chat(session)
+        assert chat_command._run(chat, lambda *_: next(lines)) == 0
+        assert asked_after == [1]
+        assert chat.last.reused_tokens > 100
+
+
+def test_what_was_set_in_the_chat_stays_in_the_converted_model(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    limits(monkeypatch, 0.0)
+    session = open_session(settings)
+    session.sampling = replace(session.sampling, temperature=0.25)
+    session.options = replace(session.options, max_tokens=7)
+    with CliRunner().isolation("y\n"):
+        found = offer_conversion(session)
+    assert engine_of(found) == "onnx"
+    assert found.sampling.temperature == 0.25 and found.options.max_tokens == 7
 
 
 def test_a_model_is_converted_once_and_used_from_then_on(settings: Settings, monkeypatch: pytest.MonkeyPatch):

@@ -33,6 +33,21 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["generate", "-seed", "7", "-p", "x"], "did you mean '--seed'?"),
         (["generate", "-sys", "Be brief", "-p", "x"], "did you mean '--system'?"),
         (["chat", "-fa", "on"], "automatically"),
+        (["serve", "--no-warmup"], "no warm-up run"),
+        (["serve", "--n-cpu-moe", "3"], "-ngl N places whole layers"),
+        (["chat", "-ncmoe", "3"], "-ngl N places whole layers"),
+        (["generate", "--mlock"], "mapped from their file"),
+        (["generate", "--no-mmap"], "mapped from their file"),
+        (["serve", "--rope-scaling", "yarn"], "its own rope settings"),
+        (["serve", "--samplers", "top_k"], "the order is fixed"),
+        (["serve", "--log-file", "x"], "2> FILE"),
+        (["chat", "--lora", "x"], "merge them into the model"),
+        (["serve", "--draft-p-min", "0.8"], "--draft-length N fixes"),
+        (["generate", "-b", "512"], "size of passes"),
+        (["chat", "-r", "User:"], "did you mean '--stop'?"),
+        (["generate", "-p", "x", "-n", "-1"], "leave it out for an answer of any length"),
+        (["generate", "-p", "x", "--top-k", "-1"], "0 keeps all"),
+        (["generate", "-p", "x", "--repeat-last-n", "-1"], "counts all tokens"),
     ],
 )
 def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str) -> None:
@@ -47,5 +62,13 @@ def test_the_words_are_no_names_of_ours() -> None:
         names |= {
             flag.lstrip("-") for p in cli.get_command(None, command).params for flag in (*p.opts, *p.secondary_opts)
         }
-    assert not (names - {"ngl"}) & {*CALLED, *INSTEAD}  # -ngl is one; --ngl is a habit
+    # -ngl is one, --ngl is a habit; --file is one of chat, and a habit for generate
+    assert not (names - {"ngl", "f", "file"}) & {*CALLED, *INSTEAD}
     assert set(CALLED.values()) <= names
+
+
+@pytest.mark.parametrize("word", ["--log-colours", "--cpu-range", "--simple-io", "--slots-idle", "--edit"])
+def test_what_is_not_alike_is_not_suggested(word: str) -> None:
+    for command in ("serve", "generate"):
+        found = CliRunner().invoke(cli, [command, word])
+        assert f"no such option '{word}'; see edgespec {command} --help" in " ".join(found.output.split())

@@ -9,7 +9,8 @@ import pytest
 
 from edgespec.cli.help import default_of
 from edgespec.config import GenerateOptions, LoadOptions, ServeOptions, SessionOptions
-from edgespec.config.settings import SETTINGS, did_you_mean
+from edgespec.config.habits import did_you_mean
+from edgespec.config.settings import SETTINGS
 from edgespec.config.sources import find, resolve
 from edgespec.errors import ConfigError
 from edgespec.sampling import Sampling

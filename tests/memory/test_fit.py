@@ -17,7 +17,7 @@ import edgespec
 from edgespec.cli.main import cli
 from edgespec.config import LoadOptions
 from edgespec.engines.limits import Limit
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.own_models import add
 from edgespec.loading.requirements import resolve_pair
@@ -249,3 +249,76 @@ def test_a_smaller_draft_on_this_machine_is_taken_where_the_own_one_does_not_fit
         assert found.stats.drafted_tokens
     with edgespec.load(str(target), **given) as model:
         assert model.generate("a text to draft from", greedy, options).token_ids == found.token_ids
+
+
+# the context
+
+
+@pytest.fixture
+def long_model(tmp_path: Path) -> str:
+    """A model that was trained for 100,000 tokens."""
+    return str(write_model(tmp_path / "long.gguf", metadata={"llama.context_length": 100_000}))
+
+
+def test_a_context_of_0_is_the_models_own(long_model: str) -> None:
+    assert fitted(None, model=long_model).plan.context_length == 4096
+    found = fitted(None, model=long_model, context_length=0)
+    assert found.plan.context_length == found.options.context_tokens == 100_000
+    assert fitted(None, engine="onnx", context_length=0).plan.context_length == 2048
+    with pytest.raises(CapabilityError, match="auto: the largest that fits"):
+        fitted(found.plan.own_bytes - MIB, model=long_model, context_length=0)
+
+
+def test_a_context_of_auto_is_the_largest_that_fits(long_model: str) -> None:
+    whole = fitted(1 << 40, model=long_model, context_length="auto")
+    assert whole.plan.context_length == 100_000
+    found = fitted(whole.plan.total_bytes * 2 // 3, model=long_model, context_length="auto")
+    size = found.plan.context_length
+    assert not found.given_up and found.verdict.fit == "fits" and 4096 < size < 100_000 and not size % 512
+    more = fitted(1 << 40, model=long_model, context_length=size + 512)
+    assert more.plan.total_bytes > whole.plan.total_bytes * 2 // 3, "not even one step more fits"
+
+
+@keeping_headers()
+def test_a_context_of_auto_gives_nothing_up_or_is_the_default() -> None:
+    for size in range(40 * MIB, 140 * MIB, 10 * MIB):
+        try:
+            usual = fitted(size, engine="llamacpp")
+        except CapabilityError:
+            continue
+        found = fitted(size, engine="llamacpp", context_length="auto")
+        assert not found.given_up or found == usual
+
+
+def test_auto_is_for_this_machines_memory() -> None:
+    for options in ({"gpu_layers": "auto"}, {"gpu_layers": 4}, {"provider": "cuda"}, {"rpc": "host:1"}):
+        with pytest.raises(ConfigError, match="ctx-size auto is chosen by this machine's memory"):
+            LoadOptions(context_length="auto", **options)
+    for wrong in ("max", "4k", -1, 15, True, 2.5):
+        with pytest.raises(ConfigError, match="ctx-size"):
+            LoadOptions(context_length=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("word", "length"), [("0", 100_000), ("max", 100_000), ("auto", 100_000), ("", 4096)])
+def test_contexts_of_the_command_line(
+    word: str, length: int, long_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned_with(*flags: str) -> int:
+        done = CliRunner().invoke(cli, ["plan", long_model, "--json", *flags])
+        assert done.exit_code == 0, done.output
+        return int(json.loads(done.output)["context_length"])
+
+    assert planned_with(*(("-c", word) if word else ())) == length
+    (tmp_path / "config.toml").write_text(f"ctx-size = {word!r}\n" if word else "")
+    assert planned_with("--config", str(tmp_path / "config.toml")) == length
+    if word:
+        monkeypatch.setenv("EDGESPEC_CTX_SIZE", word)
+        assert planned_with() == length
+        monkeypatch.delenv("EDGESPEC_CTX_SIZE")
+    help_text = " ".join(CliRunner().invoke(cli, ["plan", "--help"]).output.split())
+    assert "-c, --ctx-size N|auto|max" in help_text and "[the model's, at most 4096]" in help_text
+
+
+def test_a_model_of_context_auto_runs(long_model: str) -> None:
+    with edgespec.load(long_model, context_length="auto", memory="200MB", drafter="none") as model:
+        assert 4096 < model.context_length == model.options.context_length

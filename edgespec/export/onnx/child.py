@@ -17,19 +17,26 @@ from edgespec.installation import child_environment, install_command
 MISSING = "ModuleNotFoundError: No module named "
 LINES_KEPT = 40
 KILLED = (-9, 137)
+OnStart = Callable[[subprocess.Popen[str]], None]
 
 
-def run_child(module: str, order: Mapping[str, Any], on_line: Callable[[str], None]) -> None:
+def run_child(
+    module: str, order: Mapping[str, Any], on_line: Callable[[str], None], on_start: OnStart = lambda child: None
+) -> None:
     """Run `python -m module ORDER` offline; `on_line` is called with every line that it prints.
+
+    `on_start` is called with the process, which another thread may kill.
 
     Raises CapabilityError if a package is missing, the disk is full or the process was killed; ModelFileError with the
     last line of output for any other failure.
     """
     command = [sys.executable, "-P", "-m", module, json.dumps(dict(order))]
-    run_command(command, on_line, what=f"{order['architecture']} from {order['source']}")
+    run_command(command, on_line, what=f"{order['architecture']} from {order['source']}", on_start=on_start)
 
 
-def run_command(command: list[str], on_line: Callable[[str], None], *, what: str) -> None:
+def run_command(
+    command: list[str], on_line: Callable[[str], None], *, what: str, on_start: OnStart = lambda child: None
+) -> None:
     """Run a command and read its output line by line; `what` names the work in errors, which are as in `run_child`."""
     said: deque[str] = deque(maxlen=LINES_KEPT)
     with subprocess.Popen(
@@ -44,6 +51,7 @@ def run_command(command: list[str], on_line: Callable[[str], None], *, what: str
     ) as process:
         assert process.stdout is not None
         try:
+            on_start(process)
             for line in process.stdout:
                 if line.strip():
                     said.append(line.strip())

@@ -1,0 +1,77 @@
+"""Text on standard input, for `generate`: the prompt itself, or what comes behind the prompt of -p.
+
+With -p nobody has said that there is such text, so only a file or a pipe is read, as `program < FILE` and `other |
+program` make them: a terminal, /dev/null and a socket (what Node.js gives its children) are not. A pipe may also be
+one that a supervisor never writes to and never closes. The first byte is waited for as long as another model may need
+for its own first word, and what is done is said both ways: nothing is dropped silently, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+
+from edgespec.cli.terminal import counted, note
+from edgespec.errors import PromptError
+
+FIRST_BYTE_S, PATIENCE_S = 60.0, 2.0
+_INSTEAD = "< /dev/null answers without it"
+
+
+def whole_input() -> str:
+    """All of standard input. Raises PromptError for what is no text."""
+    return _decoded(sys.stdin.buffer.read())
+
+
+def text_behind() -> str:
+    """What a file or a pipe on standard input holds; empty where there is neither. Raises PromptError."""
+    try:
+        descriptor = sys.stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+    except (OSError, ValueError):  # closed, or no file at all
+        return ""
+    if stat.S_ISREG(mode):
+        data = sys.stdin.buffer.read()
+    elif stat.S_ISFIFO(mode):
+        data = _of_pipe(descriptor)
+    else:
+        return ""
+    text = _decoded(data)
+    if not text.strip():
+        return ""
+    note(f"standard input: {counted(len(text), 'character')} behind the prompt")
+    return text
+
+
+def _of_pipe(descriptor: int) -> bytes:
+    """All that comes, if the first of it comes in time; read in a thread, as Windows cannot wait for a pipe."""
+    chunks: list[bytes] = []
+    has_begun = threading.Event()
+
+    def read() -> None:
+        try:
+            while chunk := os.read(descriptor, 1 << 16):
+                chunks.append(chunk)
+                has_begun.set()
+        finally:
+            has_begun.set()
+
+    reader = threading.Thread(target=read, name="standard-input", daemon=True)
+    reader.start()
+    if not has_begun.wait(PATIENCE_S):
+        note(f"waiting for standard input, a pipe without data so far ({_INSTEAD})")
+        if not has_begun.wait(FIRST_BYTE_S - PATIENCE_S):
+            note(f"no data on standard input in {FIRST_BYTE_S:.0f} s: answering without it ({_INSTEAD} at once)")
+            return b""
+    while reader.is_alive():
+        reader.join(0.2)  # with a limit, so that Ctrl-C comes through on Windows
+    return b"".join(chunks)
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as exc:
+        raise PromptError(f"standard input is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
