@@ -35,6 +35,7 @@ _MEANT = {
     **dict.fromkeys(("/settings", "/config", "/options", "/params", "/parameters"), "/show"),
     **dict.fromkeys(("/reset", "/new"), "/clear"),
     **dict.fromkeys(("/retry", "/again", "/redo"), "/regen"),
+    **dict.fromkeys(("/more", "/go-on", "/resume"), "/continue"),
     "/system-prompt": "/system",
 }
 
@@ -121,6 +122,10 @@ def _path(argument: str, name: str) -> Path:
 
 def _regen(chat: Chat, argument: str) -> None:
     chat.say_again()
+
+
+def _continue(chat: Chat, argument: str) -> None:
+    chat.go_on()
 
 
 def _undo(chat: Chat, argument: str) -> None:
@@ -265,6 +270,7 @@ COMMANDS: dict[str, Command] = {
     "/save": Command("/save FILE", "save the conversation to a file", _save),
     "/load": Command("/load FILE", "load a saved conversation and show it", _load),
     "/regen": Command("/regen", "answer the last message again with another seed", _regen),
+    "/continue": Command("/continue", "go on with an answer that was cut or stopped", _continue),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
     "/unset": Command("/unset NAME", "take a setting back to its default, such as: /unset json-schema", _unset),

@@ -21,6 +21,7 @@ from edgespec.server.exchange import Read
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
+from edgespec.server.infill import read_infill
 from edgespec.server.openapi import document
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
@@ -37,6 +38,7 @@ _GENERATING: dict[str, Read] = {
     "/v1/messages": messages.read_messages,
     "/api/chat": ollama.read_chat_request,
     "/api/generate": ollama.read_generate_request,
+    "/infill": read_infill,
 }
 _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/tokenize": facts.tokenize,
@@ -44,7 +46,6 @@ _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/apply-template": apply_template,
     "/v1/responses/input_tokens": responses.count_input_tokens,
     "/v1/embeddings": facts.no_embeddings,
-    "/infill": facts.no_infill,
     "/v1/messages/count_tokens": messages.count_tokens,
     "/api/show": ollama_facts.show,
 }

@@ -32,15 +32,15 @@ _OFF: dict[str, tuple[Any, ...]] = (
     dict.fromkeys(("dynatemp_range", "xtc_probability", "dry_multiplier", "mirostat", "n_indent"), (0,))
     | dict.fromkeys(("t_max_predict_ms", "min_keep"), (0, -1))
     | dict.fromkeys(("post_sampling_probs", "return_progress"), (False,))
-    | dict.fromkeys(("lora", "response_fields", "samplers"), ([],))
+    | dict.fromkeys(("lora", "response_fields"), ([],))
     | dict.fromkeys(("typical_p", "n_cmpl"), (1,))
 )
 _OF_WHAT_IS_OFF = (
     *("dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "mirostat_tau", "mirostat_eta"),
 )
-# Where it is computed, which changes no answer.
-_WITHOUT_EFFECT = ("cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "sse_ping_interval")
+# Where it is computed, and in which order filters of tokens apply: here that is fixed.
+_WITHOUT_EFFECT = ("cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "sse_ping_interval", "samplers")
 
 
 class NativeExchange(Exchange):

@@ -153,18 +153,21 @@ def _with_reasoning(message: Any) -> Any:
 
 
 def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
-    """`/api/generate`: the prompt as a chat of one message, or with `raw` as it is."""
+    """`/api/generate`: the prompt as a chat of one message, with `raw` as it is, with `suffix` as a gap's beginning."""
     is_stream, body = _read_common(loaded, fields)
     prompt, system = fields.text("prompt"), fields.text("system")
     is_raw = fields.flag("raw")
-    for name in ("suffix", "images", "context", "template"):
+    suffix = fields.text("suffix")
+    for name in ("images", "context", "template"):
         fields.refuse(name, "this server has no such feature", ("", []))
+    if suffix:
+        fields.refuse("system", "a gap between two texts is filled without one", ("",))
     fields.finish()
-    if not prompt:
+    if not prompt and not suffix:
         return Preload(loaded, is_chat=False)
-    if is_raw:
+    if is_raw or suffix:
         num_top = body.pop("top_logprobs") or 0
-        body |= {"prompt": prompt, "logprobs": num_top if body["logprobs"] else None}
+        body |= {"prompt": prompt or "", "suffix": suffix, "logprobs": num_top if body["logprobs"] else None}
         inner: Exchange = read_completion(loaded, Fields(body, names=_SENT_AS | {"logprobs": "top_logprobs"}))
     else:
         first = [{"role": "system", "content": system}] if system else []
@@ -218,7 +221,7 @@ def _effort(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     think = fields.given("think")
     if think not in (None, True, False, *_EFFORTS):
         raise fields.wrong("think", f"must be true, false or one of {', '.join(_EFFORTS)}", think)
-    if think is None or fields.given("raw"):
+    if think is None or fields.given("raw") or fields.given("suffix"):
         return {}
     return {"reasoning_effort": {True: "medium", False: "none"}.get(think, think)}
 

@@ -171,5 +171,6 @@ def show(loaded: Loaded, fields: Fields) -> dict[str, Any]:
             "completion",
             *(["tools"] if tool_parser(template) else []),
             *(["thinking"] if reasoning_marks(template) else []),
+            *(["insert"] if loaded.model.target.vocabulary.fim else []),
         ],
     }
