@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
-from edgespec.chat.template import render_chat
+from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.stand_ins import texts, unused_characters
+from edgespec.chat.template import checked_messages, render_chat
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 
@@ -19,6 +21,7 @@ def chat_text(
 ) -> str:
     """The rendered text, without a token at its beginning that encoding puts there again.
 
+    Where the last message is an assistant's text, it ends behind it, as that of `encode_messages` does.
     Control tokens are spelled out, those in messages too: unlike in `encode_messages` these can forge a turn.
     Raises PromptError without a template, and the errors of `render_chat`.
     """
@@ -29,7 +32,12 @@ def chat_text(
         "" if token_id is None else vocabulary.token_name(token_id)
         for token_id in (vocabulary.bos_id, vocabulary.eos_id)
     )
-    given = [dict(message) for message in messages]
+    given = without_empty_end(checked_messages(messages))
     given = with_short_ids(given) if wants_short_ids(source) else given
-    text = render_chat(source, given, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
+    others: dict[str, Any] = {"tools": tools, "bos_token": bos, "eos_token": eos, "arguments": arguments}
+    if begun_answer(given[-1]):
+        (end,) = unused_characters(1, "\0".join(texts(given)))
+        text = cut_at(render_chat(source, marked(given, end), add_generation_prompt=False, **others), end)
+    else:
+        text = render_chat(source, given, **others)
     return text.removeprefix(bos) if vocabulary.adds_bos else text

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from edgespec.server.answer import Answer, Piece, timings
+from edgespec.server.answer import Answer, Piece
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
@@ -122,7 +122,7 @@ class InfillExchange(Exchange):
             "stop_type": "limit" if is_limit else "eos" if word is None else "word",
             "stopping_word": word or "",
             "tokens_cached": stats.reused_tokens,
-            "timings": timings(stats),
+            "timings": answer.timings,
         }
 
 

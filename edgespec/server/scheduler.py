@@ -199,7 +199,10 @@ class Scheduler:
     def _end(self, ticket: Ticket, failure: Exception | None) -> None:
         self.metrics.add(ticket.stats, has_failed=failure is not None, duration_s=ticket.age_s)
         request, model = ticket.generation.request, self.model
-        logger.info("%s", answer_line(ticket.stats, ticket.drafted, request.options, model.options, model.target.facts))
+        line = answer_line(ticket.stats, ticket.drafted, request.options, model.options, model.target.facts)
+        with suppress(RuntimeError):  # the loop is closed
+            # There, since writing may take its time, and the command line knows how much to say by thread.
+            ticket.loop.call_soon_threadsafe(logger.info, "%s", line)
         self._running.remove(ticket)  # before the client knows, so that its next request finds room
         ticket.end(failure)
 

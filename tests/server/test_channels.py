@@ -11,7 +11,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -150,6 +150,7 @@ def test_reasoning_behind_a_text_begins_a_part_of_its_own(kind: str) -> None:
     class Pieces:
         stats, finish_reason, calls, text, reasoning = Stats(), "stop", (), "Let me look. Done.", "Hm."
         num_reasoning_tokens, splits_reasoning, ticket = 1, True, SimpleNamespace(seed=1)
+        timings: ClassVar[dict[str, float]] = {}
 
         def matched_stop(self, stops: Any) -> None:
             return None

@@ -77,6 +77,8 @@ def test_an_applied_template_can_be_continued(client: TestClient, model: Model, 
     answer = native(client, prompt=prompt, **GREEDY)
     assert answer["content"] == expected.text
     assert answer["tokens_evaluated"] == len(expected.prompt_token_ids)
+    begun = [*MESSAGES, {"role": "assistant", "content": "There is one "}]
+    assert native(client, "/apply-template", messages=begun)["prompt"] == prompt + "There is one "
     tools = [{"type": "function", "function": {"name": "GetWeather", "parameters": {"type": "object"}}}]
     assert "GetWeather" in native(client, "/apply-template", messages=MESSAGES, tools=tools)["prompt"]
     assert client.post("/apply-template", json={"messages": []}).status_code == 400

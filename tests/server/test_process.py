@@ -31,7 +31,7 @@ QUESTIONS = ("Find me a bus to Fresno.", "Book a hotel in Paris.", "What is the 
 
 @pytest.fixture(scope="module")
 def server(private_home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with served(private_home, "--port", "0", "--reproducible", "--exit-with-stdin") as process:
+    with served(private_home, "-v", "--port", "0", "--reproducible", "--exit-with-stdin") as process:
         yield process
 
 
@@ -135,6 +135,7 @@ def test_the_end_of_standard_input_ends_it(server: subprocess.Popen[bytes], url:
     server.stdin = None
     log = errors_of(server)
     assert "Traceback" not in log and not any(question in log for question in QUESTIONS)
+    assert re.search(r"^note: answer: \d+ tokens at [\d.]+ tokens/s", log, re.MULTILINE), log
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
