@@ -19,16 +19,25 @@ Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"
 
 
+_in_other_threads: list[Verbosity] = ["normal"]  # click tells only the thread that runs the command which one it is
+
+
+def begin_command() -> None:
+    """No verbosity was chosen yet."""
+    _in_other_threads[0] = "normal"
+
+
 def set_verbosity(context: click.Context, chosen: Verbosity) -> None:
     """Raises UsageError where the other one was chosen before."""
     if context.meta.setdefault(_VERBOSITY, chosen) != chosen:
         raise click.UsageError("--verbose and --quiet contradict each other: keep one", context)
+    _in_other_threads[0] = chosen
 
 
 def verbosity() -> Verbosity:
-    """That of the command that is running."""
+    """That of the command that is running, in any of its threads."""
     context = click.get_current_context(silent=True)
-    chosen: Verbosity = "normal" if context is None else context.meta.get(_VERBOSITY, "normal")
+    chosen: Verbosity = _in_other_threads[0] if context is None else context.meta.get(_VERBOSITY, "normal")
     return chosen
 
 

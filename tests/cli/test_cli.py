@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import edgespec
-from edgespec.cli import piped
+from edgespec.cli import piped, terminal
 from edgespec.cli.main import COMMANDS, cli
 from edgespec.formats.files import shipped_models
 from edgespec.formats.manifest import MANIFEST
@@ -539,3 +539,13 @@ def test_a_compiled_file_that_a_full_disk_cut_short_is_no_interrupt(tmp_path: Pa
     assert done.returncode == 1
     assert "is truncated" in done.stderr
     assert "__pycache__" in done.stderr
+
+
+def test_notes_of_other_threads_are_shown_with_verbose_too():
+    with ThreadPoolExecutor(1) as pool, click.Context(cli) as context:
+        terminal.begin_command()
+        assert pool.submit(terminal.verbosity).result() == "normal"
+        terminal.set_verbosity(context, "verbose")
+        assert (terminal.verbosity(), pool.submit(terminal.verbosity).result()) == ("verbose", "verbose")
+        terminal.begin_command()
+        assert pool.submit(terminal.verbosity).result() == "normal"
