@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import click
 import gguf
 import pytest
 from click.testing import CliRunner, Result
