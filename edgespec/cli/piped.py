@@ -2,8 +2,8 @@
 
 With -p nobody has said that there is such text, so only a file or a pipe is read, as `program < FILE` and `other |
 program` make them: a terminal, /dev/null and a socket (what Node.js gives its children) are not. A pipe may also be
-one that a supervisor never writes to and never closes. The first byte is waited for as long as another model may need
-for its own first word, and what is done is said both ways: nothing is dropped silently, and nothing hangs.
+one that a supervisor never writes to and never closes. So the first byte is waited for as long as a program before
+this one usually needs for it, and what is done is said both ways: nothing is dropped silently, and nothing hangs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from edgespec.cli.terminal import counted, note
 from edgespec.errors import PromptError
 
-FIRST_BYTE_S, PATIENCE_S = 60.0, 2.0
+FIRST_BYTE_S, PATIENCE_S = 10.0, 1.0
 _INSTEAD = "< /dev/null answers without it"
 
 
