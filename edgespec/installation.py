@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -122,8 +122,8 @@ def install_command(extra: str = "") -> str:
     folder = _folder_it_came_from()
     if folder is not None:
         editable = "-e " if folder == _checkout() else ""
-        return f"{_pip('install')} {editable}{_quoted(f'{folder}[{extra}]' if extra else str(folder))}"
-    return " ".join([_pip("install"), *map(_quoted, requirements().get(extra, ()))])
+        return f"{_pip('install')} {editable}{quoted(f'{folder}[{extra}]' if extra else str(folder))}"
+    return " ".join([_pip("install"), *map(quoted, requirements().get(extra, ()))])
 
 
 def target_command(requirement: str, folder: str) -> list[str]:
@@ -138,22 +138,23 @@ def target_command(requirement: str, folder: str) -> list[str]:
 def reinstall_command(package: str, *options: str) -> str:
     """What to type to replace a package that is there and does not work; `options` go to pip."""
     wanted = (text for texts in requirements().values() for text in texts if name_of(text) == package)
-    return " ".join([_pip("install"), "--force-reinstall", *options, _quoted(next(wanted, package))])
+    return " ".join([_pip("install"), "--force-reinstall", *options, quoted(next(wanted, package))])
 
 
 def build_command(backend: str) -> str:
     """What to type to compile llama.cpp with one of BACKENDS, in place of the build that is there."""
     if script := _script_of_checkout():
         return f"{script} install llamacpp --backend {backend}"
-    setting = f"CMAKE_ARGS={BACKENDS[backend]}"
-    set_it = f"set {setting} && " if os.name == "nt" else f"{setting} "
-    return set_it + reinstall_command("llama-cpp-python", "--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python")
+    options = ["--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python"]
+    if os.name == "nt":  # cmd.exe and PowerShell set variables in different ways
+        return reinstall_command("llama-cpp-python", *options, f"--config-settings=cmake.args={BACKENDS[backend]}")
+    return f"CMAKE_ARGS={BACKENDS[backend]} {reinstall_command('llama-cpp-python', *options)}"
 
 
 def swap_command(old: str, new: str) -> str:
     """What to type to have one of two packages that hold the same files, in place of the other or of both."""
     wanted = (text for texts in requirements().values() for text in texts if name_of(text) == new)
-    return f"{_pip('uninstall')} -y {old} {new}, then {_pip('install')} {_quoted(next(wanted, new))}"
+    return f"{_pip('uninstall')} -y {old} {new}, then {_pip('install')} {quoted(next(wanted, new))}"
 
 
 @cache
@@ -201,7 +202,7 @@ def _script_of_checkout() -> str:
     checkout = _checkout()
     if checkout is None or Path(sys.prefix).resolve() != (checkout / ".venv").resolve():
         return ""
-    return f"{'python' if os.name == 'nt' else 'python3'} {_quoted(str(checkout / 'scripts' / 'run.py'))}"
+    return f"{'python' if os.name == 'nt' else 'python3'} {quoted(str(checkout / 'scripts' / 'run.py'))}"
 
 
 def _folder_it_came_from() -> Path | None:
@@ -226,12 +227,18 @@ def _folder_it_came_from() -> Path | None:
 def _pip(command: str) -> str:
     """A command of pip for this environment; one made by uv has no pip of its own."""
     if is_importable("pip"):
-        return f"{_quoted(sys.executable)} -m pip {command}"
-    return f"uv pip {command} --python {_quoted(sys.executable)}"
+        return f"{quoted(sys.executable)} -m pip {command}"
+    return f"uv pip {command} --python {quoted(sys.executable)}"
 
 
-def _quoted(text: str) -> str:
-    """`text` as one word of the shell."""
+def quoted(text: str) -> str:
+    """`text` as one word of the shell; on Windows of both: cmd.exe knows no other marks than double ones."""
     if os.name == "nt":
-        return f'"{text}"' if re.search(r"[\s<>&|^,;=()]", text) else text
+        escaped = text.replace('"', '\\"')
+        return f'"{escaped}"' if not text or re.search(r"[\s<>&|^,;=()'\"]", text) else text
     return shlex.quote(text)
+
+
+def joined(words: Iterable[str]) -> str:
+    """A command line of the shell."""
+    return " ".join(map(quoted, words))

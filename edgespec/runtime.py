@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
@@ -34,6 +34,9 @@ from edgespec.memory.report import MemoryReport
 from edgespec.memory.verdict import Room
 from edgespec.sampling import Sampling
 from edgespec.types import Progress, RoundRecord, Stats
+
+if TYPE_CHECKING:
+    from edgespec.chat.parts import AnswerParts
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -140,9 +143,10 @@ class Model(Closing):
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
-        `messages` and `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
+        If the last message is an assistant's text, they end behind it: the answer goes on from there. `messages` and
+        `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
         `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
-        rejects the messages, or does not use an argument.
+        rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
@@ -187,13 +191,18 @@ class Model(Closing):
         options: GenerateOptions | None = None,
         tools: Messages | None = None,
     ) -> Generation:
-        """Generate the assistant's next turn; like `stream`. The part of the prompt that is still cached is reused."""
+        """Generate the assistant's next turn; like `stream`. The part of the prompt that is still cached is reused.
+
+        If the last message is an assistant's text without tool calls, the model goes on with it: the result has the new
+        text only. Raises PromptError if `options` asks for a structure then, or the chat template leaves it out.
+        """
         from edgespec.chat.reasoning import before_structure
+        from edgespec.chat.template import answer_prefix
 
         prompt_ids = self.encode_chat(messages, tools)
         if options is not None:
             with self._executor.vocabulary() as vocabulary:
-                prompt_ids = before_structure(vocabulary, prompt_ids, options)
+                prompt_ids = before_structure(vocabulary, prompt_ids, options, answer_prefix(messages))
         return self.stream(prompt_ids, sampling, options)
 
     def check_drafter(self, options: GenerateOptions) -> None:
@@ -208,18 +217,24 @@ class Model(Closing):
         """
         self._requests.check_structure(options)
 
+    def split_answer(self, result: Result, tools: Messages = ()) -> AnswerParts:
+        """The reasoning, the text and the tool calls of a chat's result; `tools`: those that the chat had.
+
+        A call that does not parse stays in the text. Raises CapabilityError for tools with a model whose chat template
+        writes calls in no known form, StateError if the model is closed.
+        """
+        from edgespec.chat.parts import answer_parts
+
+        with self._executor.vocabulary() as vocabulary:
+            return answer_parts(vocabulary, result.prompt_token_ids, result.token_ids, result.text, tools)
+
     def split_reasoning(self, result: Result) -> tuple[str, str]:
         """(reasoning, answer) of a chat's result, without the tags around the reasoning.
 
         The reasoning is "" for a model that does not reason. Raises StateError if the model is closed.
         """
-        from edgespec.chat.reasoning import Reasoning
-
-        with self._executor.vocabulary() as vocabulary:
-            reasoning = Reasoning.of(vocabulary, result.prompt_token_ids)
-            return (
-                ("", result.text) if reasoning is None else reasoning.split(vocabulary, result.text, result.token_ids)
-            )
+        parts = self.split_answer(result)
+        return parts.reasoning, parts.text
 
     @contextmanager
     def batch(self) -> Iterator[ContinuousBatch]:

@@ -4,9 +4,61 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 from edgespec.errors import UsageError, VocabularyMismatch
+
+_BAR, _BLANK = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+# Tokens with which models of code fill gaps (fill in the middle, FIM): of Qwen, StarCoder, Granite, DeepSeek,
+# Code Llama, GLM and Falcon. llama.cpp finds them by these names too where a file does not say which they are.
+_FIM_NAMES = {
+    "prefix": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", f"<{_BAR}fim{_BLANK}begin{_BAR}>"),
+        *("<PRE>", f"{_BLANK}<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    ),
+    "suffix": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", f"<{_BAR}fim{_BLANK}hole{_BAR}>"),
+        *("<SUF>", f"{_BLANK}<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    ),
+    "middle": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", f"<{_BAR}fim{_BLANK}end{_BAR}>"),
+        *("<MID>", f"{_BLANK}<MID>", "<|code_middle|>", "<|middle|>"),
+    ),
+    "repository": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "file": ("<|file_sep|>",),
+}
+_FIM_PADS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
+FIM_END_NAMES = (*_FIM_PADS, *_FIM_NAMES["repository"], *_FIM_NAMES["file"])
+"""A model that goes on with the next gap, file or repository has filled this one: these end an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FimTokens:
+    """Ids of the tokens before the text in front of a gap, before the text behind it, and before what fills it.
+
+    `repository` and `file` come before the names of these, where further files are shown; None: the model has none.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None = None
+    file: int | None = None
+
+    @classmethod
+    def of(cls, ids: Iterable[int | None]) -> FimTokens | None:
+        """Those with `ids` in the order of the fields; None for a model that lacks one of the first three."""
+        prefix, suffix, middle, repository, file = ids
+        if prefix is None or suffix is None or middle is None:
+            return None
+        return cls(prefix, suffix, middle, repository, file)
+
+    @classmethod
+    def named(cls, find: Callable[[str], int | None]) -> FimTokens | None:
+        """Those that `find` has the ids of, by the names that are known."""
+        return cls.of(next((i for i in map(find, names) if i is not None), None) for names in _FIM_NAMES.values())
 
 
 class Vocabulary(ABC):
@@ -14,7 +66,7 @@ class Vocabulary(ABC):
 
     `size`: number of ids, from 0; `bos_id`: begin-of-text token or None; `eos_id`: the token that chat templates call
     `eos_token`, or None; `end_ids`: tokens that end a generation; `adds_bos`: prompts begin with `bos_id`;
-    `chat_template`: Jinja source or None.
+    `chat_template`: Jinja source or None; `fim`: the tokens to fill gaps with, None for a model that has none.
     """
 
     size: int
@@ -23,6 +75,7 @@ class Vocabulary(ABC):
     end_ids: frozenset[int]
     adds_bos: bool
     chat_template: str | None
+    fim: FimTokens | None = None
 
     @abstractmethod
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:

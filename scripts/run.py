@@ -476,7 +476,7 @@ def follow(process: "subprocess.Popen[str]", name: str, log: Path, started_s: fl
                 shown_s = now_s
                 tell_progress(name, now_s - started_s, seen[-1] if seen else "", live)
     if live:
-        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        print("\r" + " " * (shutil.get_terminal_size().columns - 1), end="\r", file=sys.stderr, flush=True)
     return seen
 
 
@@ -487,9 +487,10 @@ def pump(stream: "IO[str]", lines: "queue.Queue[str | None]") -> None:
 
 
 def tell_progress(name: str, elapsed_s: float, last_line: str, live: bool) -> None:
-    text = f"{name} {clock(elapsed_s)}  {last_line.strip()}"[: shutil.get_terminal_size().columns - 1]
-    if live:
-        print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)
+    columns = shutil.get_terminal_size().columns - 1
+    text = f"{name} {clock(elapsed_s)}  {last_line.strip()}"[:columns]
+    if live:  # spaces, since Windows' console prints escape codes
+        print("\r" + text.ljust(columns), end="", file=sys.stderr, flush=True)
     else:
         say(text)
 

@@ -33,12 +33,14 @@ class ChannelSplitter:
     so is what has no header.
     """
 
-    def __init__(self, *, is_open: bool = False) -> None:
+    def __init__(self, *, is_open: bool = False, is_answering: bool = False) -> None:
         self._held = ""
         self._place: Literal["header", "reasoning", "answer", "call"] = "reasoning" if is_open else "header"
-        self._is_new = not is_open  # whether nothing of the part was passed on yet
+        if is_answering:
+            self._place = "answer"
+        self._is_new = self._place == "header"  # whether nothing of the part was passed on yet
         self.has_reasoned = is_open
-        self.is_answering = False
+        self.is_answering = is_answering
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, answer) that are certain after `text`."""

@@ -71,6 +71,17 @@ class Conversation:
         others = ({_NOISE_END: noise_end} if noise_end else {}) | ({_REASONING: reasoning} if reasoning else {})
         self.turns.append({"role": "assistant", "content": text} | others)
 
+    @property
+    def last_answer(self) -> str:
+        """The answer at the end, which can be continued; "" if there is none."""
+        last = self.turns[-1] if self.turns else {"role": "user"}
+        return str(last["content"]) if last["role"] == "assistant" and not last.get("tool_calls") else ""
+
+    def continue_answer(self, text: str, noise_end: int = 0) -> None:
+        """Add `text` to the answer at the end. `noise_end`: as in `answer`."""
+        last = self.turns[-1]
+        self.turns[-1] = last | {"content": last["content"] + text} | ({_NOISE_END: noise_end} if noise_end else {})
+
     def clear(self) -> None:
         """Remove all turns but keep the system prompt. The noise restarts, as in a new conversation."""
         self.turns.clear()

@@ -9,7 +9,8 @@ from typing import Literal, Protocol, Self
 from edgespec.chat.channels import ANSWER_HEADER, ChannelSplitter
 from edgespec.chat.marks import Marks, begun, control_text, reasoning_marks
 from edgespec.config import GenerateOptions
-from edgespec.vocabulary import IncrementalDecoder, Vocabulary
+from edgespec.errors import PromptError
+from edgespec.vocabulary import Vocabulary
 
 _LAST_TOKENS = 24  # of a prompt, among which a mark may be spelled; one token each in most vocabularies
 
@@ -34,17 +35,28 @@ class Splitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How one answer reasons. `is_open`: its prompt ends inside the reasoning, so that the answer begins with it."""
+    """How one answer reasons. `is_open`: its prompt ends inside the reasoning, so that the answer begins with it.
+
+    `is_answering`: its prompt ends inside the answer itself.
+    """
 
     marks: Marks
     is_open: bool = False
+    is_answering: bool = False
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> Self | None:
-        """What the chat template and the end of a prompt say; None for an answer without reasoning."""
+    def of(cls, vocabulary: Vocabulary, prompt_ids: Sequence[int], prefix: str = "") -> Self | None:
+        """What the chat template and the end of a prompt say; None for an answer without reasoning.
+
+        `prefix`: the text with which the prompt has begun the answer.
+        """
         marks = reasoning_marks(vocabulary.chat_template)
         if marks is None:
             return None
+        if prefix and marks.has_channels:  # another part may follow that of the prefix
+            return cls(marks, is_answering=True)
+        if prefix:
+            return cls(marks, is_open=True) if prefix.rfind(marks.opening) > prefix.rfind(marks.closing) else None
         end = b"".join(_bytes(vocabulary, token_id) for token_id in prompt_ids[-_LAST_TOKENS:]).rstrip()
         if marks.has_channels and end.endswith(ANSWER_HEADER.encode()):
             return None
@@ -53,19 +65,8 @@ class Reasoning:
     def splitter(self) -> Splitter:
         """A splitter of one answer."""
         if self.marks.has_channels:
-            return ChannelSplitter(is_open=self.is_open)
+            return ChannelSplitter(is_open=self.is_open, is_answering=self.is_answering)
         return ReasoningSplitter(self.marks, is_open=self.is_open)
-
-    def split(self, vocabulary: Vocabulary, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
-        """(reasoning, answer) in the `text` of a finished answer, which `token_ids` spell."""
-        splitter, decoder = self.splitter(), IncrementalDecoder(vocabulary)
-        parts, num_read = list[tuple[str, str]](), 0
-        for token_id in token_ids:
-            length = len(decoder.push(token_id))
-            parts.append(splitter.push(self.spelled(vocabulary, token_id) + text[num_read : num_read + length]))
-            num_read += length
-        parts += [splitter.push(text[num_read:]), splitter.finish()]
-        return "".join(reasoning for reasoning, _ in parts), "".join(answer for _, answer in parts)
 
     def spelled(self, vocabulary: Vocabulary, token_id: int) -> str:
         """The name of a control token of the marks; empty for any other token, and for marks that print themselves."""
@@ -140,11 +141,19 @@ class ReasoningSplitter:
         return found
 
 
-def before_structure(vocabulary: Vocabulary, prompt_ids: Sequence[int], options: GenerateOptions) -> list[int]:
+def before_structure(
+    vocabulary: Vocabulary, prompt_ids: Sequence[int], options: GenerateOptions, prefix: str = ""
+) -> list[int]:
     """A chat's prompt; for an answer of a given structure with the header that a model with channels writes first.
 
-    A structure that says itself where it begins, or a grammar that names control tokens, gets none.
+    A structure that says itself where it begins, or a grammar that names control tokens, gets none. Raises PromptError
+    for a structure behind a `prefix`: it would have to hold for both, and the text before it may be any.
     """
+    if prefix and options.structure is not None:
+        raise PromptError(
+            "the conversation ends with an assistant's message, which the answer goes on from: then it cannot be "
+            f"given a structure ({options.structure}) or a forced tool call. Leave out that message or these"
+        )
     begins_itself = options.free_until is not None or any(mark in (options.grammar or "") for mark in ("<[", "<|"))
     if options.structure is None or begins_itself:
         return [*prompt_ids]

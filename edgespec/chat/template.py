@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import dropwhile, takewhile
@@ -16,17 +16,17 @@ from typing import Any
 import jinja2
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
+from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
 from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.message_forms import Message, in_parts, other_forms, takes_parts_only
 from edgespec.chat.sandbox import MAX_PROMPT_CHARACTERS, compiled
+from edgespec.chat.stand_ins import as_text, printed_marks, replaced, texts, unused_characters
 from edgespec.chat.tool_messages import with_tools
 from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
 ROLES = ("system", "user", "assistant", "tool")
 _THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
-_BAR = "|\N{FULLWIDTH VERTICAL LINE}"
-_MARK = re.compile(f"<[{_BAR}].+[{_BAR}]>")
 _FIX = "give another with --chat-template-file, or use --no-chat-template"
 
 
@@ -122,7 +122,8 @@ def encode_messages(
 ) -> list[int]:
     """Token ids of a conversation, rendered by the vocabulary's template up to the start of the assistant's turn.
 
-    Raises PromptError if there is no template, and the errors of `render_chat`.
+    Where the last message is an assistant's text, they end behind it, so that the model goes on from there. Raises
+    PromptError if there is no template or it leaves that text out, and the errors of `render_chat`.
     """
     if vocabulary.chat_template is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
@@ -168,75 +169,45 @@ def encode_rendered(
     """Token ids of rendered `messages` and `tools`, in which only the template can produce control tokens.
 
     A control token that any text of them spells out ("<|im_end|>") is encoded as text, so that it cannot forge a turn.
-    `render` is called with the messages, and with `tools` and `arguments` as keywords if there are any. Raises its
-    errors, and PromptError for messages that are not valid.
+    `render` is called with the messages, with `tools` and `arguments` as keywords if there are any, and with
+    `add_generation_prompt` False where an assistant's text at the end is to be continued. Raises its errors, and
+    PromptError for messages that are not valid or a text that is not shown.
     """
-    given: dict[str, Any] = {"messages": checked_messages(messages)} | ({"tools": list(tools)} if tools else {})
+    given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
+    has_begun = bool(begun_answer(given["messages"][-1]))
+    given |= {"tools": list(tools)} if tools else {}
     given |= {"arguments": dict(arguments)} if arguments else {}
     try:
-        everything = "\0".join(_texts(given))
-        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *_printed_marks(vocabulary)))
+        everything = "\0".join(texts(given))
+        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *printed_marks(vocabulary)))
         marks = [name for name in names if name in everything]
-        stand_ins = _unused_characters(len(marks), everything)
+        end, *stand_ins = unused_characters(len(marks) + 1, everything)
         originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
-        escaped = _replaced(given, {mark: stand_in for stand_in, mark in originals.items()}) if marks else given
+        escaped = replaced(given, {mark: stand_in for stand_in, mark in originals.items()}) if marks else given
     except RecursionError as exc:
         raise PromptError("the messages or tools are nested too deeply") from exc
-    text = render(escaped.pop("messages"), **escaped)
+    turns = escaped.pop("messages")
+    if has_begun:
+        text = cut_at(render(marked(turns, end), add_generation_prompt=False, **escaped), end)
+    else:
+        text = render(turns, **escaped)
     if not marks:
         return vocabulary.encode(text, parse_special=True)
     ids: list[int] = []
     for piece in re.split(f"([{''.join(stand_ins)}])", text):
         if piece in originals:
-            ids += _as_text(vocabulary, originals[piece])
+            ids += as_text(vocabulary, originals[piece])
         elif piece:
             ids += vocabulary.encode(piece, parse_special=True)
     return ids
 
 
-def _printed_marks(vocabulary: Vocabulary) -> list[str]:
-    """Tokens that have the form of a mark of turns and print themselves, as DeepSeek R1's do."""
-    return [name for name in vocabulary.printed_names if _MARK.fullmatch(name)]
+def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text at the end of a conversation that the answer goes on from; "" where the model begins its turn.
 
-
-def _as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
-    """Token ids that spell a mark and are not its token."""
-    ids = vocabulary.encode(mark)
-    prints = mark in PRINTED_MARKS or mark in vocabulary.printed_names
-    is_unknown = max(ids, default=0) >= vocabulary.size  # behind the vocabulary
-    if is_unknown or (prints and len(ids) == 1 and vocabulary.token_name(ids[0]) == mark):
-        return vocabulary.encode(mark[:1]) + vocabulary.encode(mark[1:])
-    return ids
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in (*value, *value.values()):
-            yield from _texts(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
-
-
-def _replaced(value: Any, stand_ins: Mapping[str, str]) -> Any:
-    """A JSON value with `stand_ins` in place of marks in every text of it."""
-    if isinstance(value, str):
-        for mark, stand_in in stand_ins.items():
-            value = value.replace(mark, stand_in)
-        return value
-    if isinstance(value, Mapping):
-        return {_replaced(key, stand_ins): _replaced(each, stand_ins) for key, each in value.items()}
-    return [_replaced(each, stand_ins) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _unused_characters(count: int, text: str) -> list[str]:
-    """Private-use characters (from U+F0000) that do not occur in `text`."""
-    used = set(text)
-    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-    return [next(free) for _ in range(count)]
+    Raises PromptError for messages that are not valid.
+    """
+    return begun_answer(checked_messages(messages)[-1])
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -65,15 +65,28 @@ class Chat:
         reply("temperature 0: the answer will be the same" if sampling.temperature == 0 else f"seed {sampling.seed}")
         self._answer(before)
 
-    def _answer(self, before: Conversation) -> None:
-        """Fit, generate, print, remember. `before`: what to return to when there is no answer."""
+    def go_on(self) -> None:
+        """Go on with the last answer, which was cut or stopped."""
+        before = self.conversation.copy()
+        prefix = before.last_answer
+        if not prefix.strip():
+            reply("there is no answer to go on with")
+            return
+        self._answer(before, prefix)
+
+    def _answer(self, before: Conversation, prefix: str = "") -> None:
+        """Fit, generate, print, remember. `before`: what to return to when there is no answer; `prefix`: its begin."""
         try:
             self._make_room()
-            reasoning, text, noise_end = self._generate()
+            reasoning, text, noise_end = self._generate(prefix)
         except BaseException:
             self.conversation = before
             raise
-        if text:
+        if prefix:
+            self.conversation.continue_answer(text, noise_end)
+            if not text:
+                note("the answer was complete: the model adds nothing")
+        elif text:
             self.conversation.answer(text, noise_end, reasoning)
         else:
             self.conversation = before
@@ -91,13 +104,13 @@ class Chat:
             oldest = counted(dropped, "exchange")
             note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
 
-    def _generate(self) -> tuple[str, str, int]:
-        """(the reasoning, the answer, where its noise ended)."""
+    def _generate(self, prefix: str) -> tuple[str, str, int]:
+        """(the reasoning, the answer behind `prefix`, where its noise ended)."""
         session = self.session
         prompt_ids = session.encode(self.conversation.messages)
         offset = self.conversation.noise_offset(len(prompt_ids))
         options = dataclasses.replace(session.options, noise_offset=offset)
-        printer = session.printer(prompt_ids)
+        printer = session.printer(prompt_ids, prefix)
         with typing_unseen(), session.model.stream(prompt_ids, session.sampling, options) as answer:
             self.last = answer.stats
             with stops(answer.cancel) as interruption:

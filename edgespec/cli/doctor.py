@@ -98,7 +98,9 @@ def _probe_llamacpp() -> dict[str, Any]:
     probe = [sys.executable, "-m", "edgespec.cli.library_facts"]
     rebuild = reinstall_command("llama-cpp-python", "--no-cache-dir", "--no-binary=llama-cpp-python")
     try:
-        done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            probe, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as exc:
         return {"available": False, "reason": f"asking llama.cpp failed: {exc}"}
     if done.returncode:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from edgespec.cli.session import Session, open_session, require_chat_template, s
 from edgespec.config import GenerateOptions, SessionOptions
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Result
+from edgespec.installation import quoted
 from edgespec.loading.registry import is_known, resolve
 from edgespec.types import Stats
 
@@ -88,9 +88,7 @@ def _require_model(name: str) -> None:
         try:
             resolve(name)
         except ModelNotFound as exc:
-            raise ModelNotFound(
-                f"{exc}. If {shown(name)} is the prompt: edgespec generate -p {shlex.quote(name)}"
-            ) from exc
+            raise ModelNotFound(f"{exc}. If {shown(name)} is the prompt: edgespec generate -p {quoted(name)}") from exc
 
 
 def _check(session: SessionOptions, as_json: bool) -> None:

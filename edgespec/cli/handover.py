@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 
 import click
 
 from edgespec.cli.completion import models
 from edgespec.cli.terminal import note
+from edgespec.installation import joined, quoted
 from edgespec.tuning.handover import HELP, check, handover
 
 
@@ -20,7 +20,7 @@ class _Server(click.ParamType[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in HELP:
-            example = f"edgespec handover llama-server {shlex.quote(value)}"
+            example = f"edgespec handover llama-server {quoted(value)}"
             self.fail(f"{value!r} is not one of {', '.join(HELP)}; the server comes before the model, as in: {example}")
         return value
 
@@ -56,11 +56,11 @@ def command(
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found) | {"command": found.command, "checked": is_checked}))
         return 0
-    click.echo(shlex.join(found.command))
+    click.echo(joined(found.command))
     if found.note:
         note(found.note)
     if draft_length is None and not found.is_measured:
-        tune = shlex.join(["edgespec", "tune", model, *(["-md", draft] if draft else [])])
+        tune = joined(["edgespec", "tune", model, *(["-md", draft] if draft else [])])
         note(f"a draft length of {found.length} is a guess: {tune} measures the best one here")
     if not is_checked:
         note(f"{engine} is not installed here: these flags were not checked against it")

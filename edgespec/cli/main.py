@@ -64,6 +64,8 @@ _CUT_SHORT = (
     "a compiled Python file is truncated, as happens on a full disk. Delete the folders named __pycache__ in "
     + str(Path(__file__).parents[1])
 )
+# What writing to a pipe that nobody reads any more fails with on Windows.
+_READER_GONE = (errno.EINVAL,) if os.name == "nt" else ()
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
 _ANSWERS = "edgespec generate MODEL -p TEXT answers one prompt"
 _EPILOG = """\b
@@ -136,6 +138,9 @@ class CommandGroup(click.Group):
                 raise
             code = BROKEN_PIPE  # rich, which prints the tables, leaves with 1
         except OSError as exc:
+            if exc.errno in _READER_GONE and exc.filename is None:
+                _let_go_of_output()
+                sys.exit(BROKEN_PIPE)
             said = f"{exc.filename or 'output'}: {exc.strerror or exc}"
             code = _report(_NO_MEMORY if exc.errno == errno.ENOMEM else said, FAILED)
         except MemoryError:  # nothing may be imported here
@@ -274,8 +279,12 @@ def _complete_streams() -> None:
 
 
 def _make_streams_tolerant() -> None:
-    """A terminal that lacks a character shows a substitute instead of ending the program."""
+    """A terminal that lacks a character shows a substitute instead of ending the program.
+
+    Files and pipes get UTF-8, which is what edgespec reads, and not the 256 characters of Windows' own encoding.
+    """
+    is_own = os.name == "nt" and "PYTHONIOENCODING" not in os.environ
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="replace")
+            reconfigure(encoding="utf-8" if is_own and not stream.isatty() else None, errors="replace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ from edgespec.cli import printable, say
 from edgespec.cli.completion import names_here, names_known
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
+from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.listing import Listed, entry_bytes, list_here, list_known, pair_bytes
+from edgespec.loading.listing import Listed, entry_bytes, list_elsewhere, list_here, list_known, pair_bytes
 from edgespec.loading.own_models import add as add_model
 from edgespec.loading.own_models import remove
 from edgespec.loading.registry import is_known, models_folder, resolve
@@ -32,12 +32,12 @@ _LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewe
 @click.option("--all", "everything", is_flag=True, help="Also models that do not fit into this machine's memory")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list")
 def ls(everything: bool, as_json: bool) -> int:
-    """List the models on this machine, and those that edgespec knows where to get.
+    """List the models on this machine, also those of Ollama, LM Studio and the hub's cache, and those to pull.
 
     Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits
     depends on the memory that is available now.
     """
-    here = list(list_here())
+    here = [*list_here(), *list_elsewhere()]
     known = list(list_known({each.name for each in here}))
     shown = known if everything else [each for each in known if each.fits is not False]
     if as_json:
@@ -119,7 +119,7 @@ def _show_here(name: str) -> None:
     _show_fit(pair_bytes(pair), has_draft=pair.draft is not None)
     say(
         f"run it: {run_command(name, pair.files['target'])}"
-        + ("" if pair.draft else f"; drafts for it: edgespec pair {shlex.quote(name)}")
+        + ("" if pair.draft else f"; drafts for it: edgespec pair {quoted(name)}")
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from pathlib import Path
 
 import click
@@ -14,6 +13,7 @@ from rich.table import Table
 from edgespec.cli.completion import models
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
+from edgespec.installation import quoted
 from edgespec.loading.room import fits
 from edgespec.tuning.matching import Aim, Candidate, find_aim, has_run, rank
 
@@ -65,7 +65,7 @@ def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
     if aim.file is None and aim.entry is not None:
         is_own = best.name == aim.entry.draft
         return [f"edgespec pull {target}" + ("" if is_own else f" --draft {best.name}"), run]
-    return [*get, f"{run} -md {shlex.quote(best.name)}"]
+    return [*get, f"{run} -md {quoted(best.name)}"]
 
 
 def _show(found: list[Candidate]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 from edgespec.formats.manifest import ModelFile
+from edgespec.installation import quoted
 from edgespec.loading.opening import has_chat_template
 
 
@@ -17,9 +17,9 @@ def run_command(name: str, target: ModelFile | None) -> str:
 
 def continue_command(name: str) -> str:
     """The command that continues a text without a chat template."""
-    return f"edgespec generate {_quoted(name)} --no-chat-template -p 'Once upon a time'"
+    return f"edgespec generate {_quoted(name)} --no-chat-template -p {quoted('Once upon a time')}"
 
 
 def _quoted(name: str) -> str:
     """As a shell takes it; letters of any language need no quotation marks, which `shlex` puts around them."""
-    return name if re.fullmatch(r"[\w./:-]+", name) else shlex.quote(name)
+    return name if re.fullmatch(r"[\w./:-]+", name) else quoted(name)

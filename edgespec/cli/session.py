@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgespec.chat.reasoning import Reasoning, before_structure
+from edgespec.chat.template import answer_prefix
 from edgespec.chat.template_file import read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
@@ -59,19 +60,19 @@ class Session:
         prompt_ids = self.model.encode_chat(
             messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}
         )
-        return before_structure(self.model.target.vocabulary, prompt_ids, self.options)
+        return before_structure(self.model.target.vocabulary, prompt_ids, self.options, answer_prefix(messages))
 
     @property
     def splits_reasoning(self) -> bool:
         """Whether reasoning is told apart from the answer."""
         return self.shown.chat_template and self.shown.reasoning_format != "none"
 
-    def printer(self, prompt_ids: Sequence[int]) -> AnswerPrinter:
-        """What prints the answer to a prompt, in the way that the settings ask for."""
+    def printer(self, prompt_ids: Sequence[int], prefix: str = "") -> AnswerPrinter:
+        """What prints the answer to a prompt, which has begun with `prefix`, in the way that the settings ask for."""
         reasoning = None
         if self.splits_reasoning:
             vocabulary = self.model.target.vocabulary
-            found = Reasoning.of(vocabulary, prompt_ids)
+            found = Reasoning.of(vocabulary, prompt_ids, prefix)
             reasoning = None if found is None else (found, vocabulary)
         return AnswerPrinter(show_draft=self.shown.show_draft, raw=self.shown.raw, reasoning=reasoning)
 

@@ -37,6 +37,7 @@ _MEANT = {
     **dict.fromkeys(("/reset", "/new"), "/clear"),
     **dict.fromkeys(("/file", "/attach", "/add"), "/read"),
     **dict.fromkeys(("/retry", "/again", "/redo"), "/regen"),
+    **dict.fromkeys(("/more", "/go-on", "/resume"), "/continue"),
     "/system-prompt": "/system",
 }
 
@@ -125,6 +126,10 @@ def _path(argument: str, name: str) -> Path:
 
 def _regen(chat: Chat, argument: str) -> None:
     chat.say_again()
+
+
+def _continue(chat: Chat, argument: str) -> None:
+    chat.go_on()
 
 
 def _undo(chat: Chat, argument: str) -> None:
@@ -278,6 +283,7 @@ COMMANDS: dict[str, Command] = {
     "/edit": Command("/edit", "change the last message and ask again", slash_messages.edit),
     "/copy": Command("/copy", "copy the last answer to the clipboard", slash_messages.copy_answer),
     "/regen": Command("/regen", "answer the last message again with another seed", _regen),
+    "/continue": Command("/continue", "go on with an answer that was cut or stopped", _continue),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
     "/unset": Command("/unset NAME", "take a setting back to its default, such as: /unset json-schema", _unset),

@@ -134,6 +134,8 @@ def stats_lines(stats: Stats) -> Iterable[str]:
             f"{stats.target_passes} target passes, {stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted "
             f"({stats.acceptance_rate:.0%}), {stats.mean_accepted_length:.2f} tokens per pass"
         )
+    else:
+        yield f"{stats.target_passes} target passes, nothing drafted"
     planned = f" of {stats.planned_bytes / 1e6:.0f} planned" if stats.planned_bytes else ""
     yield (
         f"draft {stats.draft_s:.3f} s, verify {stats.verify_s:.3f} s, overhead {stats.overhead_s:.3f} s; "

@@ -17,6 +17,7 @@ LEAST_DISK_READS = 0.5
 LEAST_CLOCK = 0.8  # share of the CPU's full clock
 MOST_SLOWDOWN = 1.3  # over earlier passes of the same width
 LEAST_CEILING = 1.1  # speedup if every token of the draft model were accepted
+LEAST_PASSES = 64  # of an answer, before a draft model that the user named should have been tried
 LEAST_DRAFTED = 96  # tokens, before an acceptance rate says anything
 LEAST_ACCEPTED = 0.3  # share of drafted tokens with a fixed draft length; of a draft model half of it
 MOST_LOSS = 1.05  # time per token over that of plain decoding
@@ -40,7 +41,8 @@ class Evidence:
     `gives_memory`: whether the user chose them; `context_length` in tokens.
     `fixed_length`: draft length that the user chose; `drafted`, `accepted`: tokens with it in this answer; `loss`: time
     per token over that of plain decoding. `model_drafted`, `model_accepted`: tokens of the draft model since the load;
-    `draft_share`: its time per token over that of a plain pass; `ceiling`: speedup if all its tokens were accepted.
+    `draft_share`: its time per token over that of a plain pass; `ceiling`: speedup if all its tokens were accepted;
+    `idle_share`: the same share where the user named the draft model, guessed until it has drafted.
     `other_engine`: another engine that has the model, `other_gain`: seconds of a plain pass here over its own.
     """
 
@@ -65,6 +67,7 @@ class Evidence:
     model_drafted: int = 0
     model_accepted: int = 0
     draft_share: float | None = None
+    idle_share: float | None = None
     ceiling: float | None = None
     other_engine: str | None = None
     other_gain: float = 1.0
@@ -120,6 +123,16 @@ def _slow_draft(found: Evidence) -> str:
     )
 
 
+def _idle_draft(found: Evidence) -> str:
+    if found.idle_share is None or found.passes < LEAST_PASSES or found.model_drafted > found.passes // 10:
+        return ""
+    return (
+        f"the draft model has drafted {found.model_drafted} tokens so far: one takes about {found.idle_share:.0%} of a "
+        f"pass, and trying it may cost more than was won so far; edgespec pair "
+        f"{found.model} ranks others, and this one drafts all the same with --draft-length 4"
+    )
+
+
 def _fixed_length(found: Evidence) -> str:
     if found.fixed_length is None or found.drafted < LEAST_DRAFTED:
         return ""
@@ -150,6 +163,7 @@ _CAUSES: dict[str, Callable[[Evidence], str]] = {
     "clock": _clock,
     "heat": _heat,
     "slow draft": _slow_draft,
+    "idle draft": _idle_draft,
     "fixed length": _fixed_length,
     "poor draft": _poor_draft,
     "engine": _engine,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -33,27 +33,17 @@ from edgespec.types import RoundRecord, TokenIds, Verdict
 class AutoController(Controller):
     """Decides drafter and draft length each round so that tokens per second are most and never below plain decoding's.
 
-    `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of plain
-    decoding's time speculation may lose at most. It owns none of the drafters. `clock` is there for simulations.
-    `threads`: what these costs were, or are to be, measured with.
+    It owns none of the drafters. `accounts`: of this sequence; `kinds`: what is known of the drafters, of which it may
+    lack some. `clock` is there for simulations.
     """
 
     def __init__(
-        self,
-        drafters: Mapping[str, Drafter],
-        curve: CostCurve,
-        costs: Mapping[str, DraftCost],
-        share: float = 0.02,
-        clock: Clock = perf_counter,
-        threads: int = 1,
+        self, drafters: Mapping[str, Drafter], accounts: Accounts, kinds: Kinds, clock: Clock = perf_counter
     ) -> None:
         self.drafters = dict(drafters)
-        drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
-        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=not curve.is_scaled)
-        self._accounts = Accounts(RunCosts(curve, drafts, threads), bank)
+        self._accounts, self._kinds = accounts, kinds
         self._clock = self._own_clock = clock
-        self._kinds = Kinds(self.drafters)
-        self._states, self._hedge, self._worth = self._kinds.of("greedy")
+        self._states, self._hedge, self._decision_score = kinds.of("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
@@ -72,15 +62,28 @@ class AutoController(Controller):
     def bank(self) -> TimeBank:
         return self._accounts.bank
 
-    def another(self, drafters: Mapping[str, Drafter]) -> AutoController:
-        """A controller for another sequence of the same models: its own rounds; costs, confidences, bank in common.
+    @classmethod
+    def of(
+        cls,
+        drafters: Mapping[str, Drafter],
+        curve: CostCurve,
+        costs: Mapping[str, DraftCost],
+        share: float = 0.02,
+        clock: Clock = perf_counter,
+        threads: int = 1,
+    ) -> Self:
+        """The controller of a model's first sequence, which knows nothing of the drafters yet.
 
-        `drafters`: some of the same names.
+        `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of
+        plain decoding's time speculation may lose at most; `threads`: what costs were, or are to be, measured with.
         """
-        made = AutoController(drafters, self.costs.curve, {}, clock=self._clock)
-        made._accounts, made._kinds = Accounts(self.costs, self.bank), self._kinds
-        made._states, made._hedge, made._worth = made._kinds.of("greedy")
-        return made
+        drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
+        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=not curve.is_scaled)
+        return cls(drafters, Accounts(RunCosts(curve, drafts, threads), bank), Kinds(drafters), clock)
+
+    def another(self, drafters: Mapping[str, Drafter]) -> Self:
+        """One for another sequence, with rounds of its own; all else is shared. `drafters`: some of the same names."""
+        return type(self)(drafters, Accounts(self.costs, self.bank), self._kinds, self._clock)
 
     def begin(
         self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
@@ -126,7 +129,7 @@ class AutoController(Controller):
             self._accounts.rested(self._rested, context)
             self._rested = 0
         self.costs.follow_threads()
-        self._states, self._hedge, self._worth = self._kinds.of(kind_of(request))
+        self._states, self._hedge, self._decision_score = self._kinds.of(kind_of(request))
         prices = self.costs.prices(context)
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
         if not self.costs.curve.is_sure_of_plain():
@@ -160,7 +163,7 @@ class AutoController(Controller):
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
         self._learn(proposal, verdict, record)
-        self._judge_unused(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
+        self._learn_unused(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
         self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
         self._accounts.learning_s = self._clock() - started_s
 
@@ -175,7 +178,7 @@ class AutoController(Controller):
             self._asked = name
             if drafter.is_free:
                 state = self._states[name]
-                trial = request._replace(should_continue=while_it_may_pay(state.calibrator.judge(), prices))
+                trial = request._replace(should_continue=while_it_may_pay(state.calibrator.predictor(), prices))
                 found.trials[name] = draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
                 confidences = state.confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
@@ -213,14 +216,18 @@ class AutoController(Controller):
         return first or self._hedge.pick(decided.gains) or self._probe(decided, most, first=False)
 
     def _probe(self, decided: Round, most: int, *, first: bool) -> str | None:
-        """A paid drafter that is due for a trial, one of its `first` or a later one, which the bank can pay."""
+        """A paid drafter that is due for a trial, one of its `first` or a later one, which the bank can pay.
+
+        One whose reading is too dear now leaves the round to the next: waiting with it saves nothing for it, since
+        other drafts are paid from the same bank.
+        """
         pass_s, share = decided.prices.pass_s, c.FIRST_READING if first else c.PROBE_READING
         for name, state in self._states.items():
             if name in decided.uncached and state.probe_in <= 0 and first == (state.times_asked < c.FIRST_TRIALS):
                 cost = self.costs.draft(name)
-                if ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING:
-                    reading_s = decided.uncached[name] * cost.read_s
-                    return name if reading_s <= share * self.bank.balance_s else None
+                may_pay = ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING
+                if may_pay and decided.uncached[name] * cost.read_s <= share * self.bank.balance_s:
+                    return name
         return None
 
     def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:
@@ -273,8 +280,8 @@ class AutoController(Controller):
         else:
             gained = -rate * (work_s - reading_s)  # drafted, and a wider pass would not have paid
         if self._has_decided:
-            self._worth.observe(gained)
-            if is_plain and decided.paid is None and not decided.is_refresh and not self._worth.pays:
+            self._decision_score.observe(gained)
+            if is_plain and decided.paid is None and not decided.is_refresh and not self._decision_score.pays:
                 self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
         self._has_decided = True
         self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
@@ -295,7 +302,7 @@ class AutoController(Controller):
                 chain = decided.paid.draft.main_chain
                 self._unused.add(UnusedDraft(decided.chosen, context, chain, 0, decided.gains, 0.0))
 
-    def _judge_unused(self, accepted_ids: TokenIds, next_id: int) -> None:
+    def _learn_unused(self, accepted_ids: TokenIds, next_id: int) -> None:
         text_ids = np.concatenate((self._context_ids, accepted_ids, np.array([next_id], np.int32)))
         for unused, agreed in self._unused.resolved(text_ids):
             self._states[unused.drafter].learn(unused.draft, agreed)
@@ -312,12 +319,12 @@ class AutoController(Controller):
 
     # -- kept between runs
 
-    def state(self) -> dict[str, Any]:
-        """What was learnt of the drafters and of a round's own work, as JSON."""
-        return {"kinds": self._kinds.kept(), "round": self.costs.round.kept()}
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt of the drafters and of a round's own work, for the next run."""
+        return {"kinds": self._kinds.to_json(), "round": self.costs.round.to_json()}
 
     def restore(self, kept: Any) -> None:
-        """Continue from what `state` returned; what does not fit is ignored."""
+        """Continue from what `to_json` returned; what does not fit is ignored."""
         if isinstance(kept, dict):
             self._kinds.restore(kept.get("kinds"))
-            self.costs.round = RoundCost.of(kept.get("round"))
+            self.costs.round = RoundCost.from_json(kept.get("round"))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.forced import FORCED, ForcedDrafter
-from edgespec.engines.pass_request import Passes, at_once
+from edgespec.engines.pass_request import Passes
 from edgespec.types import EMPTY_DRAFT, Draft, RoundRecord, TokenIds, Verdict
 
 
@@ -48,12 +48,8 @@ class Controller(ABC):
         Asks for the passes of draft models.
         """
 
-    def propose(self, request: DraftRequest) -> Proposal:
-        """`proposing`, with each pass run at once."""
-        return at_once(self.proposing(request))
-
     def rest(self) -> int:
-        """Plain rounds to decode before the next `propose`; called before every `propose`."""
+        """Plain rounds to decode before the next `proposing`; called before every one."""
         return 0
 
     @property
@@ -103,7 +99,7 @@ class FixedLength(Controller):
     def begin(
         self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
     ) -> None:
-        self._is_left_out = self._is_dropped
+        self._is_left_out = self._is_dropped  # perhaps while the prompt was read, by another answer of the batch
         self._drafter.begin(prompt_ids)
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:

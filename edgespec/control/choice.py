@@ -45,7 +45,7 @@ class DrafterState:
         if not draft.evidence:
             return iter(draft.confidences.tolist())
         places = range(draft.num_tokens) if draft.is_chain else draft.depths()
-        return map(self.calibrator.judge(), places, draft.evidence)
+        return map(self.calibrator.predictor(), places, draft.evidence)
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """The first `accepted` tokens of a chain were accepted and the next one, if there is one, was rejected."""
@@ -95,12 +95,12 @@ class DrafterState:
             if not expected:
                 self.probe_interval = min(2 * self.probe_interval, c.PROBE_AT_MOST)
 
-    def kept(self) -> list[Any]:
-        """For the next run, as JSON."""
-        return [self.calibrator.state(), self.upcoming.state()]
+    def to_json(self) -> list[Any]:
+        """What was learnt, for the next run."""
+        return [self.calibrator.to_json(), self.upcoming.to_json()]
 
     def restore(self, kept: Any) -> None:
-        """Continue from what `kept` returned; raises ValueError, TypeError, KeyError or IndexError otherwise."""
+        """Continue from what `to_json` returned; raises ValueError, TypeError, KeyError or IndexError otherwise."""
         self.calibrator.restore(kept[0])
         self.upcoming.restore(kept[1])
 
@@ -115,8 +115,8 @@ def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, int, bool]]:
 
 
 @dataclass(slots=True)
-class Worth:
-    """What a decision is worth: tokens gained per decision, net of what it cost, whether anything was drafted or not.
+class DecisionScore:
+    """Tokens gained per decision, net of what it cost, whether anything was drafted or not.
 
     Lookups are right in bursts and rarely in between, so nothing short of the mean tells whether looking pays.
     """
@@ -126,11 +126,11 @@ class Worth:
 
     @property
     def pays(self) -> bool:
-        return self.tokens > c.LEAST_WORTH
+        return self.tokens > c.LEAST_SCORE
 
     def observe(self, net_tokens: float) -> None:
         self._seen += 1
-        self.tokens += max(c.WORTH_RATE, 1.0 / (self._seen + c.WORTH_FIRST)) * (net_tokens - self.tokens)
+        self.tokens += max(c.SCORE_RATE, 1.0 / (self._seen + c.SCORE_FIRST)) * (net_tokens - self.tokens)
 
 
 class Hedge:
@@ -201,23 +201,22 @@ class Kinds:
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self._drafters = drafters
-        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge, Worth]] = {}
+        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge, DecisionScore]] = {}
 
-    def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge, Worth]:
-        """(drafter states, weights, worth of a decision) of one kind, made when first asked for."""
+    def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge, DecisionScore]:
+        """(drafter states, weights, score of a decision) of one kind, made when first asked for."""
         if kind not in self._kinds:
             states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
-            self._kinds[kind] = states, Hedge(self._drafters), Worth()
+            self._kinds[kind] = states, Hedge(self._drafters), DecisionScore()
         return self._kinds[kind]
 
-    def kept(self) -> dict[str, Any]:
-        """For the next run, as JSON."""
-        return {
-            kind: {name: state.kept() for name, state in states.items()} for kind, (states, *_) in self._kinds.items()
-        }
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, for the next run."""
+        kinds = self._kinds.items()
+        return {kind: {name: state.to_json() for name, state in states.items()} for kind, (states, *_) in kinds}
 
     def restore(self, kept: object) -> None:
-        """Continue from what `kept` returned; what does not fit is ignored."""
+        """Continue from what `to_json` returned; what does not fit is ignored."""
         for kind, drafters in kept.items() if isinstance(kept, dict) else ():
             states, *_ = self.of(kind)
             for name, parts in drafters.items() if isinstance(drafters, dict) else ():

@@ -19,7 +19,7 @@ from edgespec.types import Evidence
 _BUCKET_OF = (0, 1, 2, 3, 3, 4, 4, 4)  # position of a token in its draft -> bucket; later ones share the last
 NUM_BUCKETS = 6
 _LAST = len(_BUCKET_OF)  # the first position of the last bucket
-Judge = Callable[[int, Evidence], float]
+Predictor = Callable[[int, Evidence], float]
 _LOWEST, _HIGHEST = (math.log(limit / (1.0 - limit)) for limit in (c.LEAST_PROBABILITY, c.MOST_PROBABILITY))
 
 
@@ -36,7 +36,7 @@ class Calibrator(ABC):
         """The probability that token `index` (from 0) of a draft is accepted, given that all before it were."""
 
     @abstractmethod
-    def judge(self) -> Judge:
+    def predictor(self) -> Predictor:
         """`probability` as of now, fast for many tokens; it ignores what is observed later."""
 
     @abstractmethod
@@ -44,12 +44,12 @@ class Calibrator(ABC):
         """Learn the outcome of a token whose predecessors were all accepted."""
 
     @abstractmethod
-    def state(self) -> Any:
-        """What was learnt, as JSON."""
+    def to_json(self) -> Any:
+        """What was learnt, for the next run."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Continue from what `state` returned; raises ValueError, TypeError or KeyError when it is something else."""
+        """Continue from what `to_json` returned; raises ValueError, TypeError or KeyError when it is something else."""
 
 
 class BetaTable(Calibrator):
@@ -60,7 +60,7 @@ class BetaTable(Calibrator):
 
     def __init__(self) -> None:
         self._counts: dict[tuple[float, int], list[float]] = {}  # [accepted, tried], old outcomes fading
-        self._judge: Judge | None = None
+        self._predictor: Predictor | None = None
 
     def probability(self, index: int, evidence: Evidence) -> float:
         whole = self._counts.get((evidence[0], -1), (1.0, 2.0))
@@ -68,27 +68,27 @@ class BetaTable(Calibrator):
         accepted, tried = self._counts.get((evidence[0], bucket_of(index)), (0.0, 0.0))
         return (accepted + c.BETA_PRIOR_WEIGHT * pooled) / (tried + c.BETA_PRIOR_WEIGHT)
 
-    def judge(self) -> Judge:
-        if self._judge is None:
+    def predictor(self) -> Predictor:
+        if self._predictor is None:
             known: dict[tuple[float, int], float] = {}  # a draft's tokens are of few classes and buckets
 
-            def judged(index: int, evidence: Evidence) -> float:
+            def predicted(index: int, evidence: Evidence) -> float:
                 place = evidence[0], bucket_of(index)
                 if place not in known:
                     known[place] = self.probability(index, evidence)
                 return known[place]
 
-            self._judge = judged
-        return self._judge
+            self._predictor = predicted
+        return self._predictor
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
-        self._judge = None
+        self._predictor = None
         for place in (-1, bucket_of(index)):
             counts = self._counts.setdefault((evidence[0], place), [0.0, 0.0])
             counts[0] = counts[0] * c.BETA_MEMORY + accepted
             counts[1] = counts[1] * c.BETA_MEMORY + 1.0
 
-    def state(self) -> Any:
+    def to_json(self) -> Any:
         return [[*key, *counts] for key, counts in self._counts.items()]
 
     def restore(self, state: Any) -> None:
@@ -97,7 +97,7 @@ class BetaTable(Calibrator):
             -1 <= bucket < NUM_BUCKETS for _, bucket in counts
         ):
             raise ValueError("a table of outcomes has impossible counts")
-        self._counts, self._judge = counts, None
+        self._counts, self._predictor = counts, None
 
 
 class Logistic(Calibrator):
@@ -116,32 +116,32 @@ class Logistic(Calibrator):
         self._slopes: list[float] = []  # of the recent error, then of the evidence
         self._slope_precision: list[float] = []
         self._recent_error = 0.0
-        self._judge: Judge | None = None
+        self._predictor: Predictor | None = None
 
     def probability(self, index: int, evidence: Evidence) -> float:
         self._grow(1 + len(evidence))
         score = self._bias + self._places[bucket_of(index)]
         return _chance(sum(map(mul, self._slopes, (self._recent_error, *evidence)), score))
 
-    def judge(self) -> Judge:
-        if self._judge is None:
+    def predictor(self) -> Predictor:
+        if self._predictor is None:
             self._grow(1)
             common, places = self._bias + self._slopes[0] * self._recent_error, tuple(self._places)
             slopes = self._slopes[1:]
 
-            def judged(index: int, evidence: Evidence) -> float:
+            def predicted(index: int, evidence: Evidence) -> float:
                 if len(evidence) > len(slopes):
                     self._grow(1 + len(evidence))
                     slopes[:] = self._slopes[1:]
                 place = _BUCKET_OF[index] if index < _LAST else NUM_BUCKETS - 1
                 return _chance(sum(map(mul, slopes, evidence), common + places[place]))
 
-            self._judge = judged
-        return self._judge
+            self._predictor = predicted
+        return self._predictor
 
     def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
         probability = self.probability(index, evidence)
-        self._judge = None
+        self._predictor = None
         error, curvature = accepted - probability, max(probability * (1.0 - probability), 0.02)
         self._precision = max(self._precision * c.LOGISTIC_MEMORY, c.LOGISTIC_PRECISION) + curvature
         self._bias += error / self._precision
@@ -156,7 +156,7 @@ class Logistic(Calibrator):
             slopes[number] += error * value / known
         self._recent_error += (1.0 - c.ERROR_MEMORY) * (c.ERROR_SCALE * error - self._recent_error)
 
-    def state(self) -> Any:
+    def to_json(self) -> Any:
         return [
             [self._bias, self._precision],
             self._places,
@@ -175,7 +175,7 @@ class Logistic(Calibrator):
             raise ValueError("a logistic's state has precisions that are not positive")
         self._bias, self._precision = common
         self._places, self._place_precision = places, place_precision
-        self._slopes, self._slope_precision, self._judge = slopes, slope_precision, None
+        self._slopes, self._slope_precision, self._predictor = slopes, slope_precision, None
 
     def _grow(self, size: int) -> None:
         while len(self._slopes) < size:
@@ -227,7 +227,7 @@ class NextConfidence:
             self.observe(before, probability)
             before = probability
 
-    def state(self) -> Any:
+    def to_json(self) -> Any:
         return [self._means, self._counts]
 
     def restore(self, state: Any) -> None:

@@ -17,8 +17,8 @@ FIRST_FINE = 0.25  # plain passes charged for the first stall; doubles with each
 FORGIVEN_AFTER = 1024  # rounds without a stall until the fine halves
 DRAFTING_SHARE = 0.6  # share of the allowed loss that drafts may cost; the rest is for the overhead of a round
 DECIDING_SHARE = 0.25  # share of the allowed loss that deciding not to draft may take
-WORTH_RATE, WORTH_FIRST = 0.03, 4.0  # learning rate, per decision, of what one is worth; decisions its prior counts for
-LEAST_WORTH = 0.03  # tokens per decision that it must be worth: the mean is off by as much where rows are dear
+SCORE_RATE, SCORE_FIRST = 0.03, 4.0  # learning rate, per decision, of what one gains; decisions its prior counts for
+LEAST_SCORE = 0.03  # tokens that a decision must gain: the mean is off by as much where rows are dear
 LONGEST_REST = 64  # most rounds without a decision: texts change
 
 # -- a round (auto, length, round)

@@ -162,7 +162,7 @@ class CostCurve:
             seen = self._local[width] + surprise
             self._passes[width] = passes = min(self._passes[width] + 1.0, c.MOST_OWN_PASSES)
             self._own[width] += (seen - self._own[width]) / passes
-            self._judge()
+            self._smooth()
 
     def _jump(self, width: int, surprise: float) -> None:
         self._stale += abs(surprise)
@@ -170,9 +170,9 @@ class CostCurve:
             self._drift += surprise
         else:
             self._own[width] = self._local[width] + surprise
-            self._judge()
+            self._smooth()
 
-    def _judge(self) -> None:
+    def _smooth(self) -> None:
         """What each width costs beyond the base, from its own passes and, while these are few, from similar widths.
 
         Drafts have many lengths, so each width is seen rarely. Without smoothing the largest of several noisy times

@@ -98,13 +98,13 @@ class RoundCost:
     _timed: int = 0  # how many passes `after_s` was learned from
 
     @classmethod
-    def of(cls, kept: object) -> Self:
-        """Restores what `kept` returned; the default for anything else."""
+    def from_json(cls, kept: object) -> Self:
+        """What `to_json` returned; the default for anything else."""
         is_kept = isinstance(kept, list) and len(kept) == 3 and all(isinstance(s, float) and 0 <= s < 1 for s in kept)
         return cls(*kept) if is_kept and isinstance(kept, list) else cls()
 
-    def kept(self) -> list[float]:
-        """For the next run, as JSON."""
+    def to_json(self) -> list[float]:
+        """What was learnt, for the next run."""
         return [self.token_s, self.round_s, max(self.after_s, 0.0)]
 
     @property

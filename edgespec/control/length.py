@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.control.confidence import Judge
+from edgespec.control.confidence import Predictor
 from edgespec.types import Draft, Evidence
 
 
@@ -43,7 +43,7 @@ def least_ahead(pass_s: Sequence[float]) -> list[float]:
     return found
 
 
-def while_it_may_pay(judge: Judge, prices: Prices) -> Callable[[int, Evidence], bool]:
+def while_it_may_pay(predict: Predictor, prices: Prices) -> Callable[[int, Evidence], bool]:
     """`DraftRequest.should_continue` for a drafter whose tokens are free: until even certain ones would not pay.
 
     It ends a draft where `best_length` ends its search.
@@ -52,7 +52,7 @@ def while_it_may_pay(judge: Judge, prices: Prices) -> Callable[[int, Evidence], 
 
     def should_continue(count: int, evidence: Evidence) -> bool:
         nonlocal reach
-        reach *= judge(count - 1, evidence)
+        reach *= predict(count - 1, evidence)
         return reach > prices.rate * prices.ahead_s[count + 1]
 
     return should_continue

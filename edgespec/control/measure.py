@@ -21,7 +21,7 @@ from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
 from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
-from edgespec.engines.disk_cache import a_list, a_record, a_row, a_table, file_key, key_of, number, seconds
+from edgespec.engines.disk_cache import FileVersion, a_list, a_record, a_row, a_table, file_key, key_of, number, seconds
 from edgespec.engines.machine import processor
 from edgespec.types import Batch, TokenIds
 
@@ -43,15 +43,15 @@ _CURVE = a_record(
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
 
 
-def known_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
+def known_curve(engine: Engine, files: Sequence[Path | FileVersion]) -> CostCurve:
     """The cost curve from an earlier measurement or run, or a guess that the first passes correct; runs no pass."""
     key = cost_key(engine, files)
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
-    known = _kept_curve(key) or PriorCurve.of(disk_cache.get("learnt costs", key, _LEARNT), low)
+    known = _kept_curve(key) or PriorCurve.from_json(disk_cache.get("learnt costs", key, _LEARNT), low)
     return known or PriorCurve(guessed_plain_s(engine.facts.weight_bytes), low)
 
 
-def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> DraftCost:
+def known_draft_cost(engine: Engine, files: Iterable[Path | FileVersion], target: Engine) -> DraftCost:
     """What a draft model's tokens cost, from an earlier measurement or run, or a guess by its size."""
     known = _kept_draft_cost(cost_key(engine, files))
     share = engine.facts.weight_bytes / max(target.facts.weight_bytes, 1)
@@ -61,14 +61,14 @@ def known_draft_cost(engine: Engine, files: Iterable[Path], target: Engine) -> D
     return known or guess
 
 
-def target_curve(engine: Engine, files: Sequence[Path]) -> CostCurve:
+def target_curve(engine: Engine, files: Sequence[Path | FileVersion]) -> CostCurve:
     """The cost curve of an empty engine, measured once, then cached; the engine is left empty."""
     key = cost_key(engine, files)
     kept = _kept_curve(key)
     if kept is not None and _still_holds(kept, engine):
         return kept
     why = "once" if kept is None else "again, since they have changed"
-    logger.info("measuring what passes of %s cost on this machine, %s", files[0].name, why)
+    logger.info("measuring what passes of %s cost on this machine, %s", Path(file_key(files[0])[0]).name, why)
     costs = quick_costs(engine, COARSE)
     if c.LEAST_TURNS * sum(costs.values()) < 0.75 * c.QUICK_S:
         costs |= quick_costs(engine, FINE, passes=c.LEAST_TURNS * len(FINE))
@@ -112,7 +112,7 @@ def _padded(costs: dict[int, float], engine: Engine) -> dict[int, float]:
     return {width: median(same) if width <= low else seconds for width, seconds in costs.items()}
 
 
-def draft_cost(engine: Engine, files: Iterable[Path]) -> DraftCost:
+def draft_cost(engine: Engine, files: Iterable[Path | FileVersion]) -> DraftCost:
     """Seconds per drafted and per read token of an empty draft model, measured once, then cached."""
     key = cost_key(engine, files)
     kept = _kept_draft_cost(key)
@@ -209,7 +209,7 @@ def shorten(engine: Engine, ids: TokenIds, to_length: int) -> None:
         read(engine, ids[:to_length])
 
 
-def cost_key(engine: Engine, files: Iterable[Path]) -> str:
+def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
     """A key of everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
     facts = engine.facts
     return key_of(
@@ -227,7 +227,7 @@ def store_curve(key: str, curve: CostCurve) -> bool:
     Whether it was: there may be nothing to store yet, or no place.
     """
     if isinstance(curve, PriorCurve):
-        kept = curve.kept()
+        kept = curve.to_json()
         return bool(kept) and disk_cache.put("learnt costs", key, kept)
     widths = {str(width): seconds for width, seconds in curve.refined().items()}
     return disk_cache.put("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
@@ -237,20 +237,20 @@ def store_draft_cost(key: str, cost: DraftCost) -> None:
     disk_cache.put("draft costs", key, [cost.token_s, cost.read_s])
 
 
-def store_file_curve(files: Sequence[Path], curve: CostCurve) -> None:
+def store_file_curve(files: Sequence[Path | FileVersion], curve: CostCurve) -> None:
     """Store the latest curve of a model under its files alone, for plans that are made without loading it."""
     if not isinstance(curve, PriorCurve) or curve.is_scaled:
         table = curve.table(0)
         disk_cache.put("file curves", _file_curve_key(files), [table[width] for width in range(1, WIDEST + 1)])
 
 
-def file_curve(files: Sequence[Path]) -> CostCurve | None:
+def file_curve(files: Sequence[Path | FileVersion]) -> CostCurve | None:
     """The latest curve of a model on this machine, however it was loaded; None where it has not run."""
     kept = disk_cache.get("file curves", _file_curve_key(files), a_list(seconds, size=WIDEST))
     return None if kept is None else CostCurve(dict(enumerate(kept, start=1)))
 
 
-def _file_curve_key(files: Sequence[Path]) -> str:
+def _file_curve_key(files: Sequence[Path | FileVersion]) -> str:
     return key_of(METHOD, [file_key(file) for file in files], processor())
 
 

@@ -1,14 +1,11 @@
 """The drafters of a loaded model, their controllers, and the costs and confidences that these measured and learnt.
 
-Costs are learnt from the passes of every generation, used by later ones and kept on disk. They are measured only for
-commands that report them or plan with them.
+What is learnt from every generation is used by later ones and kept on disk.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
-from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -17,19 +14,9 @@ from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
 from edgespec.control.cost import CostCurve
-from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
-from edgespec.control.measure import (
-    cost_key,
-    draft_cost,
-    exit_cost,
-    known_curve,
-    known_draft_cost,
-    store_curve,
-    store_draft_cost,
-    store_file_curve,
-    target_curve,
-)
-from edgespec.control.prior import PriorCurve
+from edgespec.control.draft_cost import DraftCost
+from edgespec.control.measure import cost_key
+from edgespec.control.model_costs import ModelCosts
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
@@ -43,6 +30,9 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 from edgespec.types import TokenIds
 
+if TYPE_CHECKING:
+    from edgespec.corpus.learnt import LearntTexts
+
 
 class DrafterPool:
     """Owns the drafters of a model, and a controller for each drafter (or `auto`) that was asked for."""
@@ -55,18 +45,22 @@ class DrafterPool:
         drafters: dict[DrafterName, Drafter],
         first: DrafterPool | None = None,
     ) -> None:
-        """`first`: the pool of the target's first sequence, whose costs and confidences this one shares."""
+        """`first`: the pool of the target's first sequence, which owns what this one shares with it."""
         self.drafters = drafters
         self._first = first
         self._options = options
         self._pair = pair
         self._target = target
         self._automatic: dict[DrafterName, AutoController] = {}
-        self._is_measured = False
         self._dropped: tuple[DrafterName, ...] = ()  # closed to free their memory
+        self.costs: ModelCosts = ModelCosts(pair, target, drafters) if first is None else first.costs
+        heads = {"": options.heads} if options.heads else {kind: file.path for kind, file in pair.heads.items()}
+        self._heads = {kind: disk_cache.file_key(path) for kind, path in heads.items()}
         self.threads = self._thread_control() if first is None else None
-        # Opened now: a generation may end after its model, and with it the vocabulary, was closed.
-        self._learnt = learnt_texts(target.engine.vocabulary) if options.learn and first is None else None
+        self._learnt: LearntTexts | None = None if first is None else first._learnt
+        if first is None and options.learn:
+            # Opened now: a generation may end after its model, and with it the vocabulary, was closed.
+            self._learnt = learnt_texts(target.engine.vocabulary)
 
     def another(self, target: CachedSequence) -> DrafterPool:
         """The pool of another sequence of the target. It has those drafters that serve several sequences."""
@@ -141,7 +135,7 @@ class DrafterPool:
     @property
     def is_measured(self) -> bool:
         """Whether `measure` was called, so that asking for costs runs no engine."""
-        return self._is_measured
+        return self.costs.is_measured
 
     def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
         if name == "none" or length == 0 or not self._target.engine.facts.can_speculate:
@@ -161,7 +155,7 @@ class DrafterPool:
             names = self.names if name == "auto" else [name]
             drafters: dict[str, Drafter] = {FORCED: ForcedDrafter()} | {each: self.drafter(each) for each in names}
             curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
-            found = AutoController(drafters, curve, costs, self._options.max_slowdown, threads=threads)
+            found = AutoController.of(drafters, curve, costs, self._options.max_slowdown, threads=threads)
             found.costs.splits = self._target.engine.facts.splits_passes
             if self.threads is not None:
                 found.use_threads(self.threads.threads)
@@ -209,56 +203,21 @@ class DrafterPool:
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
         return self.drafters[name]
 
-    @cached_property
+    @property
     def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, as far as known; refined by every pass."""
-        if self._first is not None:
-            return self._first.cost_curve
-        return known_curve(self._target.engine, self._pair.paths("target"))
+        """What the target's passes cost on this machine, as far as known."""
+        return self.costs.curve
 
-    @cached_property
+    @property
     def draft_costs(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
-        target = self._target.engine
-        costs: dict[str, DraftCost] = {
-            name: known_draft_cost(engine, self._draft_files(name), target)
-            for name, drafter in self.drafters.items()
-            if (engine := drafter.reset_engine()) is not None
-        }
-        costs |= {name: guessed_draft_cost(c.EXIT_SHARE) for name in self._parts_of_target() if name not in costs}
-        if self.cost_curve.is_scaled:
-            for cost in costs.values():
-                cost.scale(self.cost_curve.at(1))
-        return costs
+        return self.costs.drafts
 
     def measure(self) -> None:
         """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
-        if self._is_measured:
-            return
-        self.keep()
-        if isinstance(self.cost_curve, PriorCurve):
-            self._target.rollback(0)
-            if self.threads is not None:
-                self.threads.reset()
-            self.cost_curve = target_curve(self._target.engine, self._pair.paths("target"))
-        self.draft_costs = {
-            name: draft_cost(engine, self._draft_files(name))
-            for name, drafter in self.drafters.items()
-            if (engine := drafter.reset_engine()) is not None
-        }
-        for name in self._parts_of_target():
-            if name not in self.draft_costs:
-                self._target.rollback(0)
-                self.draft_costs[name] = exit_cost(self._target.engine)
-        self._is_measured = True
-
-    def _parts_of_target(self) -> list[DrafterName]:
-        """The opened drafters that run layers of the target."""
-        return [name for name in self.drafters if SPECS[name].owns == "layers of the target"]
-
-    def _draft_files(self, name: DrafterName) -> tuple[Path, ...]:
-        """The files of the model that a drafter runs."""
-        return self._pair.paths(SPECS[name].roles[-1])
+        if not self.is_measured:
+            self.keep()
+            self.costs.measure(self.threads)
 
     @property
     def draft_engine(self) -> Engine | None:
@@ -278,28 +237,21 @@ class DrafterPool:
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is complete: keep it for later ones where the options say so."""
-        learnt = self._learnt if self._first is None else self._first._learnt
-        if learnt is not None and answer_ids.size:
+        if self._learnt is not None and answer_ids.size:
             cache = self.drafters.get("cache")
             if isinstance(cache, CacheDrafter):
                 cache.learn(answer_ids)
-            learnt.add(answer_ids)
+            self._learnt.add(answer_ids)
 
     def keep(self) -> None:
         """Store costs and confidences for the next run. Raises OSError."""
         controllers, self._automatic = self._automatic, {}
         if controllers:
-            store_curve(cost_key(self._target.engine, self._pair.paths("target")), self.cost_curve)
-            store_file_curve(self._pair.paths("target"), self.cost_curve)
-            if self.draft_name and self.draft_engine is not None:
-                cost = self.draft_costs[self.draft_name]
-                if cost.is_observed and not cost.is_relative:
-                    store_draft_cost(cost_key(self.draft_engine, self._pair.paths("draft")), cost)
+            self.costs.store(self.draft_name)
         for name, controller in controllers.items():
-            disk_cache.put("learnt", self._learnt_key(name), controller.state())
+            disk_cache.put("learnt", self._learnt_key(name), controller.to_json())
 
     def _learnt_key(self, name: DrafterName) -> str:
-        files = [cost_key(self._target.engine, self._pair.paths(role)) for role in self._pair.files]
-        own = [file.path for kind, file in self._pair.heads.items() if kind == name]
-        heads = [disk_cache.file_key(path) for path in ([self._options.heads] if self._options.heads else own)]
+        files = [cost_key(self._target.engine, versions) for versions in self.costs.files.values()]
+        heads = [version for kind, version in self._heads.items() if kind in ("", name)]
         return key_of(name, files, heads, self._options.exit_layer, self._options.draft_temperature)

@@ -108,11 +108,11 @@ class PriorCurve(CostCurve):
         self._base = self._base_s.tolist()
         self.measured = {width: self._base[width] for width in self.measured}
         self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base_s[1:] / before[1:]), 0.0)
-        self._judge()
+        self._smooth()
         self._table_step = -1
 
-    def kept(self) -> dict[str, Any]:
-        """For the next run, as JSON; empty while no plain pass was timed."""
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, for the next run; empty while no plain pass was timed."""
         if not self._is_scaled:
             return {}
         widths = np.flatnonzero(self._passes)
@@ -124,8 +124,8 @@ class PriorCurve(CostCurve):
         }
 
     @classmethod
-    def of(cls, kept: object, low: int = 1) -> Self | None:
-        """The curve that `kept` returned; None for anything else."""
+    def from_json(cls, kept: object, low: int = 1) -> Self | None:
+        """The curve that `to_json` returned; None for anything else."""
         try:
             assert isinstance(kept, Mapping)
             plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])
@@ -141,7 +141,7 @@ class PriorCurve(CostCurve):
         curve._is_scaled = True
         for width, passes, own in widths:
             curve._passes[width], curve._own[width] = passes, own
-        curve._judge()
+        curve._smooth()
         return curve
 
 

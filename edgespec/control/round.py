@@ -22,7 +22,7 @@ def to_read(
 ) -> int:
     """Tokens that a paid drafter has to read first: all that it lacks, or as many as the bank can pay.
 
-    What it drafts from a part of a long text is judged as any draft is, so trying it costs little. The rest is read
+    What it drafts from a part of a long text is verified as any draft is, so trying it costs little. The rest is read
     once the bank can pay for it, and what the drafter gains in the rounds over which it is spread.
     """
     if not cost.read_s:
@@ -86,13 +86,13 @@ class PaidRound:
     ) -> Passes[tuple[Draft, list[float], int]]:
         """Draft at most `most` tokens. Returns (the draft, its confidences, how many tokens to verify)."""
         pass_s, ahead_s, rate = prices = self.prices
-        token_s, judge, upcoming = self.cost.next_s, self.state.calibrator.judge(), self.state.upcoming
+        token_s, predict, upcoming = self.cost.next_s, self.state.calibrator.predictor(), self.state.upcoming
         found: list[float] = []
         reach = 1.0
 
         def should_continue(count: int, evidence: Evidence) -> bool:
             nonlocal reach
-            confidence = judge(count - 1, evidence)
+            confidence = predict(count - 1, evidence)
             found.append(confidence)
             reach *= confidence
             if count >= most or reach <= rate * (ahead_s[count + 1] + token_s):

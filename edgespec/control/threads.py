@@ -138,7 +138,7 @@ class ThreadControl:
                 return True
             self._settling = False
             if self._trial is not None and self._trial.is_upward and late is not None and late > c.STALLED:
-                self._judge(self._trial, late, seconds)  # late enough to decide without another pass
+                self._compare(self._trial, late, seconds)  # late enough to decide without another pass
             return True
         if late is None:
             is_contended = (self.lacking or 0.0) > c.CONTENDED
@@ -147,7 +147,7 @@ class ThreadControl:
                 self._try(1, 0.0, is_upward=False)  # busy from the start: each further pass on all threads is as slow
             return self._trial is not None or is_contended
         if self._trial is not None:
-            self._judge(self._trial, late, seconds)
+            self._compare(self._trial, late, seconds)
             return True
         usual = self._level if self._at else 0.0
         self._level += c.LEVEL_RATE * (_clipped(late) - self._level)
@@ -224,7 +224,7 @@ class ThreadControl:
         self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0
         self._use(self.steps[step])
 
-    def _judge(self, trial: Trial, late: float, seconds: float) -> None:
+    def _compare(self, trial: Trial, late: float, seconds: float) -> None:
         trial.seen.append(_clipped(late))
         trial.lost_s += seconds * (1.0 - math.exp(min(trial.lateness - late, 0.0)))
         is_contended = self.lacking is None or self.lacking > c.CONTENDED / 2  # a few passes tell no more
@@ -236,11 +236,11 @@ class ThreadControl:
         if trial.is_upward:
             # Where passes are on time again, the usual number of threads is taken even if it gains next to nothing.
             needed = 0.0 if mean < c.BETTER else c.BETTER / 2
-            self._judged_upward(trial, mean, is_better=not is_contended or mean < trial.lateness - needed)
+            self._compared_upward(trial, mean, is_better=not is_contended or mean < trial.lateness - needed)
         else:
-            self._judged_downward(trial, mean, is_better=mean < trial.lateness - c.BETTER)
+            self._compared_downward(trial, mean, is_better=mean < trial.lateness - c.BETTER)
 
-    def _judged_downward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
+    def _compared_downward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
         """Continue with fewer until they are no better; if none was better, down to one: many cores may be busy."""
         self._trial = None
         if is_better:
@@ -263,7 +263,7 @@ class ThreadControl:
         else:
             self._slowed(trial.lateness)
 
-    def _judged_upward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
+    def _compared_upward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
         self._trial = None
         if not is_better:
             self._switch(trial.back)

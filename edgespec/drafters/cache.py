@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.counts import MAX_VOCABULARY, SIZES, CountTable, Following, GrowingCounts, keys_of
+from edgespec.drafters.followed_text import FollowedText
 from edgespec.errors import CapabilityError
 from edgespec.types import Draft, Evidence, TokenIds
 
@@ -32,20 +33,20 @@ class CacheDrafter(Drafter):
             )
         self._earlier = CountTable(earlier)
         self._answers = GrowingCounts()
-        self._text = GrowingCounts()
-        self._ids: list[int] = []
-        self._is_new = False
+        self._text, self._counts = FollowedText(), GrowingCounts()
 
     def begin(self, prompt_ids: TokenIds) -> None:
         """An empty prompt also clears the answers of this process."""
-        self._is_new = True  # the prompt is counted with the first draft, if there is one
+        self._text.begin(prompt_ids)
         if not prompt_ids.size:
             self._answers.clear()
-            self._clear()
+            self._counts.clear()
 
     def draft(self, request: DraftRequest) -> Draft:
-        self._extend(request.token_ids)
-        latest = self._ids[-SIZES[0] :]
+        if not (start := self._text.grow(request.token_ids)):
+            self._counts.clear()
+        self._counts.add(self._text.ids, start)
+        latest = self._text.ids[-SIZES[0] :]
         chosen: list[int] = []
         evidence: list[Evidence] = []
         reach = 1.0
@@ -75,28 +76,13 @@ class CacheDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        tables = (self._earlier, self._answers, self._text)
-        return sum(table.bytes_used for table in tables) + 36 * len(self._ids)
-
-    def _extend(self, token_ids: TokenIds) -> None:
-        known = len(self._ids)
-        if self._is_new:
-            self._is_new = False
-            if token_ids.size < known or token_ids[:known].tolist() != self._ids:
-                self._clear()
-                known = 0
-        self._ids += token_ids[known:].tolist()
-        self._text.add(self._ids, known)
-
-    def _clear(self) -> None:
-        self._ids = []
-        self._text.clear()
+        return sum(part.bytes_used for part in (self._earlier, self._answers, self._counts, self._text))
 
     def _following(self, latest: list[int]) -> tuple[int, Following, float] | None:
         """(size of the n-gram, what follows it, 0 in this text or -1 in another) of the longest n-gram known."""
         keys = keys_of(latest)
         for size, key in zip(SIZES[len(SIZES) - len(keys) :], keys, strict=True):
-            if (found := self._text.get(key)) is not None:
+            if (found := self._counts.get(key)) is not None:
                 return size, found, 0.0
             if (found := self._answers.get(key) or self._earlier.get(key)) is not None:
                 return size, found, -1.0

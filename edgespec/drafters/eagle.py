@@ -21,7 +21,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.candidates import candidates_for
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.products import NumpyProducts
-from edgespec.drafters.scored import Array, ScoredTokens
+from edgespec.drafters.scored import Array
 from edgespec.drafters.states import StateDrafter
 from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import HeadFile
@@ -34,7 +34,8 @@ _UNSEEN = np.float32(-math.inf)  # a score of attention
 class EagleDrafter(StateDrafter):
     """Drafts chains and trees of any size, from the part of the text whose target states are available.
 
-    `products` computes the head's layer and is closed with the drafter; without it numpy does, in float32.
+    `products` computes the head's layer and is closed with the drafter; without it numpy does, in float32. `rows`: as
+    StateDrafter's; None: the vocabulary as wide as the products'.
     """
 
     name = "eagle"
@@ -46,16 +47,15 @@ class EagleDrafter(StateDrafter):
         end_ids: frozenset[int],
         given_layers: tuple[int, ...] = (),
         products: LayerProducts | None = None,
+        rows: NDArray[np.floating] | None = None,
     ) -> None:
-        super().__init__(heads, vocabulary_size, end_ids, given_layers)
-        if products is not None:  # numpy only looks rows up, which were stored in 8 bits
-            self._vocabulary = heads.vocabulary.astype(np.float16)
-            self._scored = ScoredTokens(heads, vocabulary_size, self._vocabulary)
-        self._arrays, self._project, self._scored_rows = {}, None, self._vocabulary  # the products have them
+        if rows is None:  # those of products in 8 bits are only looked up
+            rows = heads.vocabulary if products is None else heads.vocabulary.astype(np.float16)
+        super().__init__(heads, vocabulary_size, end_ids, given_layers, rows)
         self._products, self._owns_products = products or NumpyProducts(heads), True
         self._sizes = sizes = heads.manifest
         half = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
-        self._frequencies = np.float32(sizes.rope_theta) ** -half
+        self._frequencies = heads.arrays.get("frequencies", np.float32(sizes.rope_theta) ** -half)
         self._begin_cache()
 
     def _begin_cache(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.products import NumpyLayerProducts
-from edgespec.drafters.scored import Array, ScoredTokens
+from edgespec.drafters.scored import Array
 from edgespec.engines.head import LayerProducts
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import TokenIds
@@ -27,12 +27,10 @@ class LayersEagleDrafter(EagleDrafter):
         given_layers: tuple[int, ...] = (),
         products: LayerProducts | None = None,
     ) -> None:
-        super().__init__(heads, vocabulary_size, end_ids, given_layers, products or NumpyLayerProducts(heads))
-        self._fused_size = heads.manifest.fused_size
-        self._frequencies = heads.arrays["frequencies"]
         # Its products have the rows of the head, and embeddings come from a table of their own.
-        self._vocabulary = self._scored_rows = np.zeros((0, heads.manifest.hidden_size), np.float16)
-        self._scored = ScoredTokens(heads, vocabulary_size, self._vocabulary)
+        rows = np.zeros((0, heads.manifest.hidden_size), np.float16)
+        super().__init__(heads, vocabulary_size, end_ids, given_layers, products or NumpyLayerProducts(heads), rows)
+        self._fused_size = heads.manifest.fused_size
         assert heads.embedding is not None
         self._embedding = heads.embedding
 

@@ -6,11 +6,14 @@ states of the first layers so that the verifying pass starts behind them.
 
 from __future__ import annotations
 
+import numpy as np
+
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.model import DraftTemperature, ModelDrafter
+from edgespec.drafters.chain import DrawnChain
+from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.pass_request import Passes
-from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
+from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 
 class EarlyExitDrafter(ModelDrafter):
@@ -24,66 +27,38 @@ class EarlyExitDrafter(ModelDrafter):
         return facts.kv_bytes_per_token * facts.context_length
 
 
-class SharedStateDrafter(EarlyExitDrafter):
+class SharedStateDrafter(ChainDrafter):
     """Drafts with the early exit of the engine `target`, which it does not own: same cache, shared states.
 
-    The target has read the text already, so there is nothing to catch up with and no window.
-    `temperature`: as ModelDrafter's.
+    It follows the target's first sequence, which has read the text already: nothing to catch up with, and no window.
     """
 
-    def __init__(self, target: Engine, temperature: float = 1.0) -> None:
-        # No sequence of its own, unlike ModelDrafter: a drafter must not change the target's cache.
-        self._engine = target
-        self.temperature = DraftTemperature(temperature)
-        self._exit = target.early_exit()
+    name = "early-exit"
 
-    def another(self, sequence: int) -> None:
-        """It follows the target's first sequence only."""
+    def __init__(self, target: Engine, temperature: float = 1.0) -> None:
+        super().__init__(target, temperature)
+        self._exit = target.early_exit()
 
     def begin(self, prompt_ids: TokenIds) -> None:
         """The target reads the prompt for both."""
 
     def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
-        """The same as ModelDrafter's; empty if the target's cache holds no prefix of the text."""
+        """Empty if the target's cache holds no prefix of the text."""
+        yield from ()  # its rows are the target's own and share no pass
         text = request.token_ids
         most = min(request.max_tokens, self._engine.facts.context_length - text.size)
         read = self._exit.follow(text)
         if read is None or most < 1:
             return EMPTY_DRAFT
-        logits = yield from self._feeding(text[read:])
-        return (yield from self._chain(request, logits, most))
-
-    def _feeding(self, token_ids: TokenIds) -> Passes[Logits]:
-        yield from ()  # its rows are the target's own and share no pass
-        return self._exit.feed(token_ids)
-
-    def _mark(self) -> None:
-        pass  # its cache is the target's
-
-    @property
-    def _end_ids(self) -> frozenset[int]:
-        return self._engine.vocabulary.end_ids
+        chain, unread = DrawnChain(request, most, self._engine.vocabulary.end_ids), text[read:]
+        while chain.is_open:
+            chain.add(self._exit.feed(unread))
+            unread = np.array(chain.token_ids[-1:], np.int32)
+        return chain.as_draft()
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         return 1
 
-    def reading(self, token_ids: TokenIds, whole: int, part: int) -> int:
-        return 1
-
-    @property
-    def reads_part(self) -> bool:
-        return False
-
-    @property
-    def engine(self) -> Engine | None:
-        return None
-
-    def reset_engine(self) -> Engine | None:
-        return None
-
     @property
     def bytes_used(self) -> int:
         return self._exit.bytes_used
-
-    def close(self) -> None:
-        """Nothing: the engine is the target's."""

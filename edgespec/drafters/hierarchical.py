@@ -13,7 +13,7 @@ import numpy as np
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import DrawnChain
-from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence, restored_on_failure
@@ -34,7 +34,7 @@ class HierarchicalDrafter(ModelDrafter):
 
     def __init__(
         self,
-        small: ModelDrafter,
+        small: ChainDrafter,
         medium: Engine,
         temperature: float = 1.0,
         ahead: int = _AHEAD,

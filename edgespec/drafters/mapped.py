@@ -9,6 +9,7 @@ worse, and the output is still right.
 from __future__ import annotations
 
 import re
+from typing import Any, Never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,7 +141,8 @@ def map_vocabulary(target: Vocabulary, draft: Engine) -> VocabularyMap:
 class MappedSequence(CachedSequence):
     """A draft model's cache as a list of target tokens; logits come in the target's ids.
 
-    It supports what a draft model needs (feed, look, rollback), not the scoring of drafts.
+    It supports what a draft model needs (feed, look, rollback). What only a target does is refused, since its places
+    would be taken for those of the draft's tokens.
     """
 
     def __init__(self, engine: Engine, mapping: VocabularyMap, sequence: int = 0) -> None:
@@ -192,3 +194,10 @@ class MappedSequence(CachedSequence):
     def restore(self) -> None:
         self._inner.restore()
         self._inner.rollback(int(self._ends[self.length]))
+
+    def _refuse(self, *_: Any, **__: Any) -> Never:
+        raise AssertionError(
+            "a cache of another vocabulary drafts only: its places are not those of the draft's tokens"
+        )
+
+    score = scoring = keep = score_again = adopt = adopt_prefix = keep_features = keep_layer_inputs = _refuse

@@ -15,7 +15,7 @@ from edgespec.drafters.candidates import Candidates, MakeCandidates, candidates_
 from edgespec.drafters.growth import Growth
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import StateDrafter, silu
-from edgespec.formats.head_file import HeadFile
+from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
 # Of logits: a head knows no token of its path, so the target differs from it by more than from a model that does.
@@ -32,16 +32,32 @@ class MedusaDrafter(StateDrafter):
     def __init__(
         self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int], given_layers: tuple[int, ...] = ()
     ) -> None:
-        super().__init__(heads, vocabulary_size, end_ids, given_layers)
+        super().__init__(heads, vocabulary_size, end_ids, given_layers, heads.vocabulary)
         arrays, depth = heads.arrays, heads.manifest.depth
         # per block: weights [heads, hidden, inputs] and biases [heads, hidden] of all heads
         self._blocks = [
             tuple(np.stack([arrays[f"{kind}.{head}.{block}"] for head in range(depth)]) for kind in ("weight", "bias"))
             for block in range(heads.manifest.blocks)
         ]
-        self._arrays = {f"{block}.{part}": each for block, pair in enumerate(self._blocks) for part, each in
-                        enumerate(pair)}  # fmt: skip
+        self._project = arrays.get(PROJECT)
+        self._scored_rows, self._scale = heads.frequent_rows, np.float32(heads.manifest.scale)
         self.depth = depth
+
+    @property
+    def bytes_used(self) -> int:
+        own = [array for block in self._blocks for array in block]
+        own += [] if self._project is None else [self._project]
+        own += [] if self._scored_rows is self._rows else [self._scored_rows]
+        return super().bytes_used + sum(array.nbytes for array in own)
+
+    def projected(self, features: Array) -> Array:
+        assert self._project is not None
+        found: Array = features @ self._project.T
+        return found
+
+    def scores(self, states: Array) -> Array:
+        """Logits [n, m] of predicted states [n, hidden size] over the scored tokens."""
+        return self._scored.complete(states, (states @ self._scored_rows.T) * self._scale)
 
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
         """A tree, or a chain of at most one token per head."""

@@ -8,6 +8,8 @@ afford the reading, it begins at a later token (`reading`).
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -44,14 +46,49 @@ class DraftTemperature:
         return self._made[1]
 
 
-class ModelDrafter(Drafter):
+class ChainDrafter(Drafter):
+    """Drafts a chain with layers of `engine`, for the target or for another drafter that looks ahead with it.
+
+    `temperature`: the draft's as a multiple of the target's.
+    """
+
+    prior = CHAIN_PRIOR
+
+    def __init__(self, engine: Engine, temperature: float) -> None:
+        self._engine = engine
+        self.temperature = DraftTemperature(temperature)  # a drafter that shares the model shares it too
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
+        return at_once(self.drafting(request))
+
+    def drafting(self, request: DraftRequest) -> Passes[Draft]:
+        return self.looking_ahead(request._replace(sampler=self.temperature.sampler(request.sampler)))
+
+    @abstractmethod
+    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
+        """Implements `drafting`, at the temperature of the request's sampler."""
+
+    def another(self, sequence: int) -> ChainDrafter | None:
+        return None
+
+    def set_threads(self, threads: int) -> None:
+        self._engine.set_threads(min(threads, self._engine.facts.threads))
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def clear_cancel(self) -> None:
+        self._engine.clear_cancel()
+
+
+class ModelDrafter(ChainDrafter):
     """Drafts with `engine`; `cache` translates another vocabulary into the target's.
 
-    It closes the engine if it owns it. `temperature`: the draft's as a multiple of the target's.
+    It closes the engine if it owns it.
     """
 
     name = "model"
-    prior = CHAIN_PRIOR
 
     def __init__(
         self,
@@ -62,10 +99,9 @@ class ModelDrafter(Drafter):
         *,
         owns_engine: bool = True,
     ) -> None:
+        super().__init__(engine, temperature)
         self.notes = notes
         self._owns_engine = owns_engine
-        self.temperature = DraftTemperature(temperature)  # a drafter that shares the model shares it too
-        self._engine = engine
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
         self._former_start = 1  # the same in an earlier generation
@@ -81,22 +117,19 @@ class ModelDrafter(Drafter):
         if self._window_start > 1:  # drafters that share this one begin it as well
             self._former_start, self._window_start = self._window_start, 1
 
-    def draft(self, request: DraftRequest) -> Draft:
-        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
-        return at_once(self.drafting(request))
-
-    def drafting(self, request: DraftRequest) -> Passes[Draft]:
-        return self.looking_ahead(request._replace(sampler=self.temperature.sampler(request.sampler)))
-
     def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
-        """Implements `drafting`, at the temperature of the request's sampler."""
         room = self._engine.facts.context_length
         most = min(request.max_tokens, room // 4)
         if most < 1:
             return EMPTY_DRAFT
         with restored_on_failure(self._cache):
-            logits = yield from self.catching_up(request.token_ids, most)
-            return (yield from self._chain(request, logits, most))
+            chain = DrawnChain(request, most, self._cache.end_ids)
+            chain.add((yield from self.catching_up(request.token_ids, most)))
+            if chain.is_open:
+                self._cache.mark()  # what was read up to here is the text; the next draft begins with it again
+            while chain.is_open:
+                chain.add((yield from self._cache.feeding(np.array(chain.token_ids[-1:], np.int32))))
+            return chain.as_draft()
 
     def catching_up(self, token_ids: TokenIds, most: int) -> Passes[Logits]:
         """Feed what the cache lacks of `token_ids` [n]; the logits row after the last of them."""
@@ -118,26 +151,6 @@ class ModelDrafter(Drafter):
         if token_ids.size - self._window_start > behind_first:
             self._window_start = token_ids.size - self._cache.latest_fitting(token_ids, capacity // 2)
         return _from(token_ids, self._window_start)
-
-    def _chain(self, request: DraftRequest, logits: Logits, most: int) -> Passes[Draft]:
-        chain = DrawnChain(request, most, self._end_ids)
-        chain.add(logits)
-        if chain.is_open:
-            self._mark()
-        while chain.is_open:
-            chain.add((yield from self._feeding(np.array(chain.token_ids[-1:], np.int32))))
-        return chain.as_draft()
-
-    @property
-    def _end_ids(self) -> frozenset[int]:
-        return self._cache.end_ids
-
-    def _feeding(self, token_ids: TokenIds) -> Passes[Logits]:
-        return self._cache.feeding(token_ids)
-
-    def _mark(self) -> None:
-        """What was read up to here is the text; the next draft begins with it again."""
-        self._cache.mark()
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         missing = self._missing_from(token_ids, self._window_start)
@@ -192,9 +205,6 @@ class ModelDrafter(Drafter):
         facts = self._engine.facts
         return facts.weight_bytes + facts.kv_bytes_per_token * facts.context_length
 
-    def set_threads(self, threads: int) -> None:
-        self._engine.set_threads(min(threads, self._engine.facts.threads))
-
     def another(self, sequence: int) -> ModelDrafter | None:
         """The same one each time, since several drafters of a sequence may share its draft model."""
         if sequence >= self._engine.facts.max_sequences:
@@ -207,12 +217,6 @@ class ModelDrafter(Drafter):
         """A drafter like this one for another sequence of the engine, which it does not own."""
         cache, factor = self._cache.another(sequence), self.temperature.factor
         return type(self)(self._engine, cache, temperature=factor, owns_engine=False)
-
-    def cancel(self) -> None:
-        self._engine.cancel()
-
-    def clear_cancel(self) -> None:
-        self._engine.clear_cancel()
 
     def close(self) -> None:
         if self._owns_engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.followed_text import FollowedText
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
 
 _MAX_NGRAM, _REFUSALS_KEPT = 4, 32
@@ -31,18 +32,17 @@ class NgramDrafter(Drafter):
     ) -> None:
         self._sizes = range(_MAX_NGRAM, min_ngram - 1, -1)
         self._places_kept, self._max_indexed = places_kept, max_indexed
-        self._ids: list[int] = []
+        self._text = FollowedText()
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._older_places: dict[tuple[int, ...], list[int]] = {}
         self._next_half = max_indexed // 2  # tokens at which the older places are dropped
         self._refused: deque[int] = deque(maxlen=_REFUSALS_KEPT)
         self._source: tuple[int, int] | None = None  # n-gram size and place of the last draft
-        self._is_new = False
 
     def begin(self, prompt_ids: TokenIds) -> None:
         self._refused.clear()
         self._source = None
-        self._is_new = True  # the prompt is indexed with the first draft, if there is one
+        self._text.begin(prompt_ids)
         if not prompt_ids.size:
             self._clear()
 
@@ -61,35 +61,32 @@ class NgramDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        return (len(self._places) + len(self._older_places)) * _BYTES_PER_PLACE + 36 * len(self._ids)
+        return (len(self._places) + len(self._older_places)) * _BYTES_PER_PLACE + self._text.bytes_used
 
     def _extend(self, token_ids: TokenIds) -> None:
         """Index the new tokens; a place is where an n-gram's continuation begins."""
-        if self._is_new:
-            self._is_new, shared = False, len(self._ids)
-            if token_ids.size < shared or token_ids[:shared].tolist() != self._ids:
-                self._clear()
-        for token_id in token_ids[len(self._ids) :].tolist():
+        if not (start := self._text.grow(token_ids)):
+            self._clear()
+        ids = self._text.ids
+        for end in range(start, len(ids)):
             # the n-grams that end here are indexed when their continuation arrives, so none matches itself
-            end = len(self._ids)
             if end >= self._next_half:
                 self._places, self._older_places = {}, self._places
                 self._next_half += self._max_indexed // 2
             for size in self._sizes:
                 if size <= end:
-                    places = self._places.setdefault(tuple(self._ids[end - size :]), [])
+                    places = self._places.setdefault(tuple(ids[end - size : end]), [])
                     places.append(end)
                     del places[: -self._places_kept]
-            self._ids.append(token_id)
 
     def _clear(self) -> None:
-        self._ids, self._places, self._older_places = [], {}, {}
+        self._places, self._older_places = {}, {}
         self._next_half = self._max_indexed // 2
 
     def _find(self) -> tuple[int, int] | None:
         """(n-gram size, place) of the longest match, the latest of its places that was not just refused."""
         for size in self._sizes:
-            latest = tuple(self._ids[-size:])
+            latest = tuple(self._text.ids[-size:])
             for places in (self._places.get(latest, ()), self._older_places.get(latest, ())):
                 for place in reversed(places):
                     if place not in self._refused:
@@ -98,8 +95,8 @@ class NgramDrafter(Drafter):
 
     def _copy(self, place: int, count: int) -> list[int]:
         """`count` tokens from `place` on; at the end of the text the copy repeats itself."""
-        copied = self._ids[place : place + count]
-        period = len(self._ids) - place
+        ids = self._text.ids
+        copied, period = ids[place : place + count], len(ids) - place
         while len(copied) < count:
             copied.append(copied[len(copied) - period])
         return copied

@@ -23,12 +23,12 @@ FIRST_ROOM = 256  # rows of tokens of the text
 class ScoredTokens:
     """The scored tokens of one text, and the row of logits that they fill.
 
-    `rows`: the vocabulary of `heads`, where it is kept in another type.
+    `rows`: the vocabulary of `heads` in the type that is kept.
     """
 
-    def __init__(self, heads: HeadFile, vocabulary_size: int, rows: NDArray[np.floating] | None = None) -> None:
+    def __init__(self, heads: HeadFile, vocabulary_size: int, rows: NDArray[np.floating]) -> None:
         manifest = heads.manifest
-        self._rows, self._scale = heads.vocabulary if rows is None else rows, np.float32(manifest.scale)
+        self._rows, self._scale = rows, np.float32(manifest.scale)
         self._token_ids, self._frequent = heads.token_ids, heads.frequent
         self._slots = np.full(vocabulary_size, -1, np.int32)
         self._slots[heads.token_ids] = np.arange(heads.token_ids.size)

@@ -40,28 +40,30 @@ class StateDrafter(Drafter):
     prior = CHAIN_PRIOR
 
     def __init__(
-        self, heads: HeadFile, vocabulary_size: int, end_ids: frozenset[int], given_layers: tuple[int, ...] = ()
+        self,
+        heads: HeadFile,
+        vocabulary_size: int,
+        end_ids: frozenset[int],
+        given_layers: tuple[int, ...],
+        rows: NDArray[np.floating],
     ) -> None:
-        manifest, vocabulary = heads.manifest, heads.vocabulary
+        """`rows` [m, hidden size]: the heads' vocabulary in the type that is kept, none where it is not read."""
+        manifest = heads.manifest
         self._columns = columns_of(heads, given_layers)
         self._num_inputs = len(manifest.layers)
+        self._is_projected = PROJECT in heads.arrays
         self._end_ids = end_ids
         self._blas = ThreadpoolController()
-        self._scale = np.float32(manifest.scale)
-        self._scored = ScoredTokens(heads, vocabulary_size)
-        self._vocabulary = vocabulary
         # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
         with np.errstate(over="ignore"):
-            size = float(np.sqrt(np.mean(np.square(vocabulary))))
+            size = float(np.sqrt(np.mean(np.square(heads.vocabulary))))
         if not 0 < size < np.inf:
             raise ModelFileError(
                 f"the {self.name} heads' vocabulary has rows of mean size {size:g}: train them again (edgespec "
                 "train-heads), or leave them out"
             )
         self._size = np.float32(1.0 / size)
-        self._scored_rows = heads.frequent_rows
-        self._is_projected, self._project = PROJECT in heads.arrays, heads.arrays.get(PROJECT)
-        self._arrays = {name: array for name, array in heads.arrays.items() if name != PROJECT}
+        self._rows, self._scored = rows, ScoredTokens(heads, vocabulary_size, rows)
 
     def draft(self, request: DraftRequest) -> Draft:
         """A tree or a chain, made on one core.
@@ -105,22 +107,16 @@ class StateDrafter(Drafter):
             features = states.reshape(features.shape)
         return self.projected(features)
 
+    @abstractmethod
     def projected(self, features: Array) -> Array:
         """States [n, hidden size] of scaled `features` [n, those of all layers read]."""
-        assert self._project is not None
-        found: Array = features @ self._project.T
-        return found
 
     def embed(self, token_ids: TokenIds) -> Array:
         """Input rows [n, hidden size] of `token_ids` [n]."""
         slots = self._scored.slots_of(token_ids)
-        rows: Array = self._vocabulary[slots].astype(np.float32) * self._size
+        rows: Array = self._rows[slots].astype(np.float32) * self._size
         rows[slots < 0] = 0.0
         return rows
-
-    def scores(self, states: Array) -> Array:
-        """Logits [n, m] of predicted states [n, hidden size] over the scored tokens."""
-        return self._scored.complete(states, (states @ self._scored_rows.T) * self._scale)
 
     def row(self, scores: Array) -> Logits:
         """Scores [m] as a row [the heads' vocabulary] of logits, which the next call overwrites. Raises as `draft`."""
@@ -171,10 +167,7 @@ class StateDrafter(Drafter):
 
     @property
     def bytes_used(self) -> int:
-        arrays = [*self._arrays.values(), self._vocabulary]
-        arrays += [] if self._project is None else [self._project]
-        arrays += [] if self._scored_rows is self._vocabulary else [self._scored_rows]
-        return self._scored.num_bytes + sum(array.nbytes for array in arrays)
+        return self._scored.num_bytes + self._rows.nbytes
 
 
 def columns_of(heads: HeadFile, given_layers: tuple[int, ...]) -> NDArray[np.intp] | None:

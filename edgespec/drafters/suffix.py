@@ -14,6 +14,7 @@ from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.automaton import ROOT, SuffixAutomaton
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.corpus import CorpusMatch
+from edgespec.drafters.followed_text import FollowedText
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
 
 _GROWTH = 4  # most tokens drafted per token of the match; longer drafts are rarely right
@@ -32,18 +33,16 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpora: Sequence[SuffixIndex] = ()) -> None:
         self._min_match, self._max_indexed = min_match, max_indexed
-        self._ids: list[int] = []
-        self._start = 0  # index in `_ids` of the first token that the automaton holds
+        self._text = FollowedText()
         self._automaton = SuffixAutomaton()
         self._corpora = tuple(map(CorpusMatch, corpora))
-        self._is_new = False
 
     def another(self, sequence: int) -> Drafter | None:
         """It searches the same corpora."""
         return SuffixDrafter(self._min_match, self._max_indexed, [corpus.index for corpus in self._corpora])
 
     def begin(self, prompt_ids: TokenIds) -> None:
-        self._is_new = True  # the prompt is indexed with the first draft, if there is one
+        self._text.begin(prompt_ids)
         if not prompt_ids.size:
             self._clear()
 
@@ -53,7 +52,7 @@ class SuffixDrafter(Drafter):
         length = self._automaton.match[1]
         if self._corpora:
             for corpus in self._corpora:
-                corpus.follow(self._ids)
+                corpus.follow(self._text.ids)
             longest = max(self._corpora, key=lambda corpus: corpus.length)
             if longest.length > (length + _NEARER if length else self._min_match - 1):
                 return self._copied_from_corpus(longest, request.at_most(_GROWTH * longest.length))
@@ -90,25 +89,21 @@ class SuffixDrafter(Drafter):
     @property
     def bytes_used(self) -> int:
         corpora_bytes = sum(corpus.bytes_used for corpus in self._corpora)
-        return self._automaton.bytes_used + 36 * len(self._ids) + corpora_bytes
+        return self._automaton.bytes_used + self._text.bytes_used + corpora_bytes
 
     def _index(self, token_ids: TokenIds) -> None:
-        if self._is_new:
-            self._is_new, known = False, len(self._ids)
-            if token_ids.size < known or token_ids[:known].tolist() != self._ids:
-                self._clear()
-        new = token_ids[len(self._ids) :].tolist()
-        self._ids += new
+        if not (start := self._text.grow(token_ids)):
+            self._clear()
+        new = self._text.ids[start:]
         if self._automaton.num_tokens + len(new) <= self._max_indexed:
             self._automaton.extend(new)
         else:
             # Half is dropped at once, so that each token is indexed at most twice.
-            self._start = len(self._ids) - self._max_indexed // 2
             self._automaton = SuffixAutomaton()
-            self._automaton.extend(self._ids[self._start :])
+            self._automaton.extend(self._text.ids[-(self._max_indexed // 2) :])
 
     def _clear(self) -> None:
-        self._ids, self._start, self._automaton = [], 0, SuffixAutomaton()
+        self._automaton = SuffixAutomaton()
         for corpus in self._corpora:
             corpus.restart()
 

@@ -35,10 +35,16 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
 
 
-def file_key(path: Path) -> tuple[str, int, int]:
-    """Identifies a version of a file: (path, size in bytes, time of change in ns)."""
-    found = path.stat()
-    return str(resolved(path)), found.st_size, found.st_mtime_ns
+class FileVersion(tuple[str, int, int]):
+    """A version of a file: (path, size in bytes, time of change in ns). A file may be replaced while it is in use."""
+
+
+def file_key(file: Path | FileVersion) -> FileVersion:
+    """The version of a file that is there now, or the one given. Raises OSError."""
+    if isinstance(file, FileVersion):
+        return file
+    found = file.stat()
+    return FileVersion((str(resolved(file)), found.st_size, found.st_mtime_ns))
 
 
 def get(kind: str, key: str, schema: Schema) -> Any:

@@ -38,28 +38,3 @@ class Footprint:
     def own(self) -> int:
         """Memory of the process's own, which cannot be dropped."""
         return self.packed + self.cache + self.compute + self.logits + self.vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """The options that decide how much memory a model takes. None: the engine's default.
-
-    `context_length` in tokens, None for the trained one up to `default_context`; `cache_types` of keys and values;
-    `rows`: widest pass that asks for logits of all its rows; `gpu_layers`: -1 for all, with their caches if
-    `kv_offload`; `sequences`: concurrent texts, each with a context of that length; `device`: of ONNX Runtime, None for
-    the CPU; `speculates`: whether drafts are verified, None: by lookups at most; `reproducible`: whether that was asked
-    for, so that passes may be padded; `has_branches`: whether several texts share cells, for trees.
-    """
-
-    context_length: int | None = None
-    cache_types: tuple[str | None, str | None] = (None, None)
-    rows: int = 64
-    gpu_layers: int = 0
-    exit_layer: int | None = None
-    default_context: int = 4096
-    kv_offload: bool = True
-    sequences: int = 1
-    device: str | None = None
-    speculates: bool | None = False
-    reproducible: bool = False
-    has_branches: bool = False

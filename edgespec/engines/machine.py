@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -13,17 +14,39 @@ from edgespec.engines.cores import CPUS, apple_fast, linux_fast, windows_fast
 from edgespec.engines.limits import allowed_processors
 
 _CPUINFO, _STATUS = Path("/proc/cpuinfo"), Path("/proc/self/status")
+_ARM_FIELDS = ("CPU implementer", "CPU part", "Features")
 
 
+@cache
 def processor() -> str:
-    """The CPU's model as the system spells it."""
+    """The CPU's model as the system spells it; of one that Linux gives no name, its maker, part and instructions.
+
+    Measurements are kept under it: processors with other kernels must not share a name.
+    """
+    if sys.platform == "darwin":  # platform.processor() is "arm" for all of Apple's
+        return _apple_name() or platform.machine()
     try:
-        for line in _CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = [line.partition(":") for line in _CPUINFO.read_text().splitlines()]
     except OSError:
-        pass
+        lines = []
+    found: dict[str, list[str]] = {}
+    for name, _, value in lines:
+        kept = found.setdefault(name.strip(), [])
+        if value.strip() not in kept:  # cores of several kinds
+            kept.append(value.strip())
+    if "model name" in found:
+        return found["model name"][0]
+    if "CPU part" in found:
+        parts = [platform.machine(), *(" ".join(found.get(name, ())) for name in _ARM_FIELDS)]
+        return " ".join(filter(None, parts))
     return platform.processor() or platform.machine()
+
+
+def _apple_name() -> str:
+    value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
+    name = b"machdep.cpu.brand_string"
+    failed = ctypes.CDLL(None).sysctlbyname(name, value, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return "" if failed else value.value.decode(errors="replace").strip()
 
 
 def usable_processors() -> int:
@@ -36,13 +59,21 @@ def usable_processors() -> int:
 VNNI = frozenset({"avx512_vnni", "avx_vnni"})  # instructions for sums of products of bytes, of which one is enough
 
 
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def is_apple_silicon() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
 @cache
 def instruction_sets() -> frozenset[str]:
     """What the CPU offers beyond plain x86-64, as Linux names it; empty on other processors.
 
     Elsewhere than on Linux an x86 processor is taken for one with AVX2, as nearly all in use are.
     """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if not is_x86():
         return frozenset()
     try:
         for line in _CPUINFO.read_text().splitlines():

@@ -15,24 +15,25 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts, check_threads
-from edgespec.engines.checks import check_batch
+from edgespec.engines.base import EngineFacts, check_threads
+from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.llamacpp.devices import require_rpc
 from edgespec.engines.llamacpp.rpc_probe import ask_all
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.proof import EVERY_WIDTH_TO
 from edgespec.engines.remote_pipe import LOAD, Loaded
 from edgespec.engines.remote_process import EngineProcess, ProcessEnded
-from edgespec.engines.rows import SequenceBook, split_by_sequence
-from edgespec.errors import Cancelled, EdgespecError, EngineError, StateError, Unreachable
+from edgespec.engines.rows import SequenceBook, SequenceRows
+from edgespec.errors import Cancelled, EdgespecError, StateError, Unreachable
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
 
 _DIAGNOSIS_S = 1.0  # for each server, when the child has ended
 
 
-class RemoteEngine(Engine):
+class RemoteEngine(BookedEngine):
     """A GGUF model on RPC servers. Make it with `load`. Logits stay valid until the next `forward`.
 
     Every method raises Unreachable when a server is lost, after which the engine can be used again: the caches are as
@@ -41,11 +42,10 @@ class RemoteEngine(Engine):
 
     vocabulary: VocabularyFile
 
-    def __init__(self, path: Path, endpoints: tuple[str, ...], options: dict[str, Any]) -> None:
-        self._path, self._endpoints, self._options = path, endpoints, options
+    def __init__(self, path: Path, use: ModelUse) -> None:
+        self._path, self._use = path, use
+        self.state_layers = use.state_layers
         self._process: EngineProcess | None = None
-        self._is_closed = False
-        self._is_cancelled = False
         self._settings: dict[str, tuple[Any, ...]] = {}  # methods to call again in a new child, with their arguments
         self._ids: list[TokenIds] = []  # tokens by sequence
         self._unread: set[int] = set()  # sequences of which the child may have other tokens
@@ -63,25 +63,26 @@ class RemoteEngine(Engine):
 
     @classmethod
     def load(
-        cls, path: Path, *, endpoints: tuple[str, ...], opened: Callable[[], None] = lambda: None, **options: Any
+        cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
     ) -> Self:
-        """Load `path` onto the servers at `endpoints` (HOST:PORT each), with the options of `LlamaCppEngine.load`.
+        """Load `path` onto the servers of `use`; `changes`: of it.
 
-        Without servers the child computes itself. `opened` is called before the child uses the file. Raises what that
-        raises, Unreachable for a server that does not answer, and CapabilityError where this build of llama.cpp has no
-        RPC.
+        Without servers the child computes itself. `opened` is called before the child uses the file. Raises what
+        `LlamaCppEngine.load` does, Unreachable for a server that does not answer, and CapabilityError where this build
+        of llama.cpp has no RPC.
         """
-        if endpoints:
+        use = replace(use or ModelUse(), **changes)
+        if use.endpoints:
             require_rpc("--rpc")
         opened()
-        return cls(path, endpoints, options)
+        return cls(path, use)
 
     def _start(self) -> Loaded:
         """Load the model in a new child. Raises as `load`."""
-        servers = ask_all(self._endpoints)
+        servers = ask_all(self._use.endpoints)
         self._process = process = EngineProcess()
         try:
-            loaded: Loaded = process.call(LOAD, self._path, servers, self._options)
+            loaded: Loaded = process.call(LOAD, self._path, servers, self._use)
             for method, arguments in self._settings.items():
                 process.call(method, *arguments)
         except ProcessEnded as exc:
@@ -95,13 +96,13 @@ class RemoteEngine(Engine):
     def _raise_lost(self, ended: ProcessEnded) -> NoReturn:
         """Find out which server is gone."""
         try:
-            ask_all(self._endpoints, _DIAGNOSIS_S)
+            ask_all(self._use.endpoints, _DIAGNOSIS_S)
         except Unreachable as exc:
             raise Unreachable(f"{exc}. The target was lost with it; the next answer connects again") from ended
         if self._is_cancelled:
             self._is_cancelled = False
             raise Cancelled("the pass was cancelled, and its process was ended; the caches are as before") from ended
-        servers = f". All RPC servers ({', '.join(self._endpoints)}) answer now" if self._endpoints else ""
+        servers = f". All RPC servers ({', '.join(self._use.endpoints)}) answer now" if self._use.endpoints else ""
         raise Unreachable(
             f"the process with the target ended ({ended}){servers}: the next answer loads the model again"
         ) from ended
@@ -147,15 +148,7 @@ class RemoteEngine(Engine):
                 self._call("forward", Batch.chain(ids[start : start + step], sequence=sequence, last_only=True))
         self._unread.discard(sequence)
 
-    def forward(self, batch: Batch) -> Logits:
-        self._require_open()
-        check_batch(batch, self.facts, self.vocabulary.size, self._book.lengths)
-        placed = split_by_sequence(batch, self._book.lengths)
-        for sequence in placed:
-            self._book.check_settled(sequence)
-        if self._is_cancelled:
-            self._is_cancelled = False
-            raise Cancelled("the pass was cancelled before it began; the cache is as before")
+    def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         try:
             for sequence in placed:
                 self._bring_up_to_date(sequence)
@@ -163,77 +156,57 @@ class RemoteEngine(Engine):
         except Cancelled:
             self._is_cancelled = False
             raise
-        self._book.record(placed)
         for sequence, part in placed.items():
             if not part.is_tree:
                 self._ids[sequence] = np.concatenate((self._ids[sequence], part.token_ids))
         return logits
 
-    def length(self, sequence: int = 0) -> int:
-        self._require_open()
-        self._book.check(sequence)
-        return self._book.lengths[sequence]
-
-    def rollback(self, to_length: int, sequence: int = 0) -> None:
-        self._require_open()
-        self._book.check_rollback(to_length, sequence)
-        if self._process is not None and sequence not in self._unread:
+    def _truncate(self, to_length: int, sequence: int) -> None:
+        if self._has_read(sequence):
             self._call("rollback", to_length, sequence, sequences=(sequence,))
-        self._hold(sequence, self._ids[sequence][:to_length])
+        self._ids[sequence] = self._ids[sequence][:to_length]
+
+    def checkpoint(self, sequence: int = 0) -> None:
+        if self.facts.has_checkpoints and self.length(sequence) and self._has_read(sequence):
+            self._call("checkpoint", sequence)
 
     def reachable(self, to_length: int, sequence: int = 0) -> int:
-        if not self.facts.state_window or self._process is None or sequence in self._unread:
+        may_lack = self.facts.state_window or not self.facts.can_rollback
+        if not (may_lack and self._has_read(sequence)):
             return super().reachable(to_length, sequence)
         found: int = self._call("reachable", to_length, sequence)
         return found
 
-    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        self._require_open()
-        part, path = self._book.chosen(rows, sequence)
-        if self._process is not None and sequence not in self._unread:
-            self._call("keep_path", rows, sequence, sequences=(sequence,))
-        self._hold(sequence, np.concatenate((self._ids[sequence][: part.base], part.token_ids[path])))
+    def _has_read(self, sequence: int) -> bool:
+        """Whether there is a child whose cache holds the sequence."""
+        return self._process is not None and sequence not in self._unread
 
-    def fork(self, source: int, destination: int) -> None:
-        self._require_open()
-        self._book.check_settled(source)
-        self._book.check(destination)
-        if source == destination:
-            return
+    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
+        if self._has_read(sequence):
+            rows = tuple(part.rows[place] for place in path)
+            self._call("keep_path", rows, sequence, sequences=(sequence,))
+        self._ids[sequence] = np.concatenate((self._ids[sequence][: part.base], part.token_ids[path]))
+
+    def _copy(self, source: int, destination: int) -> None:
         self._bring_up_to_date(source)
         self._call("fork", source, destination, sequences=(destination,))
         self._unread.discard(destination)
-        self._hold(destination, self._ids[source])
+        self._ids[destination] = self._ids[source]
 
-    def _hold(self, sequence: int, ids: TokenIds) -> None:
-        self._ids[sequence] = ids
-        self._book.settle(sequence, ids.size)
-
-    def save_state(self, sequence: int = 0) -> bytes:
-        self._require_open()
-        self._book.check_settled(sequence)
+    def _state(self, sequence: int) -> bytes:
         self._bring_up_to_date(sequence)
         state: bytes = self._call("save_state", sequence)
-        ids = self._ids[sequence]
-        return self._stamp.wrap(ids.tobytes() + state, ids.size)
+        return self._ids[sequence].tobytes() + state
 
-    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
-        self._require_open()
-        self._book.check(sequence)
-        payload, length = self._stamp.unwrap(state, self.facts.context_length)
-        ids = np.frombuffer(payload, np.int32, length)
+    def _restore(self, state: memoryview, length: int, sequence: int) -> None:
+        ids = np.frombuffer(state, np.int32, length)
         try:
-            self._call("load_state", bytes(payload[ids.nbytes :]), sequence, sequences=(sequence,))
+            self._call("load_state", bytes(state[ids.nbytes :]), sequence, sequences=(sequence,))
         except StateError:
             self._unread.add(sequence)  # the library may have emptied it
             raise
         self._unread.discard(sequence)
-        self._hold(sequence, ids)
-
-    def read_layers(self, layers: tuple[int, ...]) -> None:
-        """Make `layers` the `state_layers`. Raises CapabilityError where llama.cpp does not give their inputs."""
-        self._set("read_layers", layers)
-        self.state_layers = layers
+        self._ids[sequence] = ids
 
     def give_hidden_states(self, wanted: bool) -> None:
         self._set("give_hidden_states", wanted)
@@ -258,7 +231,7 @@ class RemoteEngine(Engine):
 
     def drop_class(self) -> None:
         super().drop_class()
-        self._options = {**self._options, "reproducible": False}  # for a later child
+        self._use = replace(self._use, reproducible=False)  # for a later child
         if self._process is not None:
             self._call("drop_class")
 
@@ -272,26 +245,14 @@ class RemoteEngine(Engine):
         return self._most_branches
 
     def cancel(self) -> None:
-        self._require_open()
-        self._is_cancelled = True
+        super().cancel()
         if self._process is not None:
             self._process.cancel()
 
-    def clear_cancel(self) -> None:
-        self._require_open()
-        self._is_cancelled = False
-
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _free(self) -> None:
         if self._process is not None:
             self._process.close()
         self.vocabulary.close()
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise EngineError("this engine is closed; load the model again")
 
 
 def _facts(loaded: Loaded) -> EngineFacts:

@@ -19,6 +19,7 @@ from typing import Any
 from edgespec.config.endpoints import split_endpoint
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.progress import reporting_to
 from edgespec.engines.remote_pipe import CANCEL, LOAD, Answer, Call, Loaded, Pipe, Report
 from edgespec.engines.remote_sockets import start_watching
@@ -83,16 +84,14 @@ class _Child:
 
     def _result(self, call: Call) -> Any:
         if call.method == LOAD:
-            path, servers, options = call.arguments
-            self._engine = load(path, servers, options, self._pipe.send)
+            path, servers, use = call.arguments
+            self._engine = load(path, servers, use, self._pipe.send)
             return Loaded(self._engine.facts, self._engine.class_key, self._engine.most_branches)
         assert self._engine is not None
         return getattr(self._engine, call.method)(*call.arguments)
 
 
-def load(
-    path: Path, servers: tuple[RpcServer, ...], options: dict[str, Any], report: Callable[[Report], None]
-) -> Engine:
+def load(path: Path, servers: tuple[RpcServer, ...], use: ModelUse, report: Callable[[Report], None]) -> Engine:
     """The model at `path` on the devices of `servers`. Raises as `LlamaCppEngine.load`."""
     from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.engines.llamacpp.devices import add_servers
@@ -108,7 +107,7 @@ def load(
             start_watching([split_endpoint(endpoint)[1] for endpoint in endpoints])
             add_servers(endpoints)
         with reporting_to(lambda done, total, what: report(Report(what, done, total))):
-            return LlamaCppEngine.load(path, servers=servers, **options)
+            return LlamaCppEngine.load(path, use, servers=servers)
 
 
 class _Reporter(logging.Handler):

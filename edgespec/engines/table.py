@@ -15,15 +15,16 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.checks import check_batch
-from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, PromptError, StateError
+from edgespec.engines.base import EngineFacts
+from edgespec.engines.booked import BookedEngine
+from edgespec.engines.envelope import StateStamp
+from edgespec.engines.rows import SequenceBook, SequenceRows
+from edgespec.errors import CapabilityError, PromptError
 from edgespec.types import NO_PARENT, Batch, Logits
 from edgespec.vocabulary import Vocabulary
 
 MAX_ROWS = 4096
 MAX_TABLE_BYTES = 16 << 20
-STATE_MAGIC = b"EDGESPEC-TABLE-STATE-1\n"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TOKEN = re.compile(r"\[(\d+)\]|([a-z])")
 
@@ -53,7 +54,7 @@ class LetterVocabulary(Vocabulary):
         return LETTERS[token_id] if token_id < len(LETTERS) else f"[{token_id}]"
 
 
-class TableEngine(Engine):
+class TableEngine(BookedEngine):
     """`table` [rows, vocabulary size], float32 logits; a context of up to `order` tokens picks one of its rows."""
 
     vocabulary: LetterVocabulary
@@ -88,11 +89,8 @@ class TableEngine(Engine):
         )
         self._table, self._order = table, order
         self._logits = np.zeros((0, table.shape[1]), np.float32)
+        self._book = SequenceBook(max_sequences)
         self._cached: list[list[int]] = [[] for _ in range(max_sequences)]
-        self._last: dict[int, tuple[int, Batch]] = {}  # sequence -> tokens cached before, the batch
-        self._trees: set[int] = set()  # sequences whose last batch was one with branches
-        self._cancelled = False
-        self._is_open = True
         self._gives_hidden = False
         self._hidden: Logits | None = None
         self._layers: tuple[int, ...] = ()
@@ -151,26 +149,15 @@ class TableEngine(Engine):
             index = index * (self.vocabulary.size + 1) + token_id + 1
         return index % len(self._table)
 
-    def forward(self, batch: Batch) -> Logits:
-        self._require_open()
-        check_batch(batch, self.facts, self.vocabulary.size, [len(cached) for cached in self._cached])
-        for sequence in set(batch.sequences.tolist()):
-            self._check_settled(sequence)
-        if self._cancelled:
-            self._cancelled = False
-            raise Cancelled("the pass was cancelled; the cache is as before")
+    def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         rows = self._contexts_to_rows(batch)
         logits = self._buffer(int(batch.outputs.sum()))
         np.take(self._table, rows[batch.outputs], axis=0, out=logits)
         self._hidden = self._table[rows] if self._gives_hidden else None
         self._layer_inputs = np.tile(self._table[rows], len(self._layers)) if self._layers else None
-        for sequence in set(batch.sequences.tolist()):
-            self._last[sequence] = (len(self._cached[sequence]), batch)
-            rows = np.flatnonzero(batch.sequences == sequence)
-            if batch.parents[rows].tolist() == [NO_PARENT, *rows[:-1].tolist()]:
-                self._cached[sequence] += batch.token_ids[rows].tolist()
-            else:
-                self._trees.add(sequence)
+        for sequence, part in placed.items():
+            if not part.is_tree:
+                self._cached[sequence] += part.token_ids.tolist()
         return logits
 
     def _contexts_to_rows(self, batch: Batch) -> NDArray[np.intp]:
@@ -186,10 +173,6 @@ class TableEngine(Engine):
         if rows > len(self._logits):
             self._logits = np.zeros((rows, self.vocabulary.size), np.float32)
         return self._logits[:rows]
-
-    def _forget_last(self, sequence: int) -> None:
-        self._last.pop(sequence, None)
-        self._trees.discard(sequence)
 
     def give_hidden_states(self, wanted: bool) -> None:
         self._require_open()
@@ -213,90 +196,26 @@ class TableEngine(Engine):
             raise CapabilityError("the last pass gave no layer inputs: call give_layer_inputs before it")
         return self._layer_inputs
 
-    def length(self, sequence: int = 0) -> int:
-        self._require_open()
-        self._check_sequence(sequence)
-        return len(self._cached[sequence])
-
-    def rollback(self, to_length: int, sequence: int = 0) -> None:
-        length = self.length(sequence)
-        if not 0 <= to_length <= length:
-            raise BatchError(f"sequence {sequence} can roll back to 0..{length} tokens, not to {to_length}")
-        if 0 < to_length < length and not self.facts.can_rollback:
+    def _truncate(self, to_length: int, sequence: int) -> None:
+        if 0 < to_length < self._book.lengths[sequence] and not self.facts.can_rollback:
             raise CapabilityError("this engine was made without rollback; use --drafter none")
-        self._forget_last(sequence)
         del self._cached[sequence][to_length:]
 
-    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        self._require_open()
-        self._check_sequence(sequence)
-        (base, batch), parent = self._last.get(sequence, (0, None)), NO_PARENT
-        for row in rows:
-            mine = batch is not None and 0 <= row < batch.width and batch.sequences[row] == sequence
-            if batch is None or not mine or batch.parents[row] != parent:
-                raise BatchError(f"rows {rows} are not a path through what the last batch added to sequence {sequence}")
-            parent = row
-        if batch is None:
-            raise BatchError(f"sequence {sequence} was not in the last batch, or was changed since")
-        self._forget_last(sequence)
-        self._cached[sequence][base:] = batch.token_ids[list(rows)].tolist()
+    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
+        self._cached[sequence][part.base :] = part.token_ids[path].tolist()
 
-    def fork(self, source: int, destination: int) -> None:
-        self._require_open()
-        self._check_settled(source)
-        self._check_sequence(destination)
-        if source != destination:
-            self._forget_last(destination)
-            self._cached[destination] = list(self._cached[source])
+    def _copy(self, source: int, destination: int) -> None:
+        self._cached[destination] = list(self._cached[source])
 
-    def save_state(self, sequence: int = 0) -> bytes:
-        self._require_open()
-        self._check_settled(sequence)
-        payload = np.array(self._cached[sequence], np.int32).tobytes()
-        return STATE_MAGIC + self._stamp(payload) + payload
+    def _state(self, sequence: int) -> bytes:
+        return np.array(self._cached[sequence], np.int32).tobytes()
 
-    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
-        self._require_open()
-        self._check_sequence(sequence)
-        start = len(STATE_MAGIC) + len(self._stamp(b""))
-        state = bytes(state)
-        payload = state[start:]
-        if not state.startswith(STATE_MAGIC) or state[len(STATE_MAGIC) : start] != self._stamp(payload):
-            raise StateError("this is not a complete state of this table; start from the prompt instead")
-        ids = np.frombuffer(payload, np.int32).tolist()
-        if len(ids) > self.facts.context_length:
-            raise StateError(f"the state holds {len(ids)} tokens, this context {self.facts.context_length}")
-        self._forget_last(sequence)
-        self._cached[sequence] = ids
+    def _restore(self, state: memoryview, length: int, sequence: int) -> None:
+        self._cached[sequence] = np.frombuffer(state, np.int32).tolist()
 
     @cached_property
-    def _table_digest(self) -> bytes:
-        return hashlib.sha256(self._table.tobytes()).digest()
+    def _stamp(self) -> StateStamp:  # type: ignore[override]  # the table is only hashed where a state is wanted
+        return StateStamp.of("table", (), hashlib.sha256(self._table.tobytes()).hexdigest())
 
-    def _stamp(self, payload: bytes) -> bytes:
-        """A digest of the table and a payload."""
-        return hashlib.sha256(self._table_digest + payload).digest()
-
-    def cancel(self) -> None:
-        self._require_open()
-        self._cancelled = True
-
-    def clear_cancel(self) -> None:
-        self._require_open()
-        self._cancelled = False
-
-    def close(self) -> None:
-        self._is_open = False
-
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise EngineError("this engine is closed; make a new one")
-
-    def _check_sequence(self, sequence: int) -> None:
-        if not 0 <= sequence < self.facts.max_sequences:
-            raise BatchError(f"sequence {sequence} does not exist, this engine has 0..{self.facts.max_sequences - 1}")
-
-    def _check_settled(self, sequence: int) -> None:
-        self._check_sequence(sequence)
-        if sequence in self._trees:
-            raise BatchError(f"sequence {sequence} holds an unsettled tree; call keep_path or rollback first")
+    def _free(self) -> None:
+        """Nothing to free."""

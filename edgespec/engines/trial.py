@@ -7,7 +7,6 @@ one step behind: what the child has opened is opened here while the child goes o
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import require_engine
+from edgespec.installation import quoted, require_engine
 
 PROBE_VERSION = 2  # increase it when the trial finds more faults, so that files are tried again
 START_S = 60.0
@@ -92,7 +91,7 @@ def _check_header(path: Path) -> None:
         require_engine("onnx", path.name)
         return
     is_writable = check_gguf(path).architecture in WRITABLE
-    convert = f"or convert it: edgespec export {shlex.quote(str(path))} --to onnx" if is_writable else ""
+    convert = f"or convert it: edgespec export {quoted(str(path))} --to onnx" if is_writable else ""
     require_engine("llamacpp", path.name, convert)
 
 

@@ -17,12 +17,14 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Literal
 
 from edgespec.errors import ConfigError, StateError
 
 MAX_TEXT_BYTES = 256 << 20  # of a file that is read whole; devices never end
 _PIECE_BYTES = 1 << 20
+_IN_USE_S = 2.0 if os.name == "nt" else 0.0
 TEMPORARY, REPLACED = ".tmp", ".replaced"
 AnyPath = str | os.PathLike[str]
 WRITE_FIX = "free some space, or choose another place"
@@ -143,6 +145,22 @@ def write_errors(path: Path, *others: type[Exception], fix: str = WRITE_FIX) -> 
         raise StateError(f"{path} cannot be written: {reason}; {fix}") from exc
 
 
+def replace_file(new: Path, path: Path) -> None:
+    """Rename `new` to `path`. Raises OSError.
+
+    Windows refuses it while any program has the old file open, as readers and virus scanners do for a moment.
+    """
+    end_s = monotonic() + _IN_USE_S
+    while True:
+        try:
+            new.replace(path)
+            return
+        except PermissionError:
+            if monotonic() >= end_s:
+                raise
+        sleep(0.01)
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path, *others: type[Exception], fix: str = WRITE_FIX) -> Iterator[Path]:
     """Yields the path `NAME.tmp` for the block to write; it becomes `path` at the end, or is removed if that fails.
@@ -156,7 +174,7 @@ def atomic_file(path: Path, *others: type[Exception], fix: str = WRITE_FIX) -> I
             yield temporary
             with temporary.open("rb+") as file:  # Windows flushes only what may be written
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            replace_file(temporary, path)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -191,7 +209,7 @@ def write_atomically(
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            temporary.replace(path)
+            replace_file(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
+from edgespec.installation import quoted
 
 CHAT_TEMPLATE = "chat_template.jinja"
 FOLDER_FIX = "give a folder as Hugging Face models are stored"
@@ -60,8 +60,8 @@ def eagle3_fix(path: Path) -> str | None:
     if not isinstance(config, dict) or "draft_vocab_size" not in config:
         return None
     return (
-        f"{shlex.quote(str(folder))} is an EAGLE-3 head as published. Convert it together with its target's "
-        f"checkpoint, a Hugging Face folder or hub id: edgespec export TARGET --draft {shlex.quote(str(folder))} -o "
+        f"{quoted(str(folder))} is an EAGLE-3 head as published. Convert it together with its target's "
+        f"checkpoint, a Hugging Face folder or hub id: edgespec export TARGET --draft {quoted(str(folder))} -o "
         "PAIR, then "
         "edgespec chat PAIR (--to onnx --quant w8a8 for ONNX Runtime)"
     )

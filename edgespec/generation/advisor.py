@@ -6,12 +6,11 @@ in the cache folder.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from statistics import median
 
-from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.config import DrafterName, GenerateOptions, LoadOptions
 from edgespec.control.advice import Evidence, advice
 from edgespec.control.length import ceiling
 from edgespec.control.measure import file_curve
@@ -22,6 +21,7 @@ from edgespec.engines.conditions import Conditions
 from edgespec.engines.machine import physical_cores
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
+from edgespec.installation import quoted
 from edgespec.loading.registry import resolve
 from edgespec.types import RoundRecord, Stats
 
@@ -126,7 +126,7 @@ class Advisor:
         other, gain = (None, 1.0) if is_busy else self._other_engine()
         share, most = self._draft_cost()
         return Evidence(
-            model=shlex.quote(str(options.model)),
+            model=quoted(str(options.model)),
             passes=stats.target_passes,
             disk_reads=_risen(before.disk_reads, now.disk_reads),
             stalled=now.stalled,
@@ -148,6 +148,7 @@ class Advisor:
             model_accepted=self._accepted[draft] if draft else 0,
             draft_share=share,
             ceiling=most,
+            idle_share=self._idle_share(draft),
             other_engine=other,
             other_gain=gain,
         )
@@ -168,6 +169,13 @@ class Advisor:
         most = min(_LONGEST_DRAFT, self._target.most_draft_tokens)
         pass_s = [0.0, *(curve.at(width) for width in range(1, most + 2))]
         return cost.token_s / pass_s[1], ceiling(pass_s, cost.token_s, most)[1]
+
+    def _idle_share(self, draft: DrafterName | None) -> float | None:
+        """What a drafted token is taken to cost, in plain passes, if the user named the draft model."""
+        cost = self._pool.draft_costs.get(draft) if draft else None
+        if cost is None or (self._options.draft is None and self._options.drafter != draft):
+            return None
+        return cost.token_s / (1.0 if cost.is_relative else self._pool.cost_curve.at(1))
 
     def _other_engine(self) -> tuple[str | None, float]:
         """The engine that ran the same model fastest on this machine, and how much faster than this one; or None."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 from edgespec.engines import disk_cache
@@ -12,6 +11,7 @@ from edgespec.formats.gguf.gemma4_drafter import TARGET as GEMMA4
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.gguf.kind import has_mtp, may_have_mtp
 from edgespec.formats.manifest import ModelPair
+from edgespec.installation import quoted
 from edgespec.loading.catalogue import entries
 from edgespec.loading.registry import is_known
 
@@ -54,7 +54,7 @@ def draft_hint(pair: ModelPair) -> str | None:
     except (OSError, ModelFileError):
         return None
     if neighbour is not None:
-        flag = f"-md {shlex.quote(str(neighbour))}"
+        flag = f"-md {quoted(str(neighbour))}"
         return f"{pair.name} has no draft model; {neighbour.name} in the same folder fits: {flag}"
     if may_have_mtp(header):
         return (

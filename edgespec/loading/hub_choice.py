@@ -66,7 +66,7 @@ def choose(repo: str, files: Mapping[str, HubFile], wanted: str = "") -> Choice:
 
     Raises ModelNotFound, listing what there is, where `wanted` is not there or nothing can be run.
     """
-    groups = _gguf_groups(files.values()) or _onnx_groups(files)
+    groups = gguf_groups(files.values()) or _onnx_groups(files)
     if not groups:
         raise _nothing_to_run(repo, files)
     by_file = [group for group in groups if wanted in (group.files[0].path, group.files[0].path.rpartition("/")[2])]
@@ -108,7 +108,8 @@ def _best_draft(drafts: Sequence[Group], target: Group) -> Group | None:
     return next((group for group in same if group.quant == target.quant), _pick("", same, ""))
 
 
-def _gguf_groups(files: Iterable[HubFile]) -> list[Group]:
+def gguf_groups(files: Iterable[HubFile]) -> list[Group]:
+    """The complete GGUF models among `files`, by name and quantisation."""
     found: dict[tuple[str, str], list[HubFile]] = {}
     for file in files:
         name = file.path.rpartition("/")[2]

@@ -9,6 +9,7 @@ from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair, read_pair
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.download import PART
+from edgespec.loading.elsewhere import found_elsewhere
 from edgespec.loading.own_models import own_folders
 from edgespec.loading.registry import registered_folders
 from edgespec.loading.room import fits
@@ -16,7 +17,10 @@ from edgespec.loading.room import fits
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model of the list. `state`: here, unfinished, damaged or to pull; `is_guess`: its size is not known yet."""
+    """A model of the list. `state`: here, in another program, unfinished, damaged or to pull.
+
+    `is_guess`: its size is not known yet.
+    """
 
     name: str
     state: str
@@ -45,6 +49,12 @@ def list_here() -> Iterator[Listed]:
         )
         if name not in found and size:
             yield Listed(name, "unfinished", size, False, None, "", f"edgespec pull {name} resumes it")
+
+
+def list_elsewhere() -> Iterator[Listed]:
+    """Models that other programs keep on this machine, which run under these names."""
+    for each in found_elsewhere():
+        yield Listed(each.name, f"in {each.program}", each.bytes, False, fits(each.bytes), "", str(each.path))
 
 
 def list_known(here: set[str]) -> Iterator[Listed]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 from edgespec.closing import closed_on_failure
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
 from edgespec.engines.trial import Trial
@@ -25,7 +26,8 @@ from edgespec.loading.draft_vocabulary import draft_cache
 from edgespec.loading.heads import open_head_file, open_heads, open_own_layers, read_heads, state_layers
 from edgespec.loading.model_engine import load_libraries, open_draft, open_engine, open_target
 from edgespec.loading.registry import resolve
-from edgespec.loading.requirements import Chosen, resolve_pair, verifies_drafts
+from edgespec.loading.requirements import Chosen, resolve_pair
+from edgespec.loading.uses import target_use
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 
@@ -57,23 +59,14 @@ def _open_models(
     options: LoadOptions, pair: ModelPair, trial: Trial
 ) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     chosen = Chosen.of(options, pair)
-    exit_layer, wanted, is_cut = chosen.exit_layer, chosen.wanted, chosen.is_cut
     weight_checks = _check_contents([pair.files[role] for role in chosen.roles])
     load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
-    heads = read_heads(options, pair, is_cut=is_cut)
+    heads = read_heads(options, pair, is_cut=chosen.is_cut)
     states = state_layers(heads.values()) if heads else None
-    target = open_target(
-        options,
-        pair.files["target"],
-        exit_layer,
-        states,
-        trial,
-        speculates=verifies_drafts(options, pair),
-        has_mtp=chosen.has_own_mtp,
-    )
+    target = open_target(options, chosen, states, trial)
     drafters: dict[DrafterName, Drafter] = {}
     try:
-        for name in wanted:
+        for name in chosen.wanted:
             drafters |= _opened(name, options, chosen, target, drafters, trial)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
         for check in weight_checks:
@@ -108,7 +101,7 @@ def _opened(
         trial.require_used(pair.files["draft"].path)
         return {name: open_head_file(options, pair.files["draft"], target)}
     # An exit is a draft model already: no second one is opened beside it.
-    known = next((each for each in opened.values() if isinstance(each, ModelDrafter)), None)
+    known = next((each for each in opened.values() if isinstance(each, ChainDrafter)), None)
     small = known or _model_drafter(options, pair.files["draft"], target, trial)
     found: dict[DrafterName, Drafter] = {} if known else {"model": small}
     if name != "hierarchical":
@@ -141,7 +134,9 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
         with VocabularyFile(file.path) as vocabulary:
             yield pair, vocabulary
     else:
-        with open_engine(options, file, None, {}, False, Trial({})) as engine:
+        options = replace(options, context_length=None)  # of any length: no text is read
+        use = replace(target_use(options, Chosen(pair, None, ())), reproducible=False)
+        with open_engine(options, file, use, Trial({})) as engine:
             yield pair, engine.vocabulary
 
 

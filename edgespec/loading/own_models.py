@@ -48,6 +48,10 @@ def one_writer(name: str, on_wait: Callable[[], None] | None = None) -> Iterator
     lock = library().utils.WeakFileLock
     from filelock import Timeout  # what huggingface_hub locks with
 
+    if is_folder(folder) and name not in (same := [path.name for path in models_folder().iterdir()]):
+        # Windows and macOS take two spellings for one folder.
+        taken = next((each for each in same if each.lower() == name.lower()), name)
+        raise ConfigError(f"the name {name} is taken by {taken}: give another, or write it like that")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock(locks / f"{name}.lock", timeout=0.2))
@@ -152,7 +156,12 @@ def remove(name: str) -> int:
         freed = 0 if _is_elsewhere(folder) else folder_bytes(folder)
         with write_errors(folder, fix="close the program that uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(folder)
+            except OSError:  # a file is in use on Windows: a later call goes on
+                with contextlib.suppress(OSError):
+                    (folder / UNFINISHED).touch()
+                raise
     return freed
 
 
@@ -224,5 +233,8 @@ def files_of(path: Path) -> ModelFile:
 def _common_folder(paths: list[Path]) -> Path:
     shared = paths[0].parent
     while not all(path.is_relative_to(shared) for path in paths):
+        if shared == shared.parent:
+            drives = " and ".join(sorted({path.drive for path in paths}))
+            raise ConfigError(f"the files of one model are on different drives ({drives}): move them to one")
         shared = shared.parent
     return shared

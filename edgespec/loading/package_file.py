@@ -6,7 +6,6 @@ interrupted one goes on at the piece where it stopped.
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from tempfile import TemporaryDirectory
 from edgespec.errors import DownloadError
 from edgespec.formats.files import is_file, write_errors
 from edgespec.formats.manifest import ModelFile
-from edgespec.installation import target_command
+from edgespec.installation import joined, target_command
 from edgespec.loading import download
 from edgespec.loading.catalogue import Entry, Pieces
 from edgespec.loading.download import OnBytes
@@ -88,14 +87,15 @@ def _unpacked(requirement: str, parent: Path) -> Iterator[Path]:
     with TemporaryDirectory(dir=parent, prefix=_TEMPORARY) as folder:
         command = target_command(requirement, folder)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired) as exc:
-            raise DownloadError(f"{requirement} could not be fetched ({exc}): try {shlex.join(command)}") from exc
+            raise DownloadError(f"{requirement} could not be fetched ({exc}): try {joined(command)}") from exc
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()]
             raise DownloadError(
-                f"{requirement} could not be fetched ({said[-1] if said else 'no reason given'}): try "
-                f"{shlex.join(command)}"
+                f"{requirement} could not be fetched ({said[-1] if said else 'no reason given'}): try {joined(command)}"
             )
         yield Path(folder)
 

@@ -7,7 +7,6 @@ pull left is used by the next one. A draft that cannot be used is left out with 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelFileError, ModelNotFound
 from edgespec.formats.files import exists, expanded, is_file
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
-from edgespec.installation import has_engine, require_engine
+from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
 from edgespec.loading.catalogue import Entry, HeadSource, entries
 from edgespec.loading.download import OnBytes, Patience
@@ -108,8 +107,8 @@ def _parsed(text: str) -> Reference:
     except ModelNotFound as exc:
         if exists(expanded(text)):
             raise ConfigError(
-                f"{text} is a file or folder on this machine: edgespec chat {shlex.quote(text)} runs it in place, "
-                f"edgespec add {shlex.quote(text)} gives it a name"
+                f"{text} is a file or folder on this machine: edgespec chat {quoted(text)} runs it in place, "
+                f"edgespec add {quoted(text)} gives it a name"
             ) from exc
         if text not in registered_folders():
             raise

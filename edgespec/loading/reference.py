@@ -15,7 +15,8 @@ from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.hub import REPO, endpoint
 
 _HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
-_NAME = re.compile(r"[^\W_][\w.-]{0,99}")
+_NAME = re.compile(r"[^\W_]([\w.-]{0,98}[\w-])?")
+_RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # Windows has devices of these names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def without_hub(text: str) -> str:
 
 def check_name(name: str) -> str:
     """`name`, if a folder may be called so. Raises ModelNotFound."""
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or _RESERVED.fullmatch(name):
         raise ModelNotFound(f"{shown(name)} is not a valid name: use letters, digits, '.', '_' and '-'")
     return name
 

@@ -1,8 +1,8 @@
 """The registry of model pairs: a name, a folder or a single model file becomes a `ModelPair`.
 
-A name is that of a folder, or the one that a model was pulled by: `qwen3-8b:Q8_0`, `Qwen/Qwen3-8B-GGUF`. Folders with
-a manifest are searched for, in this order, in the user's own folder (`EDGESPEC_MODELS`, or the platform's data folder),
-in `models/` of a source checkout, and inside the installed package.
+A name is that of a folder, or the one that a model was pulled by: `qwen3-8b:Q8_0`, `Qwen/Qwen3-8B-GGUF`, here or by
+another program. Folders with a manifest are searched for, in this order, in the user's own folder (`EDGESPEC_MODELS`,
+or the platform's data folder), in `models/` of a source checkout, and inside the installed package.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,9 @@ from edgespec.formats.files import exists, expanded, is_file, is_folder, resolve
 from edgespec.formats.gguf.split import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
+from edgespec.installation import quoted
 from edgespec.loading.catalogue import entries
+from edgespec.loading.elsewhere import path_elsewhere
 from edgespec.loading.hub import REPO
 from edgespec.loading.hub_choice import NO_MODEL
 from edgespec.loading.reference import Reference, parse, without_hub
@@ -147,7 +148,7 @@ def model_in(path: Path) -> Path:
         raise ModelFileError(fix)
     if is_file(path / "config.json"):
         raise ModelFileError(
-            f"{shown(str(path))} is a Hugging Face model, convert it first: edgespec export {shlex.quote(str(path))}"
+            f"{shown(str(path))} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"
         )
     raise ModelFileError(
         f"folder {shown(str(path))} holds no {MANIFEST} and no .gguf or .onnx file: give one that does"
@@ -187,7 +188,7 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
         if _begins_as_gguf(path):
             raise ModelFileError(
                 f"{text} is a GGUF file whose name does not end in .gguf, as Ollama keeps them: link it under a name "
-                f"that does: ln -s {shlex.quote(str(path))} model.gguf"
+                f"that does: {_link(path)}"
             )
         raise ModelFileError(
             f"{text} is not a .gguf or .onnx file; convert a Hugging Face folder first: edgespec export"
@@ -197,6 +198,13 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
+
+
+def _link(path: Path) -> str:
+    """The command that gives a file a second name; on Windows one that needs no rights, and both shells have."""
+    if os.name == "nt":
+        return f"cmd /c mklink /H model.gguf {quoted(str(path))}"
+    return f"ln -s {quoted(str(path))} model.gguf"
 
 
 def _begins_as_gguf(path: Path) -> bool:
@@ -226,6 +234,8 @@ def resolve(
     folder = folder_of(name_or_path)
     if folder is not None:
         pair = read_pair(folder, engine, check_hashes=check_hashes)
+    elif not exists(expanded(name_or_path)) and (path := path_elsewhere(name_or_path)) is not None:
+        pair = _local_pair(str(path), engine, check_hashes=check_hashes)
     elif _looks_like_path(name_or_path) or exists(name_or_path):
         pair = _local_pair(name_or_path, engine, check_hashes=check_hashes)
     else:
@@ -241,7 +251,7 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     folder = folder_of(text) if not exists(path) else path if is_file(path / MANIFEST) else None
     if folder is not None:
         return read_pair(folder, engine).files["target"]
-    path = model_in(path)
+    path = model_in(path if exists(path) else path_elsewhere(text) or path)
     if not is_file(path) or path.suffix not in SUFFIXES:
         hint = _with_suffix(path)
         raise (None if hint else _how_to_get(text)) or ModelNotFound(

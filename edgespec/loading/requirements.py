@@ -1,6 +1,6 @@
 """What of a pair is opened under given options: which drafters, heads, contexts and caches; from headers alone.
 
-Memory is planned with it before anything is loaded, so it imports no drafter and no engine.
+Memory is planned with it before anything is loaded, so it opens no model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from edgespec.config import MAX_DRAFT_LENGTH, CacheType, DrafterName, LoadOptions
+from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError
@@ -21,8 +21,6 @@ from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.split import is_early_exit
 from edgespec.formats.manifest import HEAD_KINDS, ModelPair
 from edgespec.loading.registry import resolve
-
-DEFAULT_DRAFT_CONTEXT = 4096
 
 
 def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
@@ -84,15 +82,6 @@ def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
     if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
         return False
     return options.drafter == "mtp" or auto_takes_mtp(read_header(pair.files["target"].path))
-
-
-def drafts_trees(options: LoadOptions) -> bool:
-    """Whether a model on the processor keeps room for branches of trees: for drafters asked for by name.
-
-    Rows are too dear there for trees that nobody asked for, and several chats would pay for the room.
-    """
-    asked = SPECS.get(options.drafter)
-    return asked is not None and asked.cost == "rows"
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
@@ -248,15 +237,3 @@ def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[P
             )
         paths = [expanded(options.heads)]
     return paths
-
-
-def draft_context(target_context: int) -> int:
-    """Default context of a draft model, given the target's: no more than it can ever use."""
-    return min(target_context + MAX_DRAFT_LENGTH, DEFAULT_DRAFT_CONTEXT)
-
-
-def cache_types(options: LoadOptions, *, is_draft: bool) -> tuple[CacheType | None, CacheType | None]:
-    """Types of cached keys and values of the target or of a draft model."""
-    if is_draft:
-        return options.draft_cache_type_k, options.draft_cache_type_v
-    return options.cache_type_k, options.cache_type_v

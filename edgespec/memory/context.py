@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edgespec.config import LoadOptions
-from edgespec.engines.footprint import Use
+from edgespec.engines.model_use import ModelUse
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.manifest import ModelFile, ModelPair
 
@@ -37,4 +37,4 @@ def own_context(file: ModelFile) -> int:
         return read_header(file.path).context_length or _USUAL
     from edgespec.engines.onnx.footprint import footprint
 
-    return footprint(file.path, Use(default_context=_MOST_CELLS)).context_length
+    return footprint(file.path, ModelUse(default_context=_MOST_CELLS)).context_length

@@ -11,7 +11,6 @@ a text must not depend on whether there was room for a draft.
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from edgespec.drafters.spec import SPECS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.manifest import ModelFile, ModelPair
+from edgespec.installation import quoted
 from edgespec.loading.requirements import Chosen, without_drafts
 from edgespec.memory.context import in_context
 from edgespec.memory.drafts import smaller_drafts
@@ -205,7 +205,7 @@ def _context(size: int) -> GivenUp:
 
 
 def _draft(path: Path) -> GivenUp:
-    return GivenUp("draft", f"draft {path.name}", f"-md {shlex.quote(str(path))}", {"draft": path})
+    return GivenUp("draft", f"draft {path.name}", f"-md {quoted(str(path))}", {"draft": path})
 
 
 def _draft_context(size: int) -> GivenUp:

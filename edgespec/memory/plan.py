@@ -6,6 +6,7 @@ The same plan is printed by `edgespec plan` and checked at every load.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +15,16 @@ from edgespec.config import LoadOptions
 from edgespec.config.sizes import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
-from edgespec.engines.footprint import Footprint, Use
-from edgespec.engines.machine import default_threads
+from edgespec.engines.footprint import Footprint
+from edgespec.engines.machine import default_threads, is_apple_silicon
+from edgespec.engines.model_use import ModelUse
+from edgespec.errors import CapabilityError
 from edgespec.formats.files import expanded
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair
-from edgespec.loading.requirements import Chosen, cache_types, draft_context, drafts_trees, head_paths, verifies_drafts
+from edgespec.loading.requirements import Chosen, head_paths
+from edgespec.loading.uses import draft_use, target_use
 
 MIB = 1 << 20
 # Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.
@@ -67,7 +71,8 @@ class Plan:
     """What a pair takes once its context is full. Sizes in bytes; `tables`: of drafters without a model; `heads` files.
 
     `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
-    Runtime, None for the CPU; `other_devices`: what it may choose instead.
+    Runtime, None for the CPU; `other_devices`: what it may choose instead. `shares_device`: what lies on a GPU takes
+    this machine's memory.
     """
 
     name: str
@@ -78,6 +83,7 @@ class Plan:
     threads: int
     device: str | None = None
     other_devices: tuple[str, ...] = ()
+    shares_device: bool = False
 
     @property
     def parts(self) -> list[Part]:
@@ -88,7 +94,7 @@ class Plan:
     @property
     def own_bytes(self) -> int:
         """Memory that the system cannot drop, at its peak: with a full context, or while a model is opened."""
-        steady = self.process.own + sum(model.footprint.own for model in self.models) + self.tables + self.heads
+        steady = self.process.own + sum(map(self._own, self.models)) + self.tables + self.heads
         return max(steady, *(own for own, _ in self._openings()))
 
     @property
@@ -118,7 +124,11 @@ class Plan:
             need = model.footprint
             yield before + need.packed + need.loading, self.mapped_bytes + need.loading_mapped
             yield before + need.packed + need.vocabulary + need.reading, self.mapped_bytes
-            before += need.own
+            before += self._own(model)
+
+    def _own(self, model: ModelNeed) -> int:
+        need = model.footprint
+        return need.own + (need.device if self.shares_device else 0)
 
     @property
     def device_bytes(self) -> int:
@@ -137,6 +147,8 @@ class Plan:
         if not self.device_bytes:
             return ""
         size = as_size(self.device_bytes)
+        if self.shares_device:
+            return f"of these on the GPU, which shares this machine's memory: about {size}"
         if self.device is None:  # of llama.cpp, which tells how much memory its devices have
             return f"on the GPU: about {size}"
         return (
@@ -161,31 +173,42 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
     """
     chosen = Chosen.of(options, pair)
     roles = chosen.roles
-    target = _need(pair.files["target"], "target", cache_types(options, is_draft=False), _target_use(options, chosen))
-    use = Use(
-        options.draft_context_length,
-        cache_types(options, is_draft=True),
-        rows=1,
-        gpu_layers=options.draft_model_gpu_layers,
-        device=_device(options),
-        kv_offload=options.kv_offload,
-        default_context=draft_context(target.footprint.context_length),
-        sequences=options.parallel,
-    )
-    types = cache_types(options, is_draft=True)
-    drafts = [_need(pair.files[role], role, types, use) for role in roles if role != "target"]
+    target = _need(pair.files["target"], "target", _target_use(options, chosen))
+    context = target.footprint.context_length
+    drafts = [
+        _need(pair.files[role], role, replace(draft_use(options, pair.files[role], context), rows=1))
+        for role in roles
+        if role != "target"
+    ]
     engines = {pair.files[role].engine for role in roles}
     heads = sum(map(_file_bytes, head_paths(options, pair, is_cut=chosen.is_cut)))
     return Plan(
         pair.name,
         _without_shared((target, *drafts), pair, roles),
-        _table_bytes(options, target.footprint.context_length),
+        _table_bytes(options, context),
         2 * heads,  # stored in half precision
         _process(engines),
         _threads(options, engines, len(roles)),
         _device(options),
         _other_devices() if "onnx" in engines and options.provider == "auto" else (),
+        _shares_device(options, engines),
     )
+
+
+def _shares_device(options: LoadOptions, engines: set[str]) -> bool:
+    """Whether layers go to a GPU that has no memory of its own."""
+    if "llamacpp" not in engines:
+        return _device(options) is not None and is_apple_silicon()
+    placed = [(options.target_gpu_layers, options.target_devices)]
+    placed += [(options.draft_model_gpu_layers, options.draft_devices)]
+    names = [devices for layers, devices in placed if layers and devices != ()]
+    if not names or options.rpc is not None:
+        return False
+    from edgespec.engines.llamacpp.devices import any_shares_memory
+
+    with suppress(CapabilityError):  # llama.cpp is not here, or too old to tell
+        return any(map(any_shares_memory, names))
+    return False
 
 
 def _device(options: LoadOptions) -> str | None:
@@ -199,34 +222,23 @@ def _other_devices() -> tuple[str, ...]:
     return possible_devices()
 
 
-def _target_use(options: LoadOptions, chosen: Chosen) -> Use:
+def _target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
+    use = target_use(options, chosen)
     speculates = options.drafter != "none" and options.draft_length != 0
     length = MAX_AUTO_LENGTH if options.draft_length == "auto" else options.draft_length
     rows = length + 1 if speculates else 1
-    return Use(
-        options.context_tokens,
-        cache_types(options, is_draft=False),
-        # Reproducible mode tries all widths once.
-        rows=max(rows, _SURVEYED_ROWS) if options.reproducible else rows,
-        gpu_layers=options.target_gpu_layers,
-        device=_device(options),
-        kv_offload=options.kv_offload,
-        exit_layer=chosen.exit_layer,
-        sequences=options.parallel,
-        speculates=verifies_drafts(options, chosen.pair),
-        reproducible=options.reproducible is True,
-        has_branches=drafts_trees(options),
-    )
+    # Reproducible mode tries all widths once.
+    return replace(use, rows=max(rows, _SURVEYED_ROWS) if use.reproducible else rows)
 
 
-def _need(file: ModelFile, role: str, types: tuple[str | None, str | None], use: Use) -> ModelNeed:
+def _need(file: ModelFile, role: str, use: ModelUse) -> ModelNeed:
     if file.engine == "onnx":
         from edgespec.engines.onnx import footprint as onnx
 
-        return ModelNeed(role, file.path.name, types[0] or "f32", onnx.footprint(file.path, use))
+        return ModelNeed(role, file.path.name, use.cache_type_k or "f32", onnx.footprint(file.path, use))
     from edgespec.engines.llamacpp import footprint as llamacpp
 
-    kinds = [kind or "f16" for kind in types]
+    kinds = [kind or "f16" for kind in (use.cache_type_k, use.cache_type_v)]
     need = llamacpp.head_footprint if role != "target" and head_kind_of(file.path) else llamacpp.footprint
     return ModelNeed(role, file.path.name, "/".join(dict.fromkeys(kinds)), need(file.path, use))
 

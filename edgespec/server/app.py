@@ -21,6 +21,7 @@ from edgespec.server.exchange import Read
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
+from edgespec.server.infill import read_infill
 from edgespec.server.openapi import document
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
@@ -34,12 +35,12 @@ _GENERATING: dict[str, Read] = {
     "/v1/messages": messages.read_messages,
     "/api/chat": ollama.read_chat_request,
     "/api/generate": ollama.read_generate_request,
+    "/infill": read_infill,
 }
 _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/tokenize": facts.tokenize,
     "/detokenize": facts.detokenize,
     "/v1/embeddings": facts.no_embeddings,
-    "/infill": facts.no_infill,
     "/v1/messages/count_tokens": messages.count_tokens,
     "/api/show": ollama.show,
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
+from edgespec.chat.template import answer_prefix
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.config import REASONING_FORMATS
 from edgespec.server.chat_completions import ChatExchange, Tools
@@ -57,8 +58,10 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     messages = _read_messages(fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
-    prompt_ids = before_structure(vocabulary, loaded.model.encode_chat(messages, tools.shown, arguments), options)
-    reasoning = Reasoning.of(vocabulary, prompt_ids)
+    prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
+    prefix = answer_prefix(messages)
+    prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
+    reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     if reasoning is not None and reasoning.is_open:
         options = structured_behind(loaded, options, reasoning.marks)
     jobs = [Job(prompt_ids, numbered(sampling, index), options) for index in range(count)]

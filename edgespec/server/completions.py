@@ -1,19 +1,23 @@
 """`/v1/completions`: OpenAI's older protocol, which continues texts or token ids without a chat template.
 
-A control token that a text spells out is read as text; give token ids to send control tokens.
+A control token that a text spells out is read as that token, as in llama-server, vLLM and Ollama: clients write the
+marks of a template or of a gap to fill there. Unlike in a chat, the whole prompt is one text of the client. With a
+`suffix`, both are texts around a gap, in which nothing is a mark.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from edgespec.server.answer import Answer, timings, token_logprob, usage
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
+from edgespec.server.fim import fill_prompt, require_fim
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import (
     WITHOUT_EFFECT,
@@ -125,9 +129,9 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     count = read_choices(fields, loaded.limits)
     fields.ignore(*WITHOUT_EFFECT)
     fields.refuse("echo", "the answer holds new text only", (False,))
-    fields.refuse("suffix", "models here continue text; filling gaps is not supported", ("",))
     fields.refuse("best_of", "use n", (count,))
-    prompts = _read_prompts(fields, loaded)
+    suffix = fields.text("suffix")
+    prompts = _read_filling(fields, loaded, suffix) if suffix else _read_prompts(fields, loaded)
     fields.finish()
     if count * len(prompts) > loaded.limits.max_choices:
         raise bad_request(
@@ -137,8 +141,18 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage)
 
 
-def _read_prompts(fields: Fields, loaded: Loaded) -> list[list[int]]:
-    """A text, token ids, or a list of either, as token ids."""
+def _read_filling(fields: Fields, loaded: Loaded, suffix: str) -> list[list[int]]:
+    """The prompts to fill the gap between each text and `suffix`."""
+    tokens, vocabulary = require_fim(loaded, "suffix"), loaded.model.target.vocabulary
+    suffix_ids = vocabulary.encode(suffix)
+    prefixes: list[list[int]] = [[]]
+    if fields.given("prompt") != "":  # which is a gap at the beginning
+        prefixes = _read_prompts(fields, loaded, vocabulary.encode)
+    return [fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids) for prefix_ids in prefixes]
+
+
+def _read_prompts(fields: Fields, loaded: Loaded, encode: Callable[[str], list[int]] | None = None) -> list[list[int]]:
+    """A text, token ids, or a list of either, as token ids. `encode`: for the texts; None: as a whole prompt."""
     prompt = fields.given("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(_is_id(each) for each in prompt)):
         prompt = [prompt]
@@ -148,12 +162,19 @@ def _read_prompts(fields: Fields, loaded: Loaded) -> list[list[int]]:
     encoded = []
     for each in prompt:
         if isinstance(each, str) and each:
-            encoded.append(loaded.model.encode(each))
+            encoded.append((encode or partial(_raw_ids, loaded))(each))
         elif isinstance(each, list) and each and all(_is_id(token_id) for token_id in each):
             encoded.append(list(each))
         else:
             raise fields.wrong("prompt", "must hold texts that are not empty, or lists of token ids", each)
     return encoded
+
+
+def _raw_ids(loaded: Loaded, text: str) -> list[int]:
+    """A whole prompt. One that spells the begin-of-text token out does not get a second one."""
+    vocabulary = loaded.model.target.vocabulary
+    ids = loaded.model.encode(text, parse_special=True)
+    return ids[1:] if vocabulary.adds_bos and ids[:2] == [vocabulary.bos_id] * 2 else ids
 
 
 def _check_count(prompts: list[Any], limits: Limits) -> None:

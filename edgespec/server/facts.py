@@ -113,10 +113,3 @@ def detokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
 def no_embeddings(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/v1/embeddings`. Raises HttpError 501."""
     raise HttpError(501, "embeddings are not supported: this server generates text only", code="not_supported")
-
-
-def no_infill(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """`/infill`. Raises HttpError 501."""
-    raise HttpError(
-        501, "filling gaps is not supported: continue a text with /v1/completions instead", code="not_supported"
-    )

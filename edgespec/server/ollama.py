@@ -134,17 +134,20 @@ def _with_reasoning(message: Any) -> Any:
 
 
 def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
-    """`/api/generate`: the prompt as a chat of one message, or with `raw` as it is."""
+    """`/api/generate`: the prompt as a chat of one message, with `raw` as it is, with `suffix` as a gap's beginning."""
     is_stream, body = _read_common(loaded, fields)
     prompt, system = fields.text("prompt"), fields.text("system")
     is_raw = fields.flag("raw")
-    for name in ("suffix", "images", "context", "template"):
+    suffix = fields.text("suffix")
+    for name in ("images", "context", "template"):
         fields.refuse(name, "this server has no such feature", ("", []))
+    if suffix:
+        fields.refuse("system", "a gap between two texts is filled without one", ("",))
     fields.finish()
-    if not prompt:
+    if not prompt and not suffix:
         return Preload(loaded, is_chat=False)
-    if is_raw:
-        inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt}))
+    if is_raw or suffix:
+        inner: Exchange = read_completion(loaded, Fields(body | {"prompt": prompt or "", "suffix": suffix}))
     else:
         first = [{"role": "system", "content": system}] if system else []
         inner = read_chat(loaded, Fields(body | {"messages": [*first, {"role": "user", "content": prompt}]}))
@@ -183,7 +186,7 @@ def _effort(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     think = fields.given("think")
     if think not in (None, True, False, *_EFFORTS):
         raise fields.wrong("think", f"must be true, false or one of {', '.join(_EFFORTS)}", think)
-    if think is None or fields.given("raw"):
+    if think is None or fields.given("raw") or fields.given("suffix"):
         return {}
     return {"reasoning_effort": {True: "medium", False: "none"}.get(think, think)}
 
@@ -238,6 +241,7 @@ def show(loaded: Loaded, fields: Fields) -> dict[str, Any]:
             "completion",
             *(["tools"] if tool_parser(template) else []),
             *(["thinking"] if reasoning_marks(template) else []),
+            *(["insert"] if loaded.model.target.vocabulary.fim else []),
         ],
     }
 

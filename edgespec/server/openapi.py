@@ -97,8 +97,28 @@ _COMPLETION = _object(
         **_COMMON,
         "prompt": {"oneOf": [_TEXT, _IDS, {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}}]},
         "logprobs": _whole(0, 5),
+        "suffix": {"type": ["string", "null"], "description": "What follows the gap that is to be filled"},
     },
     ("prompt",),
+)
+_FILE = _object({"filename": {"type": ["string", "null"]}, "text": _TEXT}, ("text",))
+_INFILL = _object(
+    {
+        **_MODEL,
+        **_SAMPLING,
+        "input_prefix": _TEXT,
+        "input_suffix": _TEXT,
+        "input_extra": {"type": ["array", "null"], "items": _FILE, "maxItems": 1024},
+        "prompt": {"type": ["string", "null"], "description": "The begin of what fills the gap"},
+        "n_predict": _whole(-2, 2**31 - 1),
+        "n_indent": _whole(0, 2**20),
+        "t_max_predict_ms": _whole(-1, 2**31),
+        "stop": _TEXTS,
+        "stream": _FLAG,
+        "response_fields": {"type": ["array", "null"], "items": _TEXT, "maxItems": 64},
+        "speculative": _SPECULATIVE,
+    },
+    ("input_prefix", "input_suffix"),
 )
 _RESPONSES = _object(
     {
@@ -133,8 +153,12 @@ _POSTS: dict[str, tuple[str, Schema]] = {
     "/v1/messages": ("Answer a conversation (Anthropic)", _object(_ANTHROPIC, ("messages", "max_tokens"))),
     "/v1/messages/count_tokens": ("Count a prompt's tokens (Anthropic)", _object(_COUNTED, ("messages",))),
     "/api/chat": ("Answer a conversation (Ollama)", _object({**_OLLAMA, "messages": _MESSAGES}, ("messages",))),
-    "/api/generate": ("Answer a prompt (Ollama)", _object({**_OLLAMA, "prompt": _TEXT, "raw": _FLAG}, ("prompt",))),
+    "/api/generate": (
+        "Answer a prompt (Ollama)",
+        _object({**_OLLAMA, "prompt": _TEXT, "suffix": _TEXT, "raw": _FLAG}, ("prompt",)),
+    ),
     "/api/show": ("Facts of the model (Ollama)", _object(_MODEL)),
+    "/infill": ("Fill the gap between two texts (llama-server); 501 for models that cannot", _INFILL),
     "/tokenize": ("Text to token ids", _object({"content": _TEXT, "with_pieces": _FLAG}, ("content",))),
     "/detokenize": ("Token ids to text", _object({"tokens": _IDS}, ("tokens",))),
 }
@@ -151,7 +175,6 @@ _GETS = {
 }
 _UNSUPPORTED = {
     "/v1/embeddings": "Embeddings: 501, not supported",
-    "/infill": "Filling gaps: 501, not supported",
 }
 _STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
 _JSON: Schema = {"application/json": {"schema": {"type": "object"}}}

@@ -206,7 +206,7 @@ Adversary = Callable[[Bench, int, Texts], tuple[dict[str, Runner], Texts]]  # of
 
 def lying(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
     model, greedy = bench.models[""], Sampling(temperature=0.0)
-    liar = AutoController({"liar": Liar([])}, model.cost_curve, {})
+    liar = AutoController.of({"liar": Liar([])}, model.cost_curve, {})
     plain = partial(bench.decode, model, sampling=greedy, drafter="none", max_tokens=tokens)
     return {"plain": plain, "auto": lambda ids: bench.lie(model, ids, greedy, tokens, liar)}, texts
 

@@ -109,6 +109,19 @@ def test_regen_answers_again_with_another_seed(model, tmp_path):
     assert "nothing to answer" in chat(model, "/regen").stderr
 
 
+def test_continue_goes_on_with_a_cut_answer(tmp_path):
+    path, demo = tmp_path / "saved.json", ["-m", "demo", "--temp", "0", "--reproducible"]
+    whole = answers([*demo, "-n", "20"], "a table for two")
+    result = chat([*demo, "-n", "4"], "a table for two", "/set max-tokens 16", "/continue", f"/save {path}")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.replace("\n", "") == whole.replace("\n", "")
+    assert [message["role"] for message in saved(path)] == ["user", "assistant"]
+    assert saved(path)[1]["content"] == whole.removesuffix("\n")
+    again = chat([*demo, "-n", "4"], f"/load {path}", "/continue", "/undo", "/continue", f"/save {path}")
+    assert "the model adds nothing" in again.stderr
+    assert "no answer to go on with" in again.stderr
+
+
 def test_save_load_and_clear(model, tmp_path):
     path = tmp_path / "my conversation.json"
     chat([*model, "-s", "be brief"], "one", f"/save {path}")

@@ -23,6 +23,7 @@ BAD = {
     "clock": ({"clock": 0.5}, "powerprofilesctl set performance"),
     "heat": ({"throttled": 7}, "-t 2"),
     "slow draft": ({"draft_share": 0.9, "ceiling": 1.02}, "edgespec pair demo"),
+    "idle draft": ({"idle_share": 0.6, "model_drafted": 4}, "--draft-length 4"),
     "fixed length": ({"accepted": 20, "loss": 1.6}, "--draft-length auto"),
     "poor draft": ({"model_drafted": 200, "model_accepted": 10}, "--drafter ngram"),
     "engine": ({"other_engine": "onnx", "other_gain": 1.6}, "--engine onnx"),
@@ -54,6 +55,8 @@ def test_nothing_is_said_of_a_good_run_or_of_what_the_user_cannot_change() -> No
         {"slowdown": 2.0, "threads": 1},
         {"accepted": 20, "loss": 0.9},  # few are accepted, and it still is faster
         {"drafted": 20, "accepted": 0, "loss": 2.0},
+        {"idle_share": 0.1, "model_drafted": 80},
+        {"idle_share": 0.1, "passes": 30},  # too few to tell
     )
     for changed in harmless:
         assert advice(dataclasses.replace(GOOD, **changed)) is None, changed  # type: ignore[arg-type]

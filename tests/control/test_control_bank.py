@@ -250,7 +250,7 @@ def stalled(
     world = World(Machine(LLAMA_Q8_0), lookup=None)
     drafter = Stalling(world, stall_s, stalls, in_judging)
     costs = {"model": DraftCost(0.04 * PLAIN_S, 0.004 * PLAIN_S)}
-    controller = AutoController({"model": drafter}, world.machine.curve(), costs, 0.02, world.clock)
+    controller = AutoController.of({"model": drafter}, world.machine.curve(), costs, 0.02, world.clock)
     text = made_up(num_tokens, [chance] * num_tokens, honest, seed=3, chain=12)
     return drafter, simulate(controller, text, world.machine, world.clock, reads_prompts=False)
 

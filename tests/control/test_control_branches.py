@@ -69,7 +69,7 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
     monkeypatch.setattr("edgespec.control.threads.perf_counter", lambda: engine.now_s)
     model = ModelDrafter(engine.related(sigma=0.8))
     drafters = {each.name: each for each in (model, TreeDrafter(model), LookaheadDrafter(), NgramDrafter())}
-    controller = Watched(drafters, CostCurve({1: 1.0, 65: 1.0 + 64 * row_s}), {}, clock=lambda: engine.now_s)
+    controller = Watched.of(drafters, CostCurve({1: 1.0, 65: 1.0 + 64 * row_s}), {}, clock=lambda: engine.now_s)
     cached = CachedSequence(engine)
     sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), VOCABULARY)
     runs = [Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 800), False) for _ in range(2)]
@@ -94,7 +94,7 @@ def test_auto_joins_drafters_of_many_rows_where_a_row_costs_next_to_nothing(
 ) -> None:
     pool = demo._pool
     pool.drafter("tree")  # asked for by name before: that changes nothing
-    monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
+    monkeypatch.setitem(pool.costs.__dict__, "curve", CostCurve({1: 1.0, 2: 1.1, 9: 2.6}))
     assert set(pool.names) == {"suffix", "model"}
-    monkeypatch.setitem(pool.__dict__, "cost_curve", CostCurve({1: 1.0, 9: 1.2}))
+    monkeypatch.setitem(pool.costs.__dict__, "curve", CostCurve({1: 1.0, 9: 1.2}))
     assert set(pool.names) == {"suffix", "model", "tree", "lookahead"}

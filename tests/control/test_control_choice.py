@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.control.choice import BEST, NEVER, Hedge, Worth, add_ucb_bonus, choice_of
+from edgespec.control.choice import BEST, NEVER, DecisionScore, Hedge, add_ucb_bonus, choice_of
 from edgespec.control.round import UnusedDraft, UnusedDrafts
 from edgespec.types import Draft
 
@@ -142,14 +142,14 @@ def test_only_so_many_are_kept_waiting() -> None:
 
 
 def test_a_decision_pays_when_its_mean_gain_is_clear() -> None:
-    worth = Worth()
-    assert not worth.pays, "nothing is known"
+    score = DecisionScore()
+    assert not score.pays, "nothing is known"
     for _ in range(200):
-        worth.observe(0.01)
-    assert not worth.pays, "that may be chance"
+        score.observe(0.01)
+    assert not score.pays, "that may be chance"
     for gain in (4.0, 0.0, 0.0, -0.02):
-        worth.observe(gain)
-    assert worth.pays, "copies come in bursts"
+        score.observe(gain)
+    assert score.pays, "copies come in bursts"
     for _ in range(200):
-        worth.observe(-0.02)
-    assert not worth.pays
+        score.observe(-0.02)
+    assert not score.pays

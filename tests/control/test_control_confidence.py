@@ -112,7 +112,7 @@ def test_old_outcomes_of_a_table_fade() -> None:
     assert table.probability(0, (4.0,)) < 0.4
 
 
-def test_a_judge_says_what_is_known_when_it_is_asked_for() -> None:
+def test_a_predictor_says_what_is_known_when_it_is_asked_for() -> None:
     rng = np.random.default_rng(0)
     for calibrator, size in ((BetaTable(), 1), (Logistic(), 3)):
         for _ in range(100):
@@ -120,11 +120,12 @@ def test_a_judge_says_what_is_known_when_it_is_asked_for() -> None:
             calibrator.observe(int(rng.integers(0, 12)), evidence, accepted=bool(rng.random() < 0.6))
         chain = [tuple(rng.integers(2, 5, size).astype(float).tolist()) for _ in range(16)]
         one_by_one = [calibrator.probability(index, evidence) for index, evidence in enumerate(chain)]
-        assert list(map(calibrator.judge(), range(16), chain)) == pytest.approx(one_by_one)
+        assert list(map(calibrator.predictor(), range(16), chain)) == pytest.approx(one_by_one)
         calibrator.observe(0, chain[0], accepted=False)
-        assert calibrator.judge()(0, chain[0]) == pytest.approx(calibrator.probability(0, chain[0])) != one_by_one[0]
-        calibrator.restore(type(calibrator)().state())
-        assert calibrator.judge()(0, chain[0]) == pytest.approx(calibrator.probability(0, chain[0]))
+        later = calibrator.predictor()(0, chain[0])
+        assert later == pytest.approx(calibrator.probability(0, chain[0])) != one_by_one[0]
+        calibrator.restore(type(calibrator)().to_json())
+        assert calibrator.predictor()(0, chain[0]) == pytest.approx(calibrator.probability(0, chain[0]))
 
 
 @pytest.mark.parametrize("make", [BetaTable, Logistic])
@@ -133,21 +134,21 @@ def test_a_calibrator_goes_on_from_its_state(make: Callable[[], Calibrator]) -> 
     size = 1 if make is BetaTable else 3
     for index in range(50):
         first.observe(index % 9, (2.0,) * size, accepted=index % 3 > 0)
-    second.restore(first.state())
-    assert second.state() == first.state()
+    second.restore(first.to_json())
+    assert second.to_json() == first.to_json()
 
 
 @pytest.mark.parametrize("state", [3, None, [1, 2], [[1]], {"a": 1}, [[1.0], [1.0], [], [], []]])
 def test_a_state_of_something_else_is_refused(state: object) -> None:
     for calibrator in (BetaTable(), Logistic()):
-        before = calibrator.state()
+        before = calibrator.to_json()
         with pytest.raises((ValueError, TypeError, KeyError, IndexError)):
             calibrator.restore(state)
-        assert calibrator.state() == before
+        assert calibrator.to_json() == before
     upcoming = NextConfidence()
     with pytest.raises((ValueError, TypeError, KeyError, IndexError)):
         upcoming.restore(state)
-    assert upcoming.state() == NextConfidence().state()
+    assert upcoming.to_json() == NextConfidence().to_json()
 
 
 def test_what_comes_next_is_learnt_by_what_came_before() -> None:

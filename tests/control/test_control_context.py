@@ -41,7 +41,7 @@ def controller(world: World, known: str) -> AutoController:
     seconds = ContextCost(world.machine.context.fixed_s * PLAIN_S, world.machine.context.row_s * PLAIN_S)
     curves = {"calibrated": CostCurve(base, seconds), "short": CostCurve(base), "guessed": PriorCurve(0.3 * PLAIN_S)}
     cost = DraftCost(DRAFT_SHARE * PLAIN_S, READ_SHARE * PLAIN_S)
-    return AutoController({"model": world.model()}, curves[known], {"model": cost}, 0.02, world.clock)
+    return AutoController.of({"model": world.model()}, curves[known], {"model": cost}, 0.02, world.clock)
 
 
 def answered(

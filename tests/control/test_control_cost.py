@@ -47,12 +47,12 @@ def test_what_a_round_costs_besides_its_pass_is_told_from_what_its_tokens_cost()
     assert cost.token_s == pytest.approx(0.001)
     assert cost.round_s == pytest.approx(0.003, rel=0.01)
     assert cost.speculated(5, 0.004) == 0.0
-    assert RoundCost.of(json.loads(json.dumps(cost.kept()))) == cost
+    assert RoundCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
 
 
 @pytest.mark.parametrize("kept", [None, 3, [], [1.0], [-1.0, 0.1], ["a", "b"], [0.1, math.nan], [0.1, 2.0]])
 def test_a_round_cost_that_was_kept_badly_is_forgotten(kept: object) -> None:
-    assert RoundCost.of(kept) == RoundCost()
+    assert RoundCost.from_json(kept) == RoundCost()
 
 
 def test_passes_that_surprise_three_times_in_a_row_are_believed_and_one_is_not() -> None:

@@ -81,7 +81,7 @@ def test_a_prompt_tells_what_rows_of_wide_passes_cost() -> None:
     known = curve.table(0)
     curve.read_prompt(0.02 * 0.1)  # passes were run, which know better
     assert curve.table(0) == known
-    again = PriorCurve.of(json.loads(json.dumps(curve.kept())))
+    again = PriorCurve.from_json(json.loads(json.dumps(curve.to_json())))
     assert again is not None and again.at(33) == pytest.approx(curve.at(33), rel=0.2)  # few passes count in part
     again.read_prompt(0.02 * 0.29)
     assert again.at(33) == pytest.approx(curve.at(33), rel=0.2)
@@ -112,7 +112,7 @@ def test_rows_up_to_the_padding_are_one_pass() -> None:
 
 def test_what_was_learnt_goes_on_in_the_next_run() -> None:
     curve = fed(0.1)
-    again = PriorCurve.of(json.loads(json.dumps(curve.kept())))
+    again = PriorCurve.from_json(json.loads(json.dumps(curve.to_json())))
     assert again is not None and again.is_scaled
     assert again.table(0) == pytest.approx(curve.table(0), rel=1e-6)
     assert not again.is_sure_of_plain()  # the machine may be another one today
@@ -127,14 +127,14 @@ def test_what_was_learnt_goes_on_in_the_next_run() -> None:
     ],
 )
 def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
-    assert PriorCurve.of(fed(0.1).kept() | damage) is None
+    assert PriorCurve.from_json(fed(0.1).to_json() | damage) is None
     for kept in (None, [], 3, {}, "text"):
-        assert PriorCurve.of(kept) is None
+        assert PriorCurve.from_json(kept) is None
 
 
 def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> None:
     curve, cost = PriorCurve(1.0), guessed_draft_cost(0.1)
-    controller = AutoController({"draft": NgramDrafter()}, curve, {"draft": cost}, clock=lambda: 0.0)
+    controller = AutoController.of({"draft": NgramDrafter()}, curve, {"draft": cost}, clock=lambda: 0.0)
     controller.begin(np.arange(3, dtype=np.int32))
     assert cost.is_relative
     for position in range(3, 6):

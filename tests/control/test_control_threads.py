@@ -15,6 +15,7 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
+from edgespec.engines.pass_request import at_once
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import RoundRecord, Verdict
 from simulation import (
@@ -277,7 +278,9 @@ TEXTS = [made_up(400, beta_chances(0.7, seed), honest, seed) for seed in range(3
 def controlled(kind: type[AutoController], machine: Machine) -> AutoController:
     clock = Clock()
     drafter = TracedDrafter(clock, 0.04 * PLAIN_S)
-    controller = kind({"model": drafter}, machine.curve(), {"model": DraftCost(0.04 * PLAIN_S)}, 0.02, clock, threads=2)
+    controller = kind.of(
+        {"model": drafter}, machine.curve(), {"model": DraftCost(0.04 * PLAIN_S)}, 0.02, clock, threads=2
+    )
     for text in TEXTS:
         simulate(controller, text, machine, clock)
     return controller
@@ -310,10 +313,10 @@ def test_each_number_of_threads_has_costs_of_its_own() -> None:
     controller.use_threads(2)
     request = DraftRequest(TEXTS[0].token_ids[:40], 8, Sampler(Sampling(temperature=0.0), 5000))
     drafter.take(TEXTS[0])
-    controller.propose(request)
+    at_once(controller.proposing(request))
     assert [controller.costs.curve.at(width) for width in (1, 2, 4, 8)] == pytest.approx(before)
     controller.use_threads(1)
-    controller.propose(request)
+    at_once(controller.proposing(request))
     assert controller.costs.curve is steep
 
 
@@ -322,11 +325,11 @@ def test_a_guess_is_timed_for_each_number_of_threads() -> None:
     clock = Clock()
     drafter = TracedDrafter(clock, 0.002, 0.0002)
     curve = PriorCurve(0.05)
-    controller = AutoController({"model": drafter}, curve, {}, 0.02, clock, threads=2)
+    controller = AutoController.of({"model": drafter}, curve, {}, 0.02, clock, threads=2)
     controller.use_threads(1)
     simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)
     assert controller.costs.curve.at(1) == pytest.approx(2 * PLAIN_S, rel=0.1)
-    assert not curve.kept()  # what is stored under two threads
+    assert not curve.to_json()  # what is stored under two threads
     controller.use_threads(2)
     simulate(controller, TEXTS[1], Machine(FLAT, plain_s=PLAIN_S), clock)
     assert controller.costs.curve is curve

@@ -202,3 +202,33 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         home_folder()
     with pytest.raises(ConfigError, match="EDGESPEC_HOME"):
         user_folder("config", {})
+
+
+# Windows
+
+
+def test_a_file_that_somebody_reads_for_a_moment_is_replaced_after_it(tmp_path: Path, monkeypatch) -> None:
+    """Windows refuses to rename over a file that is open."""
+    rename, refusals = Path.replace, iter([PermissionError(errno.EACCES, "Access is denied")] * 3)
+
+    def refused(self: Path, target: Path) -> Path:
+        for refusal in refusals:
+            raise refusal
+        return rename(self, target)
+
+    monkeypatch.setattr("edgespec.formats.files._IN_USE_S", 2.0)
+    monkeypatch.setattr(Path, "replace", refused)
+    write_atomically(tmp_path / "a", "one")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "one"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_file_that_stays_in_use_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    def refused(self: Path, target: Path) -> Path:
+        raise PermissionError(errno.EACCES, "Access is denied")
+
+    monkeypatch.setattr("edgespec.formats.files._IN_USE_S", 0.05)
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(StateError, match="Access is denied"):
+        write_atomically(tmp_path / "a", "one")
+    assert names(tmp_path) == []

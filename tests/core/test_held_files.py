@@ -162,3 +162,20 @@ def test_an_answer_goes_on_without_a_draft_whose_file_was_changed(
     assert found.token_ids == plain.token_ids
     assert np.array_equal(found.logprobs, plain.logprobs)
     assert any("draft.gguf was changed" in note for note in found.stats.notes)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not remove a file that is in use")
+def test_a_model_whose_file_was_replaced_answers_and_keeps_what_it_learnt_under_its_own_version(
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    path = Path(shutil.copy(target_path, tmp_path / "model.gguf"))
+    options = GenerateOptions(max_tokens=24, drafter="ngram", draft_length="auto", ignore_eos=True)
+    with edgespec.load(path, threads=1, reproducible=False) as model:
+        (tmp_path / "new").write_bytes(b"another version")
+        (tmp_path / "new").replace(path)
+        assert model.generate("Hello", options=options).stats.new_tokens == 24
+        assert model.cost_curve.at(1) > 0
+    with edgespec.load(target_path, threads=1, reproducible=False) as model:
+        path.unlink()
+        assert model.generate("Hello", options=options).stats.new_tokens == 24

@@ -20,7 +20,7 @@ from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.engines.features import LAYERS_WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
 from edgespec.engines.llamacpp import DFlashHead, LlamaCppEngine
-from edgespec.engines.llamacpp.settings import MAX_BATCH
+from edgespec.engines.model_use import MAX_BATCH
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.dflash import read_dflash

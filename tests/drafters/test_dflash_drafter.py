@@ -202,7 +202,7 @@ def test_a_draft_of_any_length_costs_the_same() -> None:
 
 def test_the_controller_prices_a_block_once() -> None:
     drafters = {"dflash": DFlashDrafter(OpenBlock(64), max_features=64)}
-    controller = AutoController(drafters, CostCurve({1: 0.01, 16: 0.02}), {})
+    controller = AutoController.of(drafters, CostCurve({1: 0.01, 16: 0.02}), {})
     assert controller.costs.drafts["dflash"].is_once
     controller.use_threads(2)
     controller.costs.follow_threads()

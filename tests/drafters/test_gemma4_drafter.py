@@ -14,10 +14,10 @@ import edgespec
 import tiny_gemma4
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import head_footprint
 from edgespec.engines.llamacpp.gemma4_drafter import Gemma4Drafter
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.types import Batch
@@ -112,7 +112,7 @@ def test_bad_arguments_are_refused(engine: LlamaCppEngine, drafter_path: Path) -
     with engine.load_head(Gemma4Drafter, drafter_path) as head:
         with pytest.raises(BatchError, match="width 64"):
             head.step(3, np.zeros(7, np.float32), 0)
-        with pytest.raises(BatchError, match="outside the drafter's vocabulary"):
+        with pytest.raises(BatchError, match="outside the head's vocabulary"):
             head.step(1 << 20, np.zeros(64, np.float32), 0)
 
 
@@ -161,7 +161,7 @@ def test_a_file_says_what_it_is(target_path: Path, drafter_path: Path) -> None:
     with pytest.raises(CapabilityError, match="only drafts for another model"):
         LlamaCppEngine.load(drafter_path)
     Gemma4Drafter.try_alone(drafter_path)
-    need = head_footprint(drafter_path, Use(context_length=64))
+    need = head_footprint(drafter_path, ModelUse(context_length=64))
     assert need.cache == 0 and need.mapped == drafter_path.stat().st_size
 
 

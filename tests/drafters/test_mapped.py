@@ -149,6 +149,18 @@ def test_a_mapped_cache_is_what_its_tokens_make_it() -> None:
         assert cache.token_ids.tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize(
+    "method", ["score", "scoring", "keep", "score_again", "adopt", "adopt_prefix", "keep_features", "keep_layer_inputs"]
+)
+def test_what_only_a_target_does_is_refused(method: str) -> None:
+    """Places of the target's tokens would be taken for those of the draft's."""
+    _, cache = table_pair()
+    cache.feed(np.array([1, 2], np.int32))
+    with pytest.raises(AssertionError, match="drafts only"):
+        getattr(cache, method)(1)
+    assert cache.length == 2
+
+
 def test_spelled_tokens_are_taken_back_whole_and_the_window_slides() -> None:
     draft = TableEngine.random(4, seed=2, context_length=32)
     target = Words([b"a", b"b", b"abc", b"abcd", b"dd"])

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 import edgespec
 from demo import DEMO
 from edgespec import GenerateOptions, LoadOptions, Sampling
-from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint, head_footprint
 from edgespec.engines.llamacpp.mtp import MtpFileHead, MtpHead
 from edgespec.engines.llamacpp.running_state import RunningState, auto_takes_mtp
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.gguf.kind import has_mtp
@@ -276,14 +276,16 @@ def test_the_hint_for_a_model_without_a_draft(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:
-    drafted, plain = (footprint(model_path, Use(256, speculates=drafts)) for drafts in (True, False))
+    drafted, plain = (
+        footprint(model_path, ModelUse(256, speculates=drafts, has_mtp=drafts)) for drafts in (True, False)
+    )
     engine = LlamaCppEngine.load(model_path, context_length=256, threads=1, has_mtp=True)
     with engine, engine.load_mtp() as head:
         assert drafted.own - plain.own > head.facts.num_bytes > 0
 
 
 def test_a_file_with_the_layer_is_planned(model_path: Path, alone_path: Path) -> None:
-    planned = head_footprint(alone_path, Use(256))
+    planned = head_footprint(alone_path, ModelUse(256))
     with LlamaCppEngine.load(model_path, threads=1) as engine, engine.load_head(MtpFileHead, alone_path) as head:
         assert planned.mapped == alone_path.stat().st_size
         assert planned.mapped + planned.own > head.facts.num_bytes > 0

@@ -36,7 +36,7 @@ def logits_of(scored: ScoredTokens, heads: HeadFile, states: np.ndarray) -> np.n
 
 def test_a_token_is_scored_from_its_first_occurrence_on() -> None:
     heads = cut_heads()
-    scored = ScoredTokens(heads, SIZE)
+    scored = ScoredTokens(heads, SIZE, heads.vocabulary)
     states = np.random.default_rng(1).standard_normal((1, 16)).astype(np.float32)
     exact = np.full(SIZE, -1e30, np.float32)
     exact[heads.token_ids] = states[0] @ heads.vocabulary.T * 0.5

@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import sqlite3
+import sys
 import time
 from pathlib import Path
 
@@ -269,6 +269,8 @@ def test_what_a_killed_process_left_half_done_is_taken_back(tmp_path: Path) -> N
 def add_on_a_full_disk(folder: Path) -> None:
     """The kernel refuses to let any file of this process grow beyond 40 kB, as a full disk would."""
     make(folder).add("a", "/a", documents(0))
+    import resource  # not there on Windows
+
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
     try:
         make(folder).add("large", "/large", documents(1, count=100))
@@ -279,6 +281,7 @@ def add_on_a_full_disk(folder: Path) -> None:
     assert [text.name for text in make(folder).texts()] == ["a"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows limits no file's size")
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     worker = SPAWN.Process(target=add_on_a_full_disk, args=(tmp_path,))
     worker.start()

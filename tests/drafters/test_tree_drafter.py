@@ -16,6 +16,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.pass_request import Passes
+from edgespec.engines.rows import is_chain
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
@@ -178,7 +179,7 @@ class Interrupted(TableEngine):
 
     def forward(self, batch: Batch) -> Logits:
         logits = super().forward(batch)
-        if 0 in self._trees:
+        if not is_chain(batch.parents.tolist()):
             self.passes_left -= 1
             if not self.passes_left:
                 raise KeyboardInterrupt

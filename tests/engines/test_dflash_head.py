@@ -147,7 +147,7 @@ def test_wrong_calls_of_a_head_are_refused(target: LlamaCppEngine, tmp_path: Pat
     with pytest.raises(BatchError, match=r"\[n, 192\]"):
         head.inject(features[:, :64])
     for token_id in (-1, NUM_TOKENS):
-        with pytest.raises(BatchError, match=f"token {token_id} is outside"):
+        with pytest.raises(BatchError, match=f"token id {token_id} is outside"):
             head.block(token_id)
     with pytest.raises(ContextFull, match="room for 8"):
         head.inject(features[:9])

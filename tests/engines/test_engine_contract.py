@@ -17,6 +17,7 @@ from demo import TEST_THREADS
 from edgespec.config import ProviderName
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.model_use import MAX_BRANCHES
 from edgespec.engines.remote import RemoteEngine
 from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
@@ -60,10 +61,10 @@ def load_onnx(
     path: Path,
     *,
     reproducible: bool,
-    cache_type: str = "f32",
+    cache_type_k: str = "f32",
     exit_layer: int | None = None,
     provider: ProviderName = "cpu",
-    shares_cells: bool = True,
+    max_branches: int = MAX_BRANCHES,
 ) -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
@@ -74,11 +75,11 @@ def load_onnx(
         max_sequences=SEQUENCES,
         max_batch=MAX_BATCH,
         threads=TEST_THREADS,
-        cache_type=cache_type,
+        cache_type_k=cache_type_k,
         reproducible=reproducible,
         exit_layer=exit_layer,
         provider=provider,
-        shares_cells=shares_cells,
+        max_branches=max_branches,
     )
 
 
@@ -149,14 +150,14 @@ def loader(
         "llamacpp-gpu": lambda: load_gpu(target_path, tiny_path, reproducible=False),
         "llamacpp-gpu-reproducible": lambda: load_gpu(target_path, tiny_path, reproducible=True),
         "onnx": lambda: load_onnx(onnx_path, reproducible=False),
-        "onnx-batches": lambda: load_onnx(onnx_path, reproducible=False, shares_cells=False),
+        "onnx-batches": lambda: load_onnx(onnx_path, reproducible=False, max_branches=0),
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
         "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),
         "onnx-webgpu": lambda: load_webgpu(tiny_graph_path),
         "onnx-webgpu-reproducible": lambda: load_webgpu(tiny_graph_path, reproducible=True),
         "onnx-webgpu-exit": lambda: load_webgpu(tiny_graph_path, exit_layer=1),
-        "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type="int8"),
+        "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type_k="int8"),
     }
     if "rpc" not in request.param:
         yield loaders[request.param]

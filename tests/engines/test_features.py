@@ -174,9 +174,7 @@ def test_an_engine_says_when_it_has_none(target_path: Path, onnx_path: Path) -> 
 def load_with_layers(path: Path, layers: tuple[int, ...]) -> Engine:
     if path.suffix != ".gguf":
         return load_onnx(path, state_layers=layers)  # type: ignore[arg-type]
-    engine = LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=512, reproducible=False)
-    engine.read_layers(layers)
-    return engine
+    return LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=512, reproducible=False, state_layers=layers)
 
 
 def states_of(engine: Engine, count: int = 24) -> np.ndarray:
@@ -229,8 +227,7 @@ def test_rows_of_a_shared_pass_have_the_states_that_they_have_alone(
     if name == "onnx_path":
         engine = load_onnx(path, state_layers=layers, **options)  # type: ignore[arg-type]
     else:
-        engine = LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=256, **options)
-        engine.read_layers(layers)
+        engine = LlamaCppEngine.load(path, threads=TEST_THREADS, context_length=256, state_layers=layers, **options)
     parts = [Batch.chain(IDS[first : first + rows], sequence=sequence) for sequence, first, rows in ROWS]
     with engine:
         if not engine.facts.can_pack:
@@ -257,7 +254,7 @@ def test_rows_of_caches_of_their_own_have_the_states_that_they_have_alone(
     onnx_path: Path, rows: tuple[int, ...], reproducible: bool
 ) -> None:
     """Single rows share a pass, others have one of their own; states come in the order of the batch."""
-    options = {"max_sequences": 3, "reproducible": reproducible, "shares_cells": False}
+    options = {"max_sequences": 3, "reproducible": reproducible, "max_branches": 0}
     with load_onnx(onnx_path, state_layers=(0, 5), **options) as engine:  # type: ignore[arg-type]
         engine.give_hidden_states(True)
         parts, alone = [], []

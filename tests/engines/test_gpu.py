@@ -13,11 +13,11 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.library import library, listening
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch
 from gpu import needs_gpu
@@ -53,7 +53,7 @@ def test_the_plan_of_a_device_is_what_llama_cpp_puts_there(target_path, gpu, gpu
     lines: list[str] = []
     with listening(lines.append), load(target_path, gpu_layers=gpu_layers, max_batch=64):
         found = sum(float(size) for name, size in BUFFER.findall("\n".join(lines)) if name == gpu)
-    use = Use(context_length=CONTEXT, gpu_layers=gpu_layers)
+    use = ModelUse(context_length=CONTEXT, gpu_layers=gpu_layers)
     planned = footprint(target_path, use).device / MIB
     if gpu_layers == 0:
         assert found == planned == 0

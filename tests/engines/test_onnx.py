@@ -143,7 +143,7 @@ def test_an_int8_cache_is_a_quarter_and_changes_little(engine, onnx_path):
     ids = np.array(engine.vocabulary.encode("I am looking for a hotel in London with free wifi. " * 6), np.int32)[:60]
     engine.rollback(0)
     expected = engine.forward(Batch.chain(ids)).copy()
-    with open_engine(onnx_path, cache_type="int8") as small:
+    with open_engine(onnx_path, cache_type_k="int8") as small:
         assert 4 * small.facts.kv_bytes_per_token == engine.facts.kv_bytes_per_token
         found = small.forward(Batch.chain(ids))
     assert (found.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.9
@@ -239,7 +239,7 @@ def test_bad_options_are_refused(onnx_path, tmp_path):
         with pytest.raises(CapabilityError, match=r"For an NVIDIA GPU: .*(install gpu|onnxruntime-gpu)"):
             open_engine(onnx_path, provider="cuda")
     with pytest.raises(ConfigError, match="f32 or int8"):
-        open_engine(onnx_path, cache_type="q4_0")
+        open_engine(onnx_path, cache_type_k="q4_0")
     with pytest.raises(ConfigError, match="--provider"):
         load(str(onnx_path.parent), gpu_layers=3)
     with pytest.raises(ConfigError, match="the same, f32 or int8"):

@@ -33,8 +33,8 @@ def loaded(request: pytest.FixtureRequest, onnx_path: Path) -> Iterator[OnnxEngi
         max_sequences=SEQUENCES,
         threads=TEST_THREADS,
         reproducible=False,
-        cache_type=request.param,
-        shares_cells=False,
+        cache_type_k=request.param,
+        max_branches=0,
     ) as engine:
         yield engine
 
@@ -120,7 +120,7 @@ def test_empty_caches_between_two_others_stay_empty(engine: OnnxEngine) -> None:
 
 def test_a_graph_made_for_one_text_gets_passes_in_turn(onnx_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another exporter's may: here the batch gives the first text's logits to both."""
-    load = partial(OnnxEngine.load, onnx_path, context_length=16, max_sequences=2, shares_cells=False)
+    load = partial(OnnxEngine.load, onnx_path, context_length=16, max_sequences=2, max_branches=0)
     run_each = SharedPasses.run_each
 
     def confused(self: SharedPasses, *given: Any) -> NDArray[np.float32]:

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from edgespec.chat.template import encode_messages
 from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.vocabulary import FimTokens
 from tiny_checkpoints import SPACE, SPECIALS, byte_level_tokenizer, spm_tokenizer
 
 Open = Callable[..., TokenizerFile]
@@ -76,3 +77,16 @@ def test_the_html_tag_that_ends_a_crossed_out_text_ends_no_answer(opened: Open, 
     tokenizer.add_tokens([AddedToken("</s>", normalized=False, special=is_special)])
     found = opened(tokenizer)
     assert (tokenizer.token_to_id("</s>") in found.end_ids) is is_special
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_tokens_that_fill_a_gap_are_found_by_their_names(opened: Open, is_special: bool):
+    tokenizer = byte_level_tokenizer("smollm")
+    assert opened(tokenizer).fim is None
+    names = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|repo_name|>", "<|file_sep|>", "<fim_pad>"]
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=is_special) for name in names])
+    found = opened(tokenizer)
+    ids = [tokenizer.token_to_id(name) for name in names]
+    assert found.fim == FimTokens(*ids[:5]) and set(ids[3:]) <= found.end_ids
+    assert not set(ids[:3]) & found.end_ids
+    assert opened(tokenizer, ids[0]).fim is None, "the model has no rows for them"

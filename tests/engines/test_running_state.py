@@ -11,10 +11,10 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, MOST_SNAPSHOTS, RunningState
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.prompt_passes import PROMPT_END
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import read_header
@@ -242,8 +242,8 @@ def test_the_state_has_the_planned_size(hybrid: Path) -> None:
         engine.forward(Batch.chain(range(10)))
         keys_and_values = 10 * engine.facts.kv_bytes_per_token
         assert 0 <= len(engine.save_state()) - keys_and_values - state.num_bytes < 1000
-        planned = footprint(hybrid, Use(256, speculates=True)).cache
-        plain = footprint(hybrid, Use(256)).cache
+        planned = footprint(hybrid, ModelUse(256)).cache
+        plain = footprint(hybrid, ModelUse(256, speculates=False)).cache
         assert planned - plain == MOST_SNAPSHOTS * state.num_bytes
         assert plain > (1 + MOST_CHECKPOINTS) * state.num_bytes
 

@@ -12,6 +12,7 @@ pytest.importorskip("gguf", reason="makes the models with the package gguf: scri
 from edgespec.engines import proof
 from edgespec.engines.onnx import OnnxEngine, library
 from edgespec.engines.onnx.edge import FLASH_OFF, end_of_pass, rows_before
+from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.export.gguf import convert
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.types import Batch, Logits, packed
@@ -127,6 +128,18 @@ def test_only_reproducible_sessions_go_without_flash_attention(wide: Path, monke
     for reproducible in (False, True, False):
         opened(wide, reproducible=reproducible).close()
     assert [value == "1" for value in seen] == [False, True, False]
+
+
+@pytest.mark.parametrize("machine, without", [("x86_64", False), ("arm64", True), ("aarch64", True)])
+def test_attention_of_arm_goes_without_flash_in_reproducible_mode(
+    machine: str, without: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """There a row of flash attention has other bits in a pass of one row, of two or three, and of more."""
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    given = {"context_length": 64, "threads": 1, "max_sequences": 1, "max_batch": 8, "provider": "cpu"}
+    for reproducible in (True, False, None):
+        settings = OnnxSettings(**given, cache_type="f32", head_size=64, reproducible=reproducible, widest=8)
+        assert settings.flash is not (without and reproducible is True)
 
 
 def test_no_pass_and_no_padding_goes_across_the_edge():

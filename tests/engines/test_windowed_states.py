@@ -13,9 +13,9 @@ pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.export.gguf import convert
@@ -132,6 +132,6 @@ def test_the_watch_over_the_width_class_shortens_no_loaded_state(windowed: Path,
 
 
 def test_the_plan_gives_every_text_cells_of_its_own(windowed: Path):
-    with_trees, without = (footprint(windowed, Use(100, sequences=2, has_branches=trees)) for trees in (True, False))
-    one = footprint(windowed, Use(100))
+    with_trees, without = (footprint(windowed, ModelUse(100, max_sequences=2, max_branches=most)) for most in (16, 0))
+    one = footprint(windowed, ModelUse(100))
     assert with_trees.cache == without.cache == 2 * one.cache

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from edgespec.config import LoadOptions
-from edgespec.engines.footprint import Use
 from edgespec.engines.limits import own_bytes
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.untouched import untouched_zeros
 from edgespec.loading.requirements import resolve_pair
@@ -68,7 +68,9 @@ def test_an_int8_cache_saves_what_it_is_smaller_by_at_the_first_load_too(tmp_pat
     later, plain = own_of(tmp_path, "int8"), own_of(tmp_path, None)
     assert first[0] < later[0] + 5 * MB and first[1] < later[1] + 5 * MB
     path = resolve_pair(LoadOptions(engine="onnx"), check_hashes=False).target
-    wide, small = (footprint(path, Use(CONTEXT, (kind, kind), rows=1)) for kind in (None, "int8"))
+    wide, small = (
+        footprint(path, ModelUse(CONTEXT, cache_type_k=kind, cache_type_v=kind, rows=1)) for kind in (None, "int8")
+    )
     assert wide.own - small.own == wide.cache - small.cache > 10 * MB
     assert plain[1] - later[1] > 0.7 * (wide.own - small.own)
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+import edgespec
 from edgespec.config import LoadOptions
+from edgespec.config.load_options import keywords_of
+from edgespec.engines.llamacpp.library import library
+from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
+from edgespec.engines.model_use import WIDEST
 from edgespec.errors import ConfigError
 from edgespec.loading.requirements import head_paths, resolve_pair
 from edgespec.memory.fit import PARALLEL, usual_parallel
@@ -27,6 +32,36 @@ def test_each_answer_has_a_cache_of_its_own_in_the_plan(engine: Any) -> None:
     for alone, several in zip(one.models, four.models, strict=True):
         assert several.footprint.cache == pytest.approx(4 * alone.footprint.cache, rel=0.2)
     assert any("for each of 4 answers" in part.name for part in four.parts)
+
+
+def cells_of(options: LoadOptions) -> int:
+    """Cells that are planned for the target."""
+    one = replace(options, parallel=1, context_length=CELLS_MULTIPLE - WIDEST)
+    caches = [planned(each, resolve_pair(each)).models[0].footprint.cache for each in (options, one)]
+    return round(CELLS_MULTIPLE * caches[0] / caches[1])
+
+
+@pytest.mark.parametrize("drafter", ["lookahead", "suffix"])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_the_planned_cells_are_those_of_the_load(drafter: Any, reproducible: bool) -> None:
+    """In reproducible mode each sequence has cells of its own, even if trees would share them."""
+    options = replace(
+        OPTIONS, engine="llamacpp", drafter=drafter, draft=None, threads=1, parallel=3, context_length=500
+    )
+    options = replace(options, reproducible=reproducible)
+    with edgespec.load(**keywords_of(options)) as model:
+        assert model.target.facts.own_cells == (reproducible or drafter == "suffix")
+        loaded = library().llama_n_ctx(model.target._context)  # type: ignore[attr-defined]
+    assert cells_of(options) == loaded
+
+
+@pytest.mark.parametrize("elsewhere", [{"gpu_layers": -1}, {"rpc": "127.0.0.1:50052"}])
+def test_what_runs_elsewhere_has_cells_of_its_own_in_reproducible_mode_too(elsewhere: Any) -> None:
+    options = replace(OPTIONS, engine="llamacpp", drafter="suffix", parallel=3, context_length=500)
+    options = replace(options, kv_offload=False, **elsewhere)
+    own, shared = (cells_of(replace(options, reproducible=wanted)) for wanted in (True, False))
+    assert own == 3 * -(-(500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
+    assert shared == -(-(3 * 500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
 
 
 def test_a_server_takes_several_where_they_fit_and_one_elsewhere() -> None:

@@ -15,6 +15,7 @@ from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.placement import placed
 from edgespec.memory.plan import planned
+from edgespec.memory.verdict import Room
 
 GIB = 1 << 30
 
@@ -86,7 +87,36 @@ def test_reproducible_mode_needs_a_number(options):
         replace(options, reproducible=True)
 
 
+@pytest.mark.parametrize("left, room", [(GIB, GIB * 3 // 4), (4 * GIB, int(2.75 * GIB)), (None, int(2.75 * GIB))])
+def test_a_gpu_without_memory_of_its_own_has_no_more_room_than_the_machine(monkeypatch, left, room):
+    monkeypatch.setattr(placement, "gpus", lambda: [Device("Vulkan1", "two", "integrated gpu", 3 * GIB, 4 * GIB)])
+    monkeypatch.setattr(placement, "free_memory", lambda: left)
+    assert placement.room_on_devices(None) == room
+
+
+@pytest.mark.parametrize("kind, shares", [("gpu", False), ("integrated gpu", True)])
+def test_what_lies_on_a_gpu_that_shares_this_machines_memory_counts_in_the_plan(monkeypatch, kind, shares, options):
+    monkeypatch.setattr("edgespec.engines.llamacpp.devices.gpus", lambda: [Device("GPU", "one", kind, GIB, GIB)])
+    everywhere = replace(options, gpu_layers=-1)
+    plan = planned(everywhere, resolve_pair(everywhere))
+    assert plan.shares_device is shares and plan.device_bytes > 0
+    rest = replace(plan, shares_device=False).own_bytes
+    assert plan.own_bytes >= rest + (plan.device_bytes if shares else 0)
+    assert ("which shares this machine's memory" in plan.device_note) is shares
+    budget = Room(rest + plan.device_bytes // 2, (), plan.process.own)
+    assert (budget.verdict(plan).fit == "refused") is shares
+    assert not planned(replace(options, gpu_layers=0), resolve_pair(options)).shares_device
+
+
+def test_a_gpu_of_apple_silicon_has_no_memory_of_its_own(monkeypatch):
+    metal = Device("MTL0", "Apple M4", "gpu", 8 * GIB, 10 * GIB)
+    assert not metal.shares_memory
+    monkeypatch.setattr("edgespec.engines.llamacpp.devices.is_apple_silicon", lambda: True)
+    assert metal.shares_memory and not Device("CPU", "Apple M4", "cpu", GIB, GIB).shares_memory
+
+
 def test_room_is_what_devices_have_free_less_a_margin(monkeypatch):
+    monkeypatch.setattr(placement, "free_memory", lambda: 8 * GIB)
     found = [
         Device("Vulkan0", "one", "gpu", 8 * GIB, 10 * GIB),
         Device("Vulkan1", "two", "integrated gpu", 3 * GIB, 4 * GIB),

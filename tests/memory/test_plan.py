@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from edgespec.config import DrafterName, LoadOptions
-from edgespec.engines.footprint import Use
 from edgespec.engines.llamacpp.footprint import footprint
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.plugins import possible_devices
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
@@ -111,7 +111,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_70b_model_is_planned_from_its_header_alone(tmp_path: Path, bytes_read: list[int]) -> None:
     path = tmp_path / "huge.gguf"
     weights = write_header(path, LLAMA_70B)
-    found = footprint(path, Use())
+    found = footprint(path, ModelUse())
     assert weights > 35e9 and sum(bytes_read) < 4 * MIB
     assert found.mapped == path.stat().st_size
     assert found.packed == 0 or found.packed > 0.9 * weights  # by processor
@@ -142,7 +142,7 @@ def test_weights_that_are_only_copied_from_their_file_need_no_room_there(tmp_pat
     """For the processor's kernels, or to a GPU; where they are not, all of them are read in every pass."""
     path = tmp_path / "8b.gguf"
     weights = write_header(path, LLAMA_8B)
-    alone = footprint(path, Use())
+    alone = footprint(path, ModelUse())
     assert alone.read_once == alone.packed
     plan = plan_of(model=str(path), gpu_layers=-1)
     assert 0.99 * weights < plan.read_once_bytes <= plan.mapped_bytes
@@ -162,8 +162,8 @@ def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_pat
     assert there.device_note.startswith("on webgpu: about ") and "is not known" in there.device_note
     path = tmp_path / "70b.gguf"
     write_header(path, LLAMA_70B)
-    cache = footprint(path, Use()).cache
-    on_gpu, beside = (footprint(path, Use(gpu_layers=-1, kv_offload=offload)) for offload in (True, False))
+    cache = footprint(path, ModelUse()).cache
+    on_gpu, beside = (footprint(path, ModelUse(gpu_layers=-1, kv_offload=offload)) for offload in (True, False))
     assert (on_gpu.cache, beside.cache, on_gpu.device - beside.device) == (0, cache, cache)
 
 

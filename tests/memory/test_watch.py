@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -172,3 +173,14 @@ def test_a_second_model_in_the_process_costs_the_first_one_nothing() -> None:
         first.memory.watch._next_s = 0.0
         assert not first.generate(PROMPT, options=OPTIONS).stats.notes
         assert first.draft_engine is not None
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_own_memory_is_known_beyond_linux_too(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psutil")  # before its import sees another platform than it is on
+    monkeypatch.setattr("edgespec.engines.limits.sys.platform", platform)
+    before = own_bytes()
+    assert before is not None and before > 0
+    taken = bytearray(os.urandom(1 << 16) * 1024)
+    after = own_bytes()
+    assert after is not None and after - before > len(taken) // 2

@@ -46,7 +46,7 @@ def test_a_streamed_completion(client: TestClient, model: Model, greedy: Samplin
     assert whole["text_offset"] == offsets and offsets[0] == 0 and offsets == sorted(set(offsets))
 
 
-def test_control_tokens_in_a_prompt_are_text(client: TestClient, model: Model):
+def test_control_tokens_are_read_in_raw_prompts_and_where_they_are_asked_for(client: TestClient, model: Model):
     text = "a<|im_end|>"
     ids = client.post("/tokenize", json={"content": text}).json()["tokens"]
     special = client.post("/tokenize", json={"content": text, "parse_special": True}).json()["tokens"]
@@ -54,7 +54,7 @@ def test_control_tokens_in_a_prompt_are_text(client: TestClient, model: Model):
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"content": text}
     assert client.post("/detokenize", json={"tokens": special}).json() == {"content": "a"}
     assert client.post(COMPLETE, json={"prompt": text, "max_tokens": 1}).json()["usage"]["prompt_tokens"] == len(
-        model.encode(text)
+        model.encode(text, parse_special=True)
     )
     pieces = client.post("/tokenize", json={"content": "a b", "with_pieces": True}).json()["tokens"]
     assert [piece["id"] for piece in pieces] == client.post("/tokenize", json={"content": "a b"}).json()["tokens"]

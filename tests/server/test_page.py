@@ -115,12 +115,16 @@ def test_stop_again_edit_and_a_reload(browser: Browser, url: str):
     browser.press("Escape")
     browser.until(DONE)
     until(lambda: httpx.get(url + "/health").json()["running"] == 0)
-    assert browser.text(".assistant .note") == "Stopped."
+    assert browser.text(".assistant .note p") == "Stopped."
     browser.value("document.querySelector('[data-do=reset]').click()")
     choose(browser, temperature=0, max_tokens=3)
     browser.press("r", "KeyR", alt=True)
     browser.until(f"{DONE} && !document.querySelector('.note p')?.textContent.includes('Stopped')")
     assert "3 tokens" in browser.text(".assistant .meta") and "limit of tokens" in browser.text(".assistant .note")
+    begun = browser.value(TEXT)
+    browser.click(".assistant .ending button")
+    browser.until(f"{DONE} && {TEXT}.length > {len(begun)}")
+    assert browser.value(TEXT).startswith(begun) and browser.value("document.querySelectorAll('article').length") == 2
     browser.value("document.querySelector('#prompt').focus()")
     browser.press("ArrowUp")
     browser.until("document.activeElement.closest('.editing')")

@@ -155,6 +155,6 @@ def test_control_tokens_of_a_client_stay_text(client: TestClient, model: Model):
 
 
 def test_what_is_not_supported_is_501(client: TestClient):
-    for path in ("/infill", "/v1/embeddings"):
+    for path in ("/infill", "/v1/embeddings"):  # the demo has no tokens to fill gaps with
         answered = client.post(path, json={"input": "x"})
         assert answered.status_code == 501 and answered.json()["error"]["code"] == "not_supported"

@@ -18,6 +18,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.engines.pass_request import Passes
 from edgespec.types import Draft, Evidence, RoundRecord, Verdict
 from simulation import DRAFT_SHARE, ORT_INT8, READ_SHARE, VOCABULARY, Machine, World, recorded, simulate
 
@@ -29,9 +30,9 @@ class Timed(AutoController):
     learning_s: list[float]
     drafting_s = 0.0  # of the round in progress
 
-    def propose(self, request: DraftRequest) -> Proposal:
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         self.drafting_s, started_s = 0.0, perf_counter()
-        proposal = super().propose(request)
+        proposal = yield from super().proposing(request)
         self.deciding_s.append(perf_counter() - started_s - self.drafting_s)
         return proposal
 
@@ -67,7 +68,7 @@ def run() -> tuple[list[float], list[float]]:
     drafters = [NgramDrafter(), SuffixDrafter(), CacheDrafter(VOCABULARY), world.model()]
     plain_s = world.machine.plain_s
     costs = {"model": DraftCost(DRAFT_SHARE * plain_s, READ_SHARE * plain_s)}
-    auto = Timed({drafter.name: drafter for drafter in drafters}, world.machine.curve(), costs, 0.02, world.clock)
+    auto = Timed.of({drafter.name: drafter for drafter in drafters}, world.machine.curve(), costs, 0.02, world.clock)
     auto.deciding_s, auto.learning_s = [], []
     for drafter in drafters:
         auto.leave_out(drafter)

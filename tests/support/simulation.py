@@ -21,7 +21,7 @@ from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines.pass_request import Passes
+from edgespec.engines.pass_request import Passes, at_once
 from edgespec.engines.table import TableEngine
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
@@ -216,7 +216,8 @@ def simulate(
         started_s, proposal = clock(), NOTHING
         resting = resting - 1 if resting else controller.rest()
         if left > 1 and not resting:
-            proposal = controller.propose(DraftRequest(context_ids, min(left - 1, WIDEST - 1), sampler))
+            request = DraftRequest(context_ids, min(left - 1, WIDEST - 1), sampler)
+            proposal = at_once(controller.proposing(request))
         draft, drafted_s = proposal.draft, clock()
         told = text.token_ids[position : position + draft.num_tokens]
         differs = np.flatnonzero(told != draft.token_ids)
@@ -269,7 +270,7 @@ class World:
         drafters["model"] = self.model()
         plain_s = self.machine.plain_s
         costs = {"model": DraftCost(self.draft_share * plain_s, READ_SHARE * plain_s)}
-        return AutoController(drafters, self.machine.curve(curve_error), costs, share, self.clock)
+        return AutoController.of(drafters, self.machine.curve(curve_error), costs, share, self.clock)
 
     def fixed(self, drafter: str, length: int) -> FixedLength:
         assert self.lookup is not None

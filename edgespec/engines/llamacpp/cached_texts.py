@@ -59,9 +59,8 @@ class CachedTexts:
         self._least: dict[int, int] = {}  # by sequence, the length below which a loaded text lacks cells
 
     def rollback(self, to_length: int, sequence: int, facts: EngineFacts) -> None:
-        """Shorten a sequence. Raises BatchError for a length that it has not, CapabilityError as `Engine.rollback`."""
+        """Shorten a sequence to a length that it has. Raises CapabilityError as `Engine.rollback`."""
         length = self._book.lengths[sequence]
-        self._book.check_rollback(to_length, sequence)
         if 0 < to_length < (least := self._least.get(sequence, 0)):
             raise CapabilityError(
                 f"a saved state of a {facts.architecture} model holds the last {facts.state_window} tokens of layers "
@@ -110,19 +109,11 @@ class CachedTexts:
         return self._checkpoints.latest(to_length, sequence)
 
     def fork(self, source: int, destination: int) -> None:
-        """Let `destination` hold what `source` holds. Raises BatchError as `Engine.fork`."""
-        self._book.check_settled(source)
-        self._book.check(destination)
-        if source != destination:
-            self._book.forget_last(destination)
-            self._cells.fork(source, destination)
-            self._checkpoints.fork(source, destination)
-            self._least[destination] = self._least.get(source, 0)
-
-    def save(self, sequence: int) -> tuple[memoryview, int]:
-        """A sequence's state and length. Raises BatchError while it holds an unsettled tree."""
-        self._book.check_settled(sequence)
-        return self._cells.save(sequence), self._book.lengths[sequence]
+        """Let `destination` hold what `source`, another sequence, holds."""
+        self._book.forget_last(destination)
+        self._cells.fork(source, destination)
+        self._checkpoints.fork(source, destination)
+        self._least[destination] = self._least.get(source, 0)
 
     def load(self, state: bytes | memoryview, length: int, sequence: int, facts: EngineFacts) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError as `Cells.load`."""

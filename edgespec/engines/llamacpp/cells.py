@@ -161,10 +161,6 @@ class Cells:
             raise EngineError(f"llama.cpp failed on a copy of a sequence (result {result}): {complaints()}")
         self.ran()
 
-    def state_size(self, sequence: int = 0) -> int:
-        """Bytes of a sequence's state."""
-        return int(library().llama_state_seq_get_size(self._context, sequence))
-
     def save(self, sequence: int) -> memoryview:
         """A sequence's state."""
         return self._state(sequence).data

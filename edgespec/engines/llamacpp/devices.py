@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.engines.llamacpp.library import library
+from edgespec.engines.machine import is_apple_silicon
 from edgespec.errors import CapabilityError
 from edgespec.installation import build_command
 
@@ -34,6 +35,11 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return "gpu" in self.kind
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether what lies on it takes this machine's memory: of Apple Silicon's GPU, which ggml calls a plain one."""
+        return "integrated" in self.kind or (self.is_gpu and is_apple_silicon())
 
 
 @cache
@@ -60,6 +66,11 @@ def devices() -> list[Device]:
 def gpus() -> list[Device]:
     """The devices that layers can be placed on."""
     return [device for device in devices() if device.is_gpu]
+
+
+def any_shares_memory(names: Sequence[str] | None) -> bool:
+    """Whether one of the GPUs `names` (None: all) shares this machine's memory."""
+    return any(device.shares_memory for device in gpus() if names is None or device.name in names)
 
 
 def handles_of(names: Sequence[str]) -> list[int]:

@@ -11,6 +11,7 @@ fit less well and fewer of their tokens are accepted; the text stays the target'
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import numpy as np
 
 from edgespec.engines.head import BlockHead, Confidences, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.head_context import MakeContext, create_context, widest_step
+from edgespec.engines.llamacpp.head_context import ContextRequest, widest_step
 from edgespec.engines.llamacpp.head_file import HeadOfFile
-from edgespec.engines.llamacpp.library import CancelFlag, library
+from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
-from edgespec.errors import BatchError, ContextFull
+from edgespec.errors import ContextFull
 from edgespec.formats.gguf.dflash import DFlashSizes, read_dflash
 from edgespec.types import Logits
 
@@ -35,10 +36,9 @@ class DFlashHead(HeadOfFile[DFlashSizes], BlockHead):
 
     what = "DFlash head"
 
-    def __init__(
-        self, make_context: MakeContext, facts: HeadFacts, sizes: DFlashSizes, owned_model: Any = None
-    ) -> None:
-        super().__init__(make_context, facts, sizes.vocabulary_size, owned_model)
+    def __init__(self, request: ContextRequest, facts: HeadFacts, sizes: DFlashSizes, owned_model: Any = None) -> None:
+        super().__init__(request, facts, sizes.vocabulary_size, owned_model)
+        library().llama_set_causal_attn(self._context, sizes.is_causal)
         self._sizes = sizes
         self.most_drafted = sizes.most_drafted
         self._step = widest_pass(sizes)
@@ -52,17 +52,12 @@ class DFlashHead(HeadOfFile[DFlashSizes], BlockHead):
         return read_dflash(path)
 
     @classmethod
-    def _made(cls, make_context: MakeContext, facts: HeadFacts, sizes: DFlashSizes, model: Any) -> DFlashHead:
-        return cls(make_context, facts, sizes, model)
+    def _made(cls, request: ContextRequest, facts: HeadFacts, sizes: DFlashSizes, model: Any) -> DFlashHead:
+        return cls(request, facts, sizes, model)
 
     @classmethod
-    def _create_context(
-        cls, model: Any, name: str, sizes: DFlashSizes, length: int, threads: int, other: Any, cancel: CancelFlag
-    ) -> Any:
-        """For `length` tokens of text and a block."""
-        context = create_context(model, name, length + sizes.block_size, threads, widest_pass(sizes), other, 0, cancel)
-        library().llama_set_causal_attn(context, sizes.is_causal)
-        return context
+    def _refined(cls, request: ContextRequest, sizes: DFlashSizes) -> ContextRequest:
+        return replace(request, length=request.length + sizes.block_size, rows=widest_pass(sizes))
 
     @classmethod
     def cache_bytes(cls, sizes: DFlashSizes, context_length: int) -> int:
@@ -89,8 +84,7 @@ class DFlashHead(HeadOfFile[DFlashSizes], BlockHead):
 
     def inject(self, features: States) -> None:
         self._require_open()
-        if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
-            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
+        self._check_features(features)
         room = self.facts.context_length - (self.end - self.start)
         if len(features) > room:
             raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more tokens")
@@ -103,8 +97,7 @@ class DFlashHead(HeadOfFile[DFlashSizes], BlockHead):
 
     def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
         self._require_open()
-        if not 0 <= token_id < self._vocabulary_size:
-            raise BatchError(f"token {token_id} is outside the head's vocabulary 0..{self._vocabulary_size - 1}")
+        self._check_tokens(token_id)
         self._trim()
         sizes, count = self._sizes, self._sizes.block_size
         self._block_ids[0] = token_id
@@ -121,7 +114,7 @@ class DFlashHead(HeadOfFile[DFlashSizes], BlockHead):
 
     def another(self) -> DFlashHead:
         self._require_open()
-        found = DFlashHead(self._make_context, self.facts, self._sizes)
+        found = DFlashHead(self._request, self.facts, self._sizes)
         self._others.append(found)
         return found
 

@@ -8,16 +8,14 @@ that encodes needs positions as if it decoded.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from edgespec.engines.head import States
-from edgespec.engines.llamacpp.head_context import create_context, widest_step
+from edgespec.engines.llamacpp.head_context import widest_step
 from edgespec.engines.llamacpp.head_file import HeadOfFile
-from edgespec.engines.llamacpp.library import CancelFlag, library
+from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.pair_head import PairHead
-from edgespec.errors import BatchError
 from edgespec.formats.gguf.eagle3 import Eagle3Sizes, read_eagle3
 
 
@@ -31,12 +29,6 @@ class Eagle3Head(HeadOfFile[Eagle3Sizes], PairHead):
         return read_eagle3(path)
 
     @classmethod
-    def _create_context(
-        cls, model: Any, name: str, sizes: Eagle3Sizes, length: int, threads: int, other: Any, cancel: CancelFlag
-    ) -> Any:
-        return create_context(model, name, length, threads, widest_step(sizes.vocabulary_size), other, 0, cancel)
-
-    @classmethod
     def cache_bytes(cls, sizes: Eagle3Sizes, context_length: int) -> int:
         return context_length * sizes.kv_bytes_per_token
 
@@ -48,8 +40,7 @@ class Eagle3Head(HeadOfFile[Eagle3Sizes], PairHead):
 
     def encode(self, features: States) -> States:
         self._require_open()
-        if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
-            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
+        self._check_features(features)
         self._trim()
         states = np.empty((len(features), self.facts.width), np.float32)
         for start in range(0, len(features), self._step):

@@ -6,14 +6,17 @@ its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, check_threads
-from edgespec.engines.checks import check_batch
+from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts
@@ -24,20 +27,22 @@ from edgespec.engines.llamacpp.head_file import HeadOfFile
 from edgespec.engines.llamacpp.hidden_states import AllStates, HiddenStates
 from edgespec.engines.llamacpp.layers import LayerInputs
 from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
-from edgespec.engines.llamacpp.loading import EngineOfFile
+from edgespec.engines.llamacpp.loading import load_engine
 from edgespec.engines.llamacpp.mtp import MtpHead, mtp_of
 from edgespec.engines.llamacpp.opening import OpenModel
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
+from edgespec.engines.llamacpp.rpc_probe import RpcServer
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
-from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
-from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.rows import SequenceBook, SequenceRows
+from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits, TokenIds
 
 AnyHead = TypeVar("AnyHead", bound=HeadOfFile[Any])
 
 
-class LlamaCppEngine(EngineOfFile):
+class LlamaCppEngine(BookedEngine):
     """One GGUF model in llama.cpp. Make it with `load`. Logits stay valid until the next `forward`.
 
     In reproducible mode the logits of a sequence depend bitwise on its tokens alone.
@@ -68,20 +73,35 @@ class LlamaCppEngine(EngineOfFile):
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
 
-    def forward(self, batch: Batch) -> Logits:
-        self._require_open()
-        check_batch(batch, self.facts, self.vocabulary.size, self._book.lengths)
-        if np.count_nonzero(batch.outputs) > self._max_outputs:
-            raise BatchError(f"a batch may ask for at most {self._max_outputs} rows of logits; split it")
-        if self._cancel.is_set:
-            self._cancel.clear()
-            raise Cancelled("the pass was cancelled before it began; the cache is as before")
-        placed = split_by_sequence(batch, self._book.lengths)
-        for sequence in placed:
-            self._book.check_settled(sequence)
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        use: ModelUse | None = None,
+        *,
+        servers: tuple[RpcServer, ...] = (),
+        opened: Callable[[], None] = lambda: None,
+        **changes: Any,
+    ) -> Self:
+        """Load `path` and measure what it can do; `changes`: of `use`.
+
+        `servers`: RPC servers whose devices this process has (see `RemoteEngine`), and which hold all layers unless
+        `gpu_layers` tells how many. `opened` is called when the file is open and before it is used. The widest pass of
+        a width class limits `facts.max_batch`, so that prompts are read inside it. Where reproducible mode would pad
+        single tokens with keys in f16, and no type was asked for, they are cached in q8_0.
+
+        Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
+        build or model cannot do what was asked.
+        """
+        use = replace(use or ModelUse(), **changes)
+        engine = load_engine(cls, path, use, servers, opened)
+        with closed_on_failure(engine):
+            engine.read_layers(use.state_layers)
+        return engine
+
+    def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         with self._held:
             kept = self._run(batch, placed)
-        self._book.record(placed)
         return self._logits(kept)
 
     def _run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Selection:
@@ -169,13 +189,7 @@ class LlamaCppEngine(EngineOfFile):
             self._hidden_states = way.instead_of(self._hidden_states, self._model, self._context)
             self.states_of = way.rows
 
-    def length(self, sequence: int = 0) -> int:
-        self._require_open()
-        self._book.check(sequence)
-        return self._book.lengths[sequence]
-
-    def rollback(self, to_length: int, sequence: int = 0) -> None:
-        self.length(sequence)
+    def _truncate(self, to_length: int, sequence: int) -> None:
         self._texts.rollback(to_length, sequence, self.facts)
 
     def checkpoint(self, sequence: int = 0) -> None:
@@ -186,47 +200,41 @@ class LlamaCppEngine(EngineOfFile):
         self.length(sequence)
         return self._texts.reachable(to_length, sequence, self.facts)
 
-    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        """As in the base class. In reproducible mode an accepted side branch is decoded again as a chain."""
-        self._require_open()
-        part, path = self._book.chosen(rows, sequence)
+    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
+        """In reproducible mode an accepted side branch is decoded again as a chain."""
         if not part.is_tree:
-            self.rollback(part.base + len(path), sequence)
+            self._truncate(part.base + len(path), sequence)
         elif self.facts.pinned_class and path != list(range(len(path))):
             self._decode_again(part.token_ids[path], part.base, sequence)
         else:
             self._cells.keep_branch(path, part, sequence)
-        self._book.forget_last(sequence)
 
     def _decode_again(self, token_ids: TokenIds, base: int, sequence: int) -> None:
         """The cells of a side branch are in another order than its tokens, and attention adds in the order of cells."""
         self._cells.drop_from(base, sequence)
         self._book.forget_last(sequence)
-        was_cancelled, gave_hidden = self._cancel.is_set, self._hidden_states.are_wanted
+        was_cancelled, gave_hidden = self._is_cancelled, self._hidden_states.are_wanted
         self._hidden_states.are_wanted = False  # it would overwrite more rows of logits than are saved here
-        self._cancel.clear()
+        self._is_cancelled = False
         low = self.facts.pinned_class[0] if self.facts.pinned_class else 1
         scored = self._logits(slice(0, low))
         before = scored.copy()
-        self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
-        scored[:] = before
-        self._hidden_states.are_wanted = gave_hidden
-        if was_cancelled:
-            self._cancel.set()
+        try:
+            self.forward(Batch.chain(token_ids, sequence=sequence, last_only=True))
+        finally:
+            scored[:] = before
+            self._hidden_states.are_wanted = gave_hidden
+            if was_cancelled:
+                self._is_cancelled = True
 
-    def fork(self, source: int, destination: int) -> None:
-        self._require_open()
+    def _copy(self, source: int, destination: int) -> None:
         self._texts.fork(source, destination)
 
-    def save_state(self, sequence: int = 0) -> bytes:
-        self._require_open()
-        return self._stamp.wrap(*self._texts.save(sequence))
+    def _state(self, sequence: int) -> memoryview:
+        return self._cells.save(sequence)
 
-    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
-        self._require_open()
-        self._book.check(sequence)
-        payload, length = self._stamp.unwrap(state, self.facts.context_length)
-        self._texts.load(payload, length, sequence, self.facts)
+    def _restore(self, state: memoryview, length: int, sequence: int) -> None:
+        self._texts.load(state, length, sequence, self.facts)
 
     @property
     def most_branches(self) -> int:
@@ -240,23 +248,19 @@ class LlamaCppEngine(EngineOfFile):
         library().llama_set_n_threads(self._context, threads, threads)
         return True
 
-    def cancel(self) -> None:
-        self._require_open()
-        self._cancel.set()
+    @property
+    def _is_cancelled(self) -> bool:
+        return self._cancel.is_set
 
-    def clear_cancel(self) -> None:
-        self._require_open()
-        self._cancel.clear()
+    @_is_cancelled.setter
+    def _is_cancelled(self, wanted: bool) -> None:
+        if wanted:
+            self._cancel.set()
+        else:
+            self._cancel.clear()
 
-    def close(self) -> None:
-        if self._context is None:
-            return
+    def _free(self) -> None:
         self._held.close()
         self.vocabulary.close()
         library().llama_free(self._context)
         library().llama_model_free(self._model)
-        self._context = self._model = None
-
-    def _require_open(self) -> None:
-        if self._context is None:
-            raise EngineError("this engine is closed; load the model again")

@@ -13,23 +13,22 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 
-from edgespec.engines.footprint import Footprint, Use
+from edgespec.engines.footprint import Footprint
 from edgespec.engines.llamacpp.placement import EMBEDDINGS, HEAD, LayerSizes
 from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, RunningState, recurrent_layers
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,
-    DEFAULTS,
-    MAX_BATCH,
     PLAIN_TYPES,
     ContextSettings,
     choose_context_length,
+    has_streams,
 )
 from edgespec.engines.machine import instruction_sets
+from edgespec.engines.model_use import MAX_BATCH, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
-from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.values import GgufNumbers
 
@@ -69,27 +68,21 @@ class Shape:
         return cls(layers, width, inner, (total * key, total * value), len(header.tokens))
 
 
-def footprint(path: Path, use: Use) -> Footprint:
+def footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of the model at `path`. Raises ModelNotFound, ModelFileError, and ConfigError for a bad setting."""
     header = check_gguf(path)
     shape = Shape.of(header)
     context = choose_context_length(path, header.context_length, use.context_length, use.default_context)
-    kinds = [kind or "f16" for kind in use.cache_types]
-    defaults = DEFAULTS | {"max_sequences": use.sequences, "reproducible": use.reproducible or None}
-    settings = ContextSettings.checked(
-        context_length=context, threads=1, gpu_layers=0, cache_type_k=kinds[0], cache_type_v=kinds[1], **defaults
-    )
-    if (state := RunningState.of(header)) is not None:
-        settings = replace(settings, snapshots=state.snapshots_for(use.speculates)).with_state()
-    elif use.sequences > 1 and (_has_window(header) or (not use.gpu_layers and not use.has_branches)):
-        settings = replace(settings, max_branches=0, streams=True)
+    settings = _settings(path, header, use, context)
+    kinds = [settings.cache_type_k, settings.cache_type_v]
+    state = RunningState.of(header)
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
     if state is not None:
         cache += state.num_bytes * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
-    if use.speculates and has_mtp(header):
-        cache += use.sequences * _mtp_bytes(shape, context)
+    if use.has_mtp:
+        cache += use.max_sequences * _mtp_bytes(shape, context)
     sizes = LayerSizes.of(header, shape.layers, cache)
     cache_there = sizes.cache_on(use.gpu_layers) if use.kv_offload else 0
     weights_there = sizes.weights_on(use.gpu_layers)
@@ -110,8 +103,29 @@ def footprint(path: Path, use: Use) -> Footprint:
         device=weights_there + cache_there + (reserved if weights_there else 0),
         reserved=reserved - compute + _GRAPH_NODE_BYTES * _graph_nodes(header),
         context_length=context,
-        sequences=use.sequences,
+        sequences=use.max_sequences,
     )
+
+
+def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> ContextSettings:
+    """Those that the model is loaded with, whether or not this machine has the devices. Raises ConfigError."""
+    state = RunningState.of(header)
+    snapshots = state.snapshots_for(use.speculates) if state else 0
+    settings = ContextSettings.checked(replace(use, gpu_layers=0, devices=None), context, snapshots=snapshots)
+    if state is not None:
+        return settings.with_state()
+    settings = replace(settings, gpu_layers=use.gpu_layers, devices=use.devices)
+
+    def is_reproducible() -> bool:
+        if use.reproducible is None and use.endpoints:
+            return False  # what is known depends on the servers, which a plan does not ask
+        from edgespec.engines.llamacpp.facts import will_be_reproducible  # imports numpy
+
+        return will_be_reproducible(path, settings)
+
+    if has_streams(settings, has_window=_has_window(header), is_reproducible=is_reproducible):
+        return replace(settings, max_branches=0, streams=True)
+    return settings
 
 
 def _has_window(header: GgufHeader) -> bool:
@@ -150,7 +164,7 @@ def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
             )
 
 
-def head_footprint(path: Path, use: Use) -> Footprint:
+def head_footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
     from edgespec.engines.features import LAYERS_WINDOW, WINDOW  # imports numpy
     from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
@@ -166,8 +180,8 @@ def head_footprint(path: Path, use: Use) -> Footprint:
         mapped=path.stat().st_size,
         read_once=packed,
         packed=packed,
-        cache=use.sequences * head.cache_bytes(sizes, context),
-        compute=use.sequences * (head.pass_bytes(sizes) + features),
+        cache=use.max_sequences * head.cache_bytes(sizes, context),
+        compute=use.max_sequences * (head.pass_bytes(sizes) + features),
         vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
         context_length=context,
     )

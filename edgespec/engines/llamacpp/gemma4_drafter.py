@@ -7,6 +7,7 @@ card; `gemma4_assistant` in transformers).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,19 +15,17 @@ import numpy as np
 
 from edgespec.engines.head import HeadFacts, States, StepHead
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.head_context import MakeContext, create_context
+from edgespec.engines.llamacpp.head_context import ContextRequest
 from edgespec.engines.llamacpp.head_file import HeadOfFile
 from edgespec.engines.llamacpp.hidden_states import OutputStates
-from edgespec.engines.llamacpp.library import END, CancelFlag, library
+from edgespec.engines.llamacpp.library import END, library
 from edgespec.engines.llamacpp.rows import PairRows
-from edgespec.engines.llamacpp.settings import MAX_BRANCHES
+from edgespec.engines.model_use import MAX_BRANCHES
 from edgespec.errors import BatchError, EngineError
 from edgespec.formats.gguf.gemma4_drafter import DrafterSizes, check_cache, read_gemma4_drafter
 from edgespec.formats.gguf.header import read_header
 from edgespec.types import Logits
 from edgespec.vocabulary import Vocabulary
-
-_CONTEXT_TYPE = 1  # LLAMA_CONTEXT_TYPE_MTP
 
 
 class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
@@ -37,9 +36,13 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
     states = OutputStates
 
     def __init__(
-        self, make_context: MakeContext, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
+        self, request: ContextRequest, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
     ) -> None:
-        super().__init__(make_context, facts, vocabulary_size, owned_model)
+        """Raises EngineError where the target's cache holds a text: sharing it would drop all of it."""
+        llama, memory = library(), library().llama_get_memory(request.other)
+        if any(llama.llama_memory_seq_pos_max(memory, each) >= 0 for each in range(request.sequences)):
+            raise EngineError(f"{request.name} must be loaded before its target has read a text")
+        super().__init__(request, facts, vocabulary_size, owned_model)
         self._rows = PairRows(1)
         self._target_memory: Any = None
         extension("set_states")(self._context, True, True)
@@ -59,29 +62,13 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
         check_cache(path.name, read_header(path), read_header(target))
 
     @classmethod
-    def _create_context(
-        cls, model: Any, name: str, sizes: DrafterSizes, length: int, threads: int, other: Any, cancel: CancelFlag
-    ) -> Any:
-        """Raises EngineError where the target's cache holds a text: sharing it would drop all of it."""
-        llama = library()
-        sequences, memory = int(llama.llama_n_seq_max(other)), llama.llama_get_memory(other)
-        if any(llama.llama_memory_seq_pos_max(memory, sequence) >= 0 for sequence in range(sequences)):
-            raise EngineError(f"{name} must be loaded before its target has read a text")
-        cells = int(llama.llama_n_ctx(other))
+    def _refined(cls, request: ContextRequest, sizes: DrafterSizes) -> ContextRequest:
+        """One over the target's cache: for as many entries and sequences."""
+        llama, other = library(), request.other
+        sequences, cells = int(llama.llama_n_seq_max(other)), int(llama.llama_n_ctx(other))
         is_unified = sequences == 1 or int(llama.llama_n_ctx_seq(other)) == cells
         # One row is needed, but llama.cpp reserves one for each sequence and ends the process if there are fewer.
-        return create_context(
-            model,
-            name,
-            cells,
-            threads,
-            sequences,
-            other,
-            _CONTEXT_TYPE,
-            cancel,
-            sequences=sequences,
-            is_unified=is_unified,
-        )
+        return replace(request, length=cells, rows=sequences, sequences=sequences, is_unified=is_unified)
 
     @classmethod
     def cache_bytes(cls, sizes: DrafterSizes, context_length: int) -> int:
@@ -96,8 +83,7 @@ class Gemma4Drafter(HeadOfFile[DrafterSizes], StepHead):
         self._require_open()
         if state.shape != (self.facts.width,):
             raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
-        if not 0 <= token_id < self._vocabulary_size:
-            raise BatchError(f"token id {token_id} is outside the drafter's vocabulary 0..{self._vocabulary_size - 1}")
+        self._check_tokens(token_id)
         self._drop_padding(position, sequence)
         row, ids = np.ascontiguousarray(state[np.newaxis], np.float32), np.array([token_id], np.int32)
         self._rows.fill(position, ids, row, outputs=True, last_only=True, sequence=sequence)

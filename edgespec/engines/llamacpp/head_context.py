@@ -3,31 +3,68 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
-from edgespec.engines.head import CachedHead, HeadFacts
+from edgespec.engines.head import CachedHead, HeadFacts, States
 from edgespec.engines.llamacpp.library import ABORTED, END, NO_ROOM, CancelFlag, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.settings import CACHE_TYPES, ON, new_context
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError
 
 LOGITS_BYTES = 16 << 20
 WIDEST = 64  # rows per pass, where their logits fit LOGITS_BYTES
-MakeContext = Callable[[CancelFlag], Any]
+MTP_CONTEXT = 1  # LLAMA_CONTEXT_TYPE_MTP
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRequest:
+    """A context over `model` for the head called `name`: of `length` entries, whose widest pass has `rows` rows.
+
+    `other`: a context that it shares weights or a cache with; `kind`: llama.cpp's number of what it computes;
+    `sequences`, `is_unified`: as in a cache that it shares.
+    """
+
+    model: Any
+    name: str
+    length: int
+    threads: int
+    rows: int
+    other: Any = None
+    kind: int = 0
+    sequences: int = 1
+    is_unified: bool = True
+
+    def create(self, cancel: CancelFlag) -> Any:
+        """A llama_context, which `cancel` ends. Raises CapabilityError with the library's reason when it refuses."""
+        params = library().llama_context_default_params()
+        params.n_ctx = self.length
+        params.n_batch = params.n_ubatch = params.n_outputs_max = self.rows
+        params.n_seq_max = self.sequences
+        params.n_threads = params.n_threads_batch = self.threads
+        params.type_k = params.type_v = CACHE_TYPES["f16"]
+        params.flash_attn_type = ON
+        params.kv_unified = self.is_unified
+        params.swa_full = True  # as in the target's, where it shares that one's cache
+        params.no_perf = True
+        params.ctx_type = self.kind
+        params.ctx_other = self.other
+        context = new_context(self.model, params, cancel, requires_flash=False)
+        if not context:
+            raise CapabilityError(
+                f"llama.cpp refused a context of {self.length} entries for head {self.name}: {complaints()}"
+            )
+        return context
 
 
 class HeadContext(CachedHead):
-    """Owns a context over a model, and the model where `owned_model` is one. `another` has a context of its own.
-
-    `make_context`: makes the context, which a cancel flag ends.
-    """
+    """Owns a context over a model, and the model where `owned_model` is one. `another` has a context of its own."""
 
     def __init__(
-        self, make_context: MakeContext, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
+        self, request: ContextRequest, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
     ) -> None:
         self._cancel = CancelFlag()
-        self._make_context, self._vocabulary_size, self._model = make_context, vocabulary_size, owned_model
-        self._context = make_context(self._cancel)
+        self._request, self._vocabulary_size, self._model = request, vocabulary_size, owned_model
+        self._context = request.create(self._cancel)
         self._others: list[HeadContext] = []
         self._memory = library().llama_get_memory(self._context)
         self.start = self.end = 0
@@ -84,7 +121,7 @@ class HeadContext(CachedHead):
 
     def another(self) -> Self:
         self._require_open()
-        found = type(self)(self._make_context, self.facts, self._vocabulary_size)
+        found = type(self)(self._request, self.facts, self._vocabulary_size)
         self._others.append(found)
         return found
 
@@ -109,6 +146,15 @@ class HeadContext(CachedHead):
             library().llama_model_free(self._model)
         self._context = self._model = None
 
+    def _check_features(self, features: States) -> None:
+        if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
+            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
+
+    def _check_tokens(self, *token_ids: int) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocabulary_size:
+                raise BatchError(f"token id {token_id} is outside the head's vocabulary 0..{self._vocabulary_size - 1}")
+
     def _require_open(self) -> None:
         if self._context is None:
             raise EngineError("this head is closed; load the model again")
@@ -117,39 +163,3 @@ class HeadContext(CachedHead):
 def widest_step(vocabulary_size: int) -> int:
     """Rows per pass: the library keeps logits of the whole vocabulary for all of them."""
     return min(max(LOGITS_BYTES // (4 * vocabulary_size), 1), WIDEST)
-
-
-def create_context(
-    model: Any,
-    name: str,
-    length: int,
-    threads: int,
-    rows: int,
-    other: Any,
-    kind: int,
-    cancel: CancelFlag,
-    *,
-    sequences: int = 1,
-    is_unified: bool = True,
-) -> Any:
-    """A llama_context of `length` entries and of `kind` for the head called `name`. `other`: one that it shares with.
-
-    `rows`: of the widest pass; `sequences` and `is_unified`: as in a cache that it shares. Raises CapabilityError with
-    the library's reason when it refuses.
-    """
-    params = library().llama_context_default_params()
-    params.n_ctx = length
-    params.n_batch = params.n_ubatch = params.n_outputs_max = rows
-    params.n_seq_max = sequences
-    params.n_threads = params.n_threads_batch = threads
-    params.type_k = params.type_v = CACHE_TYPES["f16"]
-    params.flash_attn_type = ON
-    params.kv_unified = is_unified
-    params.swa_full = True  # as in the target's, where it shares that one's cache
-    params.no_perf = True
-    params.ctx_type = kind
-    params.ctx_other = other
-    context = new_context(model, params, cancel, requires_flash=False)
-    if not context:
-        raise CapabilityError(f"llama.cpp refused a context of {length} entries for head {name}: {complaints()}")
-    return context

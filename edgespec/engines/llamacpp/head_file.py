@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from edgespec.closing import closed_on_failure
 from edgespec.engines.head import HeadFacts
-from edgespec.engines.llamacpp.head_context import HeadContext, MakeContext
+from edgespec.engines.llamacpp.head_context import MTP_CONTEXT, ContextRequest, HeadContext, widest_step
 from edgespec.engines.llamacpp.hidden_states import HiddenStates
-from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
+from edgespec.engines.llamacpp.library import library, open_model
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.errors import ModelFileError
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
@@ -76,15 +75,13 @@ class HeadOfFile(HeadContext, Generic[Sizes]):
         """What the widest pass works with."""
 
     @classmethod
-    @abstractmethod
-    def _create_context(
-        cls, model: Any, name: str, sizes: Sizes, length: int, threads: int, other: Any, cancel: CancelFlag
-    ) -> Any:
-        """A context for `length` tokens of text. Raises CapabilityError."""
+    def _refined(cls, request: ContextRequest, sizes: Sizes) -> ContextRequest:
+        """`request`, of a context for `length` tokens of text, as this kind of head needs it."""
+        return request
 
     @classmethod
-    def _made(cls, make_context: MakeContext, facts: HeadFacts, sizes: Sizes, model: Any) -> Self:
-        return cls(make_context, facts, sizes.vocabulary_size, model)
+    def _made(cls, request: ContextRequest, facts: HeadFacts, sizes: Sizes, model: Any) -> Self:
+        return cls(request, facts, sizes.vocabulary_size, model)
 
     @classmethod
     def load(
@@ -132,7 +129,8 @@ class HeadOfFile(HeadContext, Generic[Sizes]):
     ) -> Self:
         model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None, has_mtp=cls.is_mtp)
         other = target_context if sizes.shares_weights else None
-        make = partial(cls._create_context, model, path.name, sizes, length, threads, other)
+        rows, kind = widest_step(sizes.vocabulary_size), MTP_CONTEXT if cls.is_mtp else 0
+        request = ContextRequest(model, path.name, length, threads, rows, other, kind)
         facts = HeadFacts(
             context_length=length,
             layers=sizes.layers,
@@ -144,7 +142,7 @@ class HeadOfFile(HeadContext, Generic[Sizes]):
         try:
             if vocabulary is not None:
                 check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
-            head = cls._made(make, facts, sizes, model)
+            head = cls._made(cls._refined(request, sizes), facts, sizes, model)
         except BaseException:
             library().llama_model_free(model)
             raise

@@ -7,21 +7,18 @@ embeddings and head it shares, or over a model of its own where it lies in a fil
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edgespec.engines.head import HeadFacts, States
-from edgespec.engines.llamacpp.head_context import create_context, widest_step
+from edgespec.engines.llamacpp.head_context import MTP_CONTEXT, ContextRequest, widest_step
 from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT, HeadOfFile
 from edgespec.engines.llamacpp.hidden_states import AllStates
-from edgespec.engines.llamacpp.library import CancelFlag, library
+from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.pair_head import PairHead
-from edgespec.errors import BatchError
 from edgespec.formats.gguf.mtp import MtpSizes, read_mtp
 from edgespec.vocabulary import Vocabulary
 
-_CONTEXT_TYPE = 1  # LLAMA_CONTEXT_TYPE_MTP
 _CACHE_BYTES = 2  # of a number in its cache
 
 
@@ -33,8 +30,7 @@ class MtpHead(PairHead):
     def encode(self, features: States) -> States:
         """The target's hidden states are the head's own."""
         self._require_open()
-        if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
-            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
+        self._check_features(features)
         return features
 
 
@@ -48,13 +44,6 @@ class MtpFileHead(HeadOfFile[MtpSizes], MtpHead):
     @classmethod
     def read(cls, path: Path) -> MtpSizes:
         return read_mtp(path)
-
-    @classmethod
-    def _create_context(
-        cls, model: Any, name: str, sizes: MtpSizes, length: int, threads: int, other: Any, cancel: CancelFlag
-    ) -> Any:
-        rows = widest_step(sizes.vocabulary_size)
-        return create_context(model, name, length, threads, rows, other, _CONTEXT_TYPE, cancel)
 
     @classmethod
     def cache_bytes(cls, sizes: MtpSizes, context_length: int) -> int:
@@ -72,8 +61,8 @@ def mtp_of(model: Any, vocabulary: Vocabulary, *, threads: int, context_length: 
     Raises CapabilityError for a model without such layers.
     """
     width = int(library().llama_model_n_embd(model))
-    rows, name = widest_step(vocabulary.size), "of its own layers"
-    make = partial(create_context, model, name, context_length, threads, rows, None, _CONTEXT_TYPE)
+    rows = widest_step(vocabulary.size)
+    request = ContextRequest(model, "of its own layers", context_length, threads, rows, kind=MTP_CONTEXT)
     facts = HeadFacts(
         context_length=context_length,
         layers=(),
@@ -82,4 +71,4 @@ def mtp_of(model: Any, vocabulary: Vocabulary, *, threads: int, context_length: 
         end_ids=vocabulary.end_ids,
         num_bytes=context_length * 2 * width * _CACHE_BYTES,  # keys and values are at most as wide as the model
     )
-    return MtpHead(make, facts, vocabulary.size)
+    return MtpHead(request, facts, vocabulary.size)

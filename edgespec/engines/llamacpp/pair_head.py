@@ -8,7 +8,7 @@ import numpy as np
 
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.engines.llamacpp.extensions import extension
-from edgespec.engines.llamacpp.head_context import HeadContext, MakeContext, widest_step
+from edgespec.engines.llamacpp.head_context import ContextRequest, HeadContext, widest_step
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.errors import BatchError, ContextFull
@@ -21,9 +21,9 @@ class PairHead(HeadContext, FeatureHead):
     last_only = False
 
     def __init__(
-        self, make_context: MakeContext, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
+        self, request: ContextRequest, facts: HeadFacts, vocabulary_size: int, owned_model: Any = None
     ) -> None:
-        super().__init__(make_context, facts, vocabulary_size, owned_model)
+        super().__init__(request, facts, vocabulary_size, owned_model)
         self._step = widest_step(vocabulary_size)
         self._rows = PairRows(self._step)
         # Masked: states of the rows with logits. Otherwise a pass without any would still copy its states.
@@ -53,8 +53,7 @@ class PairHead(HeadContext, FeatureHead):
                 f"one state of width {self.facts.width} per token and at least one token are needed, got "
                 f"{token_ids.size} tokens and states {states.shape}"
             )
-        if token_ids.min() < 0 or token_ids.max() >= self._vocabulary_size:
-            raise BatchError(f"a token id is outside the head's vocabulary 0..{self._vocabulary_size - 1}")
+        self._check_tokens(int(token_ids.min()), int(token_ids.max()))
         room = self.facts.context_length - (self.end - self.start)
         if token_ids.size > room:
             raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more pairs")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgespec.engines.limits import free_memory
 from edgespec.engines.llamacpp.devices import Device, gpus
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import GgufHeader
@@ -76,4 +77,7 @@ def _room_on(device: Device) -> int:
         raise CapabilityError(
             f"the driver of {device.name} does not report its memory: give the number of layers (-ngl)"
         )
-    return max(device.free_bytes - max(int(MARGIN_SHARE * device.total_bytes), LEAST_MARGIN), 0)
+    free = device.free_bytes
+    if device.shares_memory:  # Metal tells how much it may use of what the machine has, not what is left of it
+        free = min(free, free if (left := free_memory()) is None else left)
+    return max(free - max(int(MARGIN_SHARE * device.total_bytes), LEAST_MARGIN), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,9 @@ from edgespec.engines.llamacpp.devices import gpus, handles_of
 from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, uninterrupted
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
 from edgespec.engines.machine import default_threads
+from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
 
-DEFAULT_CONTEXT = 4096
 MAX_SEQUENCE_IDS = 256
 MAX_CELLS = 1 << 24
 LOGITS_BYTES = 32 << 20
@@ -34,16 +35,6 @@ AUTO, OFF, ON = -1, 0, 1
 CELLS_MULTIPLE = 256  # llama.cpp rounds a context up to it
 NO_POOLING = 0
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16"})
-# What an engine is loaded with unless its caller says otherwise.
-MAX_BATCH, MAX_BRANCHES, WIDEST = 512, 16, 63
-DEFAULTS: dict[str, Any] = {
-    "max_sequences": 1,
-    "max_batch": MAX_BATCH,
-    "max_branches": MAX_BRANCHES,
-    "widest": WIDEST,
-    "flash_attention": None,
-    "reproducible": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +68,27 @@ class ContextSettings:
     snapshots: int = 0
 
     @classmethod
-    def checked(cls, *, threads: int | None, **given: Any) -> Self:
+    def checked(
+        cls, use: ModelUse, context_length: int, *, servers: tuple[RpcServer, ...] = (), snapshots: int = 0
+    ) -> Self:
         """Raises ConfigError for a value out of range, CapabilityError for one that this build does not support."""
-        settings = cls(threads=default_threads() if threads is None else threads, **given)
+        settings = cls(
+            context_length=context_length,
+            threads=default_threads() if use.threads is None else use.threads,
+            gpu_layers=use.gpu_layers,
+            max_sequences=use.max_sequences,
+            max_batch=use.max_batch,
+            max_branches=use.max_branches,
+            cache_type_k=use.cache_type_k or "f16",
+            cache_type_v=use.cache_type_v or "f16",
+            flash_attention=use.flash_attention,
+            reproducible=use.reproducible,
+            widest=use.widest,
+            devices=use.devices,
+            servers=servers,
+            kv_offload=use.kv_offload,
+            snapshots=snapshots,
+        )
         settings._check_ranges()
         for kind in (settings.cache_type_k, settings.cache_type_v):
             if kind not in CACHE_TYPES:
@@ -162,6 +171,17 @@ class ContextSettings:
         """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
         affordable = LOGITS_BYTES // (4 * vocabulary_size)
         return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
+
+
+def has_streams(settings: ContextSettings, *, has_window: bool, is_reproducible: Callable[[], bool]) -> bool:
+    """Whether each sequence of a model gets cells of its own, with its final settings but for that.
+
+    `has_window`: in cells that sequences share llama.cpp may overwrite those behind a sliding window, to which a
+    rollback returns.
+    """
+    if settings.max_sequences == 1 or settings.keeps_state:
+        return False
+    return has_window or not settings.max_branches or is_reproducible()
 
 
 def choose_context_length(path: Path, trained: int | None, asked: int | None, default: int = DEFAULT_CONTEXT) -> int:

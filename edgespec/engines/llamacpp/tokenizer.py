@@ -14,7 +14,7 @@ from edgespec.closing import Closing
 from edgespec.engines.llamacpp.library import library, open_model
 from edgespec.errors import EngineError, PromptError
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.vocabulary import Vocabulary
+from edgespec.vocabulary import FimTokens, Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
 NORMAL, CONTROL, USER_DEFINED = 4, 8, 16  # llama.cpp's attributes of tokens
@@ -39,6 +39,8 @@ class LlamaCppVocabulary(Vocabulary):
         self.eos_id = self._id_or_none(llama.llama_vocab_eos(self._vocab))
         self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab)) and self.bos_id is not None
         self.end_ids = frozenset(filter(partial(llama.llama_vocab_is_eog, self._vocab), range(self.size)))
+        fim = ("pre", "suf", "mid", "rep", "sep")
+        self.fim = FimTokens.of(self._id_or_none(getattr(llama, f"llama_vocab_fim_{n}")(self._vocab)) for n in fim)
         template = llama.llama_model_chat_template(model, None)
         self.chat_template = template.decode("utf-8", errors="replace") if template else None
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, Engine, EngineFacts, check_threads
-from edgespec.engines.checks import check_batch
+from edgespec.engines.base import EarlyExit, EngineFacts, check_threads
+from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
 from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
@@ -27,15 +28,15 @@ from edgespec.engines.onnx.library import device_identity, first_choice, library
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
-from edgespec.engines.onnx.settings import DEFAULT_CONTEXT, MAX_BATCH, WIDEST, ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.rows import SequenceBook, split_by_sequence
+from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, pinned_facts
-from edgespec.errors import BatchError, Cancelled, CapabilityError, EngineError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
 
-class OnnxEngine(Engine):
+class OnnxEngine(BookedEngine):
     """One ONNX model. Make it with `load`. Logits stay valid until the next `forward`."""
 
     vocabulary: TokenizerFile
@@ -68,7 +69,6 @@ class OnnxEngine(Engine):
         self._has_hidden = graph.hidden_size is not None
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
-        self._is_open = True
         layout = f"{type(self._caches).__name__} {settings.exit_layer}"
         self._held = HeldFiles(weight_files(path))
         self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type, layout)
@@ -95,75 +95,42 @@ class OnnxEngine(Engine):
 
     @classmethod
     def load(
-        cls,
-        path: Path,
-        *,
-        context_length: int | None = None,
-        threads: int | None = None,
-        max_sequences: int = 1,
-        max_batch: int = MAX_BATCH,
-        provider: str = "auto",
-        cache_type: str = "f32",
-        reproducible: bool | None = None,
-        widest: int = WIDEST,
-        exit_layer: int | None = None,
-        hidden_states: bool = False,
-        default_context: int = DEFAULT_CONTEXT,
-        state_layers: tuple[int, ...] = (),
-        opened: Callable[[], None] = lambda: None,
-        shares_cells: bool = True,
+        cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
     ) -> Self:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `context_length` in tokens per sequence, None for the trained one up to `default_context`; `threads` None for
-        the physical cores; `provider`: auto, cpu, cuda, dml, webgpu; `cache_type`: f32 for the export's own, int8 for a
-        quarter of its bytes; `reproducible` True demands a width class, None uses one only if it costs nothing, for
-        several sequences only if an earlier load found that, False skips the measurement; `widest`, the widest pass
-        measured; `exit_layer`: cut the graph after this layer, for `early_exit`; `hidden_states`: allow
-        `give_hidden_states`, with the inputs of `state_layers`; `opened` is called when the graph is open and before
-        its tokenizer is; `shares_cells` False: several sequences have caches of their own in the fastest mode too, so
-        that attention reads one of them per row; only single rows of theirs then share a pass, and no drafts.
+        `changes`: of `use`. `opened` is called when the graph is open and before its tokenizer is. For several
+        sequences a width class that costs nothing is used only if an earlier load found it. Where each has a cache of
+        its own in the fastest mode, only single rows share a pass, and no drafts.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
         """
+        use = replace(use or ModelUse(), **changes)
         check_path(path)
         try:
-            graph = read_graph(path, hidden_states=hidden_states, state_layers=state_layers)
+            graph = read_graph(path, hidden_states=use.hidden_states, state_layers=use.state_layers)
             config = ModelConfig.read(path.parent)
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
-        settings = OnnxSettings.checked(
-            graph,
-            config,
-            context_length=context_length,
-            default_context=default_context,
-            threads=threads,
-            max_sequences=max_sequences,
-            max_batch=max_batch,
-            provider=provider,
-            cache_type=cache_type,
-            reproducible=reproducible,
-            widest=widest,
-            exit_layer=exit_layer,
-            shares_cells=shares_cells,
-        )
-        widest, states = settings.measured_widths, state_layers or hidden_states
-        key = "" if reproducible is False else widths_key(path, settings, first_choice(provider), widest, states)
+        settings = OnnxSettings.checked(graph, config, use)
+        widest, reproducible = settings.measured_widths, use.reproducible
+        gives = use.state_layers or use.hidden_states
+        key = "" if reproducible is False else widths_key(path, settings, first_choice(use.provider), widest, gives)
         if reproducible is None and is_known_free(key, widest):
             settings = replace(settings, reproducible=True)  # each sequence gets a cache of its own
         cells = settings.cells(graph)
-        scales = cache_scales(path, graph, settings) if cache_type == "int8" else None
+        scales = cache_scales(path, graph, settings) if settings.cache_type == "int8" else None
         if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
-            graph = read_graph(path, scales, cells, hidden_states=hidden_states, state_layers=state_layers)
+            graph = read_graph(path, scales, cells, hidden_states=use.hidden_states, state_layers=use.state_layers)
         engine = cls(path, graph, settings, config, opened)
-        engine.state_layers = state_layers
+        engine.state_layers = use.state_layers
         check_logits(engine, path)
         if engine.facts.splits_passes and not batches_work(engine):
             engine._separate.never_batch()
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
-        key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, states)
+        key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, gives)
         if reproducible is None and engine.facts.can_pack and not settings.reproducible:
             engine.facts = fastest_facts(engine, key)
         elif reproducible is not False:
@@ -194,22 +161,11 @@ class OnnxEngine(Engine):
         if self._exit_passes is not None:
             self._exit_passes.least_rows = rows
 
-    def forward(self, batch: Batch) -> Logits:
-        self._require_open()
-        check_batch(batch, self.facts, self.vocabulary.size, self._book.lengths)
-        if np.count_nonzero(batch.outputs) > self._max_outputs:
-            raise BatchError(f"a batch may ask for at most {self._max_outputs} rows of logits; split it")
-        placed = split_by_sequence(batch, self._book.lengths)
-        for sequence, part in placed.items():
-            self._book.check_settled(sequence)
-            if part.is_tree and not self.facts.can_tree:
-                raise CapabilityError(f"{self._chains_only()}")
-        if self._options.terminate:
-            self._options.terminate = False
-            raise Cancelled("the pass was cancelled before it began; the cache is as before")
+    def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        if not self.facts.can_tree and any(part.is_tree for part in placed.values()):
+            raise CapabilityError(self._chains_only())
         with self._held:
             logits = self._caches.run(batch, placed)
-        self._book.record(placed)
         self._last_width = batch.width
         return logits
 
@@ -218,46 +174,22 @@ class OnnxEngine(Engine):
             return "in reproducible mode ONNX Runtime scores chains only; trees need reproducible=False"
         return "this export scores chains only: its attention takes no bias"
 
-    def length(self, sequence: int = 0) -> int:
-        self._require_open()
-        self._book.check(sequence)
-        return self._book.lengths[sequence]
-
-    def rollback(self, to_length: int, sequence: int = 0) -> None:
-        self._require_open()
-        self._book.check_rollback(to_length, sequence)
+    def _truncate(self, to_length: int, sequence: int) -> None:
         self._caches.truncate(sequence, to_length)
-        self._book.settle(sequence, to_length)
 
-    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        self._require_open()
-        part, path = self._book.chosen(rows, sequence)
+    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         self._caches.keep(sequence, part, path)
-        self._book.settle(sequence, part.base + len(path))
 
-    def fork(self, source: int, destination: int) -> None:
-        self._require_open()
-        self._book.check_settled(source)
-        self._book.check(destination)
-        if source != destination:
-            length = self._book.lengths[source]
-            self._book.settle(destination, 0)
-            self._caches.fork(source, destination, length)
-            self._book.settle(destination, length)
+    def _copy(self, source: int, destination: int) -> None:
+        self._book.settle(destination, 0)
+        self._caches.fork(source, destination, self._book.lengths[source])
 
-    def save_state(self, sequence: int = 0) -> bytes:
-        self._require_open()
-        self._book.check_settled(sequence)
-        length = self._book.lengths[sequence]
-        return self._stamp.wrap(self._caches.save(sequence, length), length)
+    def _state(self, sequence: int) -> bytes:
+        return self._caches.save(sequence, self._book.lengths[sequence])
 
-    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
-        self._require_open()
-        self._book.check(sequence)
-        payload, length = self._stamp.unwrap(state, self.facts.context_length)
+    def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._book.settle(sequence, 0)
-        self._caches.load(sequence, payload, length)
-        self._book.settle(sequence, length)
+        self._caches.load(sequence, state, length)
 
     def give_hidden_states(self, wanted: bool) -> None:
         """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
@@ -292,23 +224,17 @@ class OnnxEngine(Engine):
     def is_settled(self) -> bool:
         return all(sessions.is_settled for sessions in self._sessions)
 
-    def cancel(self) -> None:
-        self._require_open()
-        self._options.terminate = True
+    @property
+    def _is_cancelled(self) -> bool:
+        return bool(self._options.terminate)
 
-    def clear_cancel(self) -> None:
-        self._require_open()
-        self._options.terminate = False
+    @_is_cancelled.setter
+    def _is_cancelled(self, wanted: bool) -> None:
+        self._options.terminate = wanted
 
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._held.close()
-            for sessions in self._sessions:
-                sessions.close()
-            del self._caches, self._separate  # they hold the sessions too
-            self._exit_passes = None
-
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise EngineError("this engine is closed; load the model again")
+    def _free(self) -> None:
+        self._held.close()
+        for sessions in self._sessions:
+            sessions.close()
+        del self._caches, self._separate  # they hold the sessions too
+        self._exit_passes = None

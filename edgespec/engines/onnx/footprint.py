@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines.footprint import Footprint, Use
+from edgespec.engines.footprint import Footprint
 from edgespec.engines.machine import products_saturate
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.head import FLOAT, attribute
 from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
 from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
-from edgespec.engines.onnx.settings import DEFAULTS, ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import tokenizer_file
 from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
@@ -70,21 +71,10 @@ class Products:
     heads: int
 
 
-def footprint(path: Path, use: Use) -> Footprint:
+def footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of the export at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
     graph, products = once("onnx products", path, lambda: _read(path))
-    settings = OnnxSettings.checked(
-        graph,
-        ModelConfig.read(path.parent),
-        context_length=use.context_length,
-        default_context=use.default_context,
-        threads=1,
-        provider="cpu",
-        cache_type=use.cache_types[0] or "f32",
-        exit_layer=use.exit_layer,
-        shares_cells=use.has_branches,
-        **DEFAULTS | {"max_sequences": use.sequences},
-    )
+    settings = OnnxSettings.checked(graph, ModelConfig.read(path.parent), use)
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
     cells = settings.cells(graph)
@@ -115,9 +105,9 @@ def footprint(path: Path, use: Use) -> Footprint:
         # Logits of the widest pass and the zeros that a chain sees of the cache are there and hardly written.
         reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (settings.max_rows * cells + unused),
         context_length=settings.context_length,
-        sequences=use.sequences,
+        sequences=use.max_sequences,
     )
-    return found if use.device is None else _on_device(found, files)
+    return found if use.provider in ("auto", "cpu") else _on_device(found, files)
 
 
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:

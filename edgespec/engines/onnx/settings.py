@@ -6,20 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.machine import default_threads
+from edgespec.engines.machine import default_threads, is_x86
+from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.engines.onnx.edge import edge_of
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.widths import MAX_PADDED_WIDTH
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.formats.hub_folder import read_json
 
-DEFAULT_CONTEXT = 4096
 LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32", "int8")
 FIRST = 1  # the first cell that is used of a cache that sequences share
-# What an engine is loaded with unless its caller says otherwise.
-MAX_BATCH, WIDEST = 512, 63
-DEFAULTS: dict[str, Any] = {"max_sequences": 1, "max_batch": MAX_BATCH, "widest": WIDEST, "reproducible": None}
 CONFIGS = ("config.json", "genai_config.json")
 
 
@@ -89,17 +86,9 @@ class OnnxSettings:
     shares_cells: bool = True
 
     @classmethod
-    def checked(
-        cls,
-        graph: Graph,
-        config: ModelConfig,
-        *,
-        context_length: int | None,
-        threads: int | None,
-        default_context: int = DEFAULT_CONTEXT,
-        **given: Any,
-    ) -> Self:
+    def checked(cls, graph: Graph, config: ModelConfig, use: ModelUse) -> Self:
         """Raises ConfigError for a value out of range, or a context longer than the model was trained for."""
+        context_length = use.context_length
         longest = min((n for n in (config.trained_length, graph.max_positions) if n), default=DEFAULT_CONTEXT)
         if context_length is not None and context_length > longest:
             raise ConfigError(f"a context of {context_length} tokens was asked for, this model allows {longest}")
@@ -107,10 +96,17 @@ class OnnxSettings:
         if head_size is None:
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
         settings = cls(
-            context_length=min(longest, default_context) if context_length is None else context_length,
-            threads=default_threads() if threads is None else threads,
+            context_length=min(longest, use.default_context) if context_length is None else context_length,
+            threads=default_threads() if use.threads is None else use.threads,
+            max_sequences=use.max_sequences,
+            max_batch=use.max_batch,
+            provider=use.provider,
+            cache_type=use.cache_type_k or "f32",
             head_size=head_size,
-            **given,
+            reproducible=use.reproducible,
+            widest=use.widest,
+            exit_layer=use.exit_layer,
+            shares_cells=use.max_branches > 0,
         )
         if settings.cache_type not in CACHE_TYPES:
             raise ConfigError(f"a cache of type {settings.cache_type!r} is not supported here: use f32 or int8")
@@ -158,3 +154,12 @@ class OnnxSettings:
     def edge(self) -> int:
         """The cell that no pass may go across (see the module `edge`), 0 outside reproducible mode."""
         return edge_of(self.head_size) if self.reproducible else 0
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention on a CPU may be flash attention.
+
+        Elsewhere than on x86 a row of that has other bits in a pass of one row, of two or three, and of more, so that
+        no width class could be found.
+        """
+        return not self.reproducible or (is_x86() and not self.edge)

@@ -11,7 +11,7 @@ from edgespec.engines.limits import return_freed_memory
 from edgespec.errors import ModelFileError, PromptError
 from edgespec.formats.hub_folder import chat_template, read_optional_json
 from edgespec.installation import IMPORT_FAILURES, not_importable
-from edgespec.vocabulary import Vocabulary
+from edgespec.vocabulary import FIM_END_NAMES, FimTokens, Vocabulary
 
 _FIX = "export the model again"
 # Tokens that usually end a turn; configurations often name only the end of a text.
@@ -58,6 +58,7 @@ class TokenizerFile(Vocabulary):
         self.eos_id = self._named(settings.get("eos_token"))
         self.adds_bos = self.bos_id is not None and self._begins_with_bos(settings)
         self.end_ids = self._ends(settings, folder)
+        self.fim = FimTokens.named(self._added)
         self.chat_template = chat_template(folder, settings, fix=_FIX)
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
@@ -114,6 +115,12 @@ class TokenizerFile(Vocabulary):
         found = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
         return int(found) if found is not None else None
 
+    def _added(self, name: str) -> int | None:
+        """A token that is no part of ordinary texts and has a row in the model."""
+        found = self._named(name)
+        is_added = found is not None and (found in self._control or found in self._verbatim)
+        return found if is_added and found is not None and found < self.size else None
+
     def _begins_with_bos(self, settings: dict[str, Any]) -> bool:
         if "add_bos_token" in settings:
             return bool(settings["add_bos_token"])
@@ -124,7 +131,7 @@ class TokenizerFile(Vocabulary):
         named = {self._named(name) for name in END_NAMES}
         if (strike := self._named("</s>")) not in self._control:  # Gemma 3's is HTML: the end of a crossed-out text
             named.discard(strike)
-        found = {self._named(settings.get("eos_token")), *named}
+        found = {self._named(settings.get("eos_token")), *named, *map(self._added, FIM_END_NAMES)}
         for name in ("generation_config.json", "config.json"):
             ids = read_optional_json(folder / name, fix=_FIX).get("eos_token_id")
             found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))

@@ -95,7 +95,7 @@ def open_sessions(graph: Graph, folder: Path, settings: OnnxSettings) -> tuple[S
             threads=settings.threads,
             provider=settings.provider,
             spins=spins,
-            flash=not settings.edge,
+            flash=settings.flash,
         )
 
     started_s = perf_counter()

@@ -1,8 +1,7 @@
 """Exports a Hugging Face folder to a folder with an ONNX graph, with an exporter that supports the architecture.
 
 edgespec's own writer needs no torch; the other exporters run in child processes. All write to a folder `NAME.tmp`,
-which is renamed at the end. This module does not
-compare logits with transformers; its caller does.
+which is renamed at the end. This module does not compare logits with transformers; its caller does.
 """
 
 from __future__ import annotations

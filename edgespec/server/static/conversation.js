@@ -74,6 +74,11 @@ const actions = {
     current.messages.length = current.messages[index].role === "user" ? index + 1 : index;
     answer();
   },
+  goOn(index) {
+    if (running) return;
+    current.messages.length = index + 1;
+    answer(current.messages[index]);
+  },
   edit(index, text) {
     if (running) return;
     current.messages.length = index;
@@ -113,11 +118,13 @@ function keep(conversation) {
   listConversations();
 }
 
-async function answer() {
+/** Answer the last message; an answer that has begun, if one is given, goes on. */
+async function answer(begun) {
   const sent = current.messages.map(({ role, content }) => ({ role, content }));
   if (current.system.trim()) sent.unshift({ role: "system", content: current.system });
-  const conversation = current, message = { role: "assistant", content: "", runs: [] };
-  current.messages.push(message);
+  const conversation = current, message = begun ?? { role: "assistant", content: "", runs: [] };
+  if (begun) delete begun.ending;
+  else current.messages.push(message);
   drawMessages();
   keep(conversation);
   toBottom();

@@ -49,7 +49,7 @@ function figures(message) {
 
 const ENDINGS = { stopped: "Stopped.", length: "Ended at the limit of tokens." };
 
-/** What happens in a message is told to `actions`: copy, edit(index, text), again(index), dropSchema(index). */
+/** What happens in a message is told to `actions`: copy, edit(index, text), again(index), goOn(index), dropSchema(index). */
 export class MessageView {
   constructor(message, index, actions) {
     Object.assign(this, { message, index, actions });
@@ -85,7 +85,9 @@ export class MessageView {
         && h("button", { type: "button", onclick: () => actions.dropSchema(index) }, "Answer without the schema");
       return [h("div", { class: "problem", role: "alert" }, h("p", {}, message.error.message), h("div", {}, again, without || ""))];
     }
-    return ENDINGS[message.ending] ? [h("p", { class: "quiet" }, ENDINGS[message.ending])] : [];
+    if (!ENDINGS[message.ending]) return [];
+    const more = message.content && h("button", { type: "button", onclick: () => actions.goOn(index) }, "Continue");
+    return [h("div", { class: "ending" }, h("p", { class: "quiet" }, ENDINGS[message.ending]), more || "")];
   }
 
   buttons() {

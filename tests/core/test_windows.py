@@ -1,0 +1,117 @@
+"""What Windows does otherwise, as far as another system can show it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+from pathlib import Path, PureWindowsPath
+
+import pytest
+
+from edgespec import installation
+from edgespec.cli import main
+from edgespec.errors import ConfigError, ModelNotFound, StateError
+from edgespec.loading import own_models
+from edgespec.loading.reference import check_name
+
+
+class _Named:
+    """Enough of `os` for a module that asks which system this is."""
+
+    name = "nt"
+    environ: dict[str, str] = {}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (r"C:\models\x.gguf", r"C:\models\x.gguf"),
+        (r"C:\Users\Ann Lee\x.gguf", r'"C:\Users\Ann Lee\x.gguf"'),
+        ("it's", '"it\'s"'),
+        ('say "hi"', r'"say \"hi\""'),
+        ("", '""'),
+    ],
+)
+def test_words_are_quoted_as_both_shells_take_them(monkeypatch, text: str, word: str):
+    monkeypatch.setattr(installation, "os", _Named)
+    assert installation.quoted(text) == word
+    assert installation.joined(["edgespec", text]) == f"edgespec {word}"
+
+
+def test_no_hint_is_quoted_for_posix_only():
+    package = Path(installation.__file__).parent
+    found = [p.name for p in package.rglob("*.py") if "shlex." in p.read_text(encoding="utf-8")]
+    assert found == ["installation.py"]
+
+
+def test_models_on_two_drives_have_no_folder_in_common():
+    with pytest.raises(ConfigError, match="different drives"):
+        own_models._common_folder([PureWindowsPath("C:/a/x.gguf"), PureWindowsPath("D:/a/y.gguf")])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", ["con", "NUL", "com1", "aux.gguf", "model."])
+def test_a_device_is_no_name_of_a_model(name: str):
+    with pytest.raises(ModelNotFound, match="not a valid name"):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["x", "console", "qwen3-0.6b", "com", "nul1"])
+def test_other_names_are_taken(name: str):
+    assert check_name(name) == name
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
+    return tmp_path
+
+
+def test_a_name_in_another_spelling_is_taken(home: Path, monkeypatch):
+    (home / "qwen3-0.6b").mkdir()
+    monkeypatch.setattr(own_models, "is_folder", lambda path: Path(path).name.lower() == "qwen3-0.6b")
+    with pytest.raises(ConfigError, match=r"is taken by qwen3-0\.6b"), own_models.one_writer("Qwen3-0.6B"):
+        pass
+    with own_models.one_writer("qwen3-0.6b") as folder:
+        assert folder == home / "qwen3-0.6b"
+
+
+def test_a_model_in_use_can_be_removed_later(home: Path, monkeypatch):
+    folder = home / "pulled"
+    folder.mkdir()
+    (folder / "manifest.toml").write_text('format = 1\nname = "pulled"\nsource = "hub"\n', encoding="utf-8")
+    (folder / "model.onnx").write_bytes(b"x")
+
+    def refused(path: Path) -> None:
+        (path / own_models.UNFINISHED).unlink(missing_ok=True)  # other files than the one in use are gone
+        raise PermissionError(errno.EACCES, "in use")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        with pytest.raises(StateError, match="close the program"):
+            own_models.remove("pulled")
+    own_models.remove("pulled")
+    assert not folder.exists()
+
+
+def test_a_pipe_that_nobody_reads_is_no_error(monkeypatch, capsys):
+    """Windows says 'invalid argument' there."""
+    monkeypatch.setattr(main, "_READER_GONE", (errno.EINVAL,))
+
+    def gone(*_: object, **__: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(main.click.Group, "main", gone)
+    with pytest.raises(SystemExit) as ended:
+        main.cli.main(["ls"])
+    assert ended.value.code == main.BROKEN_PIPE
+    assert capsys.readouterr().err == ""
+
+
+def test_files_get_utf_8(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(main, "os", _Named)
+    with (tmp_path / "out").open("w", encoding="cp1252") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        main._make_streams_tolerant()
+        print("日本 é", end="")
+    assert (tmp_path / "out").read_bytes() == "日本 é".encode()
