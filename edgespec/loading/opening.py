@@ -134,7 +134,8 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
         with VocabularyFile(file.path) as vocabulary:
             yield pair, vocabulary
     else:
-        use = replace(target_use(options, Chosen(pair, None, ())), context_length=None, reproducible=False)
+        options = replace(options, context_length=None)  # of any length: no text is read
+        use = replace(target_use(options, Chosen(pair, None, ())), reproducible=False)
         with open_engine(options, file, use, Trial({})) as engine:
             yield pair, engine.vocabulary
 
