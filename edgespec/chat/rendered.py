@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
-from edgespec.chat.template import render_chat
+from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.stand_ins import texts, unused_characters
+from edgespec.chat.template import checked_messages, render_chat
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 
@@ -19,8 +22,9 @@ def chat_text(
 ) -> str:
     """The rendered text, without a token at its beginning that encoding puts there again.
 
+    It ends behind an assistant's text at the end of the conversation, as in `encode_messages`.
     Control tokens are spelled out, those in messages too: unlike in `encode_messages` these can forge a turn.
-    Raises PromptError without a template, and the errors of `render_chat`.
+    Raises PromptError without a template or where it leaves that text out, and the errors of `render_chat`.
     """
     source = vocabulary.chat_template
     if source is None:
@@ -29,7 +33,12 @@ def chat_text(
         "" if token_id is None else vocabulary.token_name(token_id)
         for token_id in (vocabulary.bos_id, vocabulary.eos_id)
     )
-    given = [dict(message) for message in messages]
+    given = without_empty_end(checked_messages(messages))
     given = with_short_ids(given) if wants_short_ids(source) else given
-    text = render_chat(source, given, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
+    render = partial(render_chat, source, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
+    if begun_answer(given[-1]):
+        (end,) = unused_characters(1, "\0".join(texts([given, list(tools or ()), dict(arguments or {})])))
+        text = cut_at(render(marked(given, end), add_generation_prompt=False), end)
+    else:
+        text = render(given)
     return text.removeprefix(bos) if vocabulary.adds_bos else text
