@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
@@ -21,9 +22,9 @@ def chat_text(
 ) -> str:
     """The rendered text, without a token at its beginning that encoding puts there again.
 
-    Where the last message is an assistant's text, it ends behind it, as that of `encode_messages` does.
+    It ends behind an assistant's text at the end of the conversation, as in `encode_messages`.
     Control tokens are spelled out, those in messages too: unlike in `encode_messages` these can forge a turn.
-    Raises PromptError without a template, and the errors of `render_chat`.
+    Raises PromptError without a template or where it leaves that text out, and the errors of `render_chat`.
     """
     source = vocabulary.chat_template
     if source is None:
@@ -34,10 +35,10 @@ def chat_text(
     )
     given = without_empty_end(checked_messages(messages))
     given = with_short_ids(given) if wants_short_ids(source) else given
-    others: dict[str, Any] = {"tools": tools, "bos_token": bos, "eos_token": eos, "arguments": arguments}
+    render = partial(render_chat, source, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
     if begun_answer(given[-1]):
-        (end,) = unused_characters(1, "\0".join(texts(given)))
-        text = cut_at(render_chat(source, marked(given, end), add_generation_prompt=False, **others), end)
+        (end,) = unused_characters(1, "\0".join(texts([given, list(tools or ()), dict(arguments or {})])))
+        text = cut_at(render(marked(given, end), add_generation_prompt=False), end)
     else:
-        text = render_chat(source, given, **others)
+        text = render(given)
     return text.removeprefix(bos) if vocabulary.adds_bos else text

@@ -25,7 +25,7 @@ _DEFAULTS = {
     "draft": "the pair's",
     "context_length": "the model's, at most 4096",
     "draft_context_length": "the draft's, at most 4096",
-    "threads": "all free cores",
+    "threads": "free fast cores",
     "reproducible": "on if free",
     "recall": "on with --learn",
     "draft_gpu_layers": "as --gpu-layers",

@@ -12,9 +12,11 @@ import os
 import stat
 import sys
 import threading
+from typing import NoReturn
 
 from edgespec.cli.terminal import counted, note
 from edgespec.errors import PromptError
+from edgespec.formats.files import MAX_TEXT_BYTES
 
 FIRST_BYTE_S, PATIENCE_S = 10.0, 1.0
 _INSTEAD = "< /dev/null answers without it"
@@ -29,12 +31,12 @@ def text_behind() -> str:
     """What a file or a pipe on standard input holds; empty where there is neither. Raises PromptError."""
     try:
         descriptor = sys.stdin.fileno()
-        mode = os.fstat(descriptor).st_mode
+        found = os.fstat(descriptor)
     except (OSError, ValueError):  # closed, or no file at all
         return ""
-    if stat.S_ISREG(mode):
-        data = sys.stdin.buffer.read()
-    elif stat.S_ISFIFO(mode):
+    if stat.S_ISREG(found.st_mode):
+        data = sys.stdin.buffer.read() if found.st_size <= MAX_TEXT_BYTES else _too_long()
+    elif stat.S_ISFIFO(found.st_mode):
         data = _of_pipe(descriptor)
     else:
         return ""
@@ -47,13 +49,12 @@ def text_behind() -> str:
 
 def _of_pipe(descriptor: int) -> bytes:
     """All that comes, if the first of it comes in time; read in a thread, as Windows cannot wait for a pipe."""
-    chunks: list[bytes] = []
-    has_begun = threading.Event()
+    found, has_begun = bytearray(), threading.Event()
 
     def read() -> None:
         try:
-            while chunk := os.read(descriptor, 1 << 16):
-                chunks.append(chunk)
+            while len(found) <= MAX_TEXT_BYTES and (chunk := os.read(descriptor, 1 << 16)):
+                found.extend(chunk)
                 has_begun.set()
         finally:
             has_begun.set()
@@ -67,7 +68,11 @@ def _of_pipe(descriptor: int) -> bytes:
             return b""
     while reader.is_alive():
         reader.join(0.2)  # with a limit, so that Ctrl-C comes through on Windows
-    return b"".join(chunks)
+    return bytes(found) if len(found) <= MAX_TEXT_BYTES else _too_long()
+
+
+def _too_long() -> NoReturn:
+    raise PromptError(f"standard input has more than {MAX_TEXT_BYTES >> 20} MiB: give less text")
 
 
 def _decoded(data: bytes) -> str:

@@ -178,7 +178,7 @@ class LoadOptions:
             if kind is not None:
                 one_of("cache type", kind, CACHE_TYPES)
         one_of("provider", self.provider, PROVIDERS)
-        at_least("threads", self.threads, 1, "leave it out to use all free cores")
+        at_least("threads", self.threads, 1, "leave it out to use the free fast cores")
         if not 1 <= whole("parallel", self.parallel) <= MAX_PARALLEL:
             raise ConfigError(f"parallel must be from 1 to {MAX_PARALLEL}, got {shown(self.parallel)}")
         at_least("draft gpu-layers", self.draft_gpu_layers, -1)

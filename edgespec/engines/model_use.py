@@ -13,7 +13,7 @@ class ModelUse:
     """The options of a load, unchecked: each engine's settings check them. None: the engine's default.
 
     Of both engines. `context_length` in tokens per sequence, None for the trained one up to `default_context`;
-    `threads` None for the physical cores; `max_branches`: side branches of all trees in a batch; with 0, several
+    `threads` None for the fast cores; `max_branches`: side branches of all trees in a batch; with 0, several
     sequences have cells of their own, so that attention reads no others'; `widest`: the widest pass of a width class;
     `rows`: the widest pass that asks for logits of all its rows, of a plan only; `reproducible`: True demands a width
     class, None uses one only if it costs nothing, False uses none; `cache_type_k`, `cache_type_v`: of keys and values.

@@ -13,12 +13,13 @@ import contextlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.files import is_file, is_folder, user_folder
+from edgespec.formats.files import TEMPORARY, absolute, is_file, is_folder, replace_file, user_folder, write_errors
 from edgespec.loading.hub import HubFile
 from edgespec.loading.hub_choice import choose, gguf_groups
 from edgespec.loading.reference import without_hub
@@ -67,16 +68,21 @@ def path_elsewhere(text: str) -> Path | None:
 
 
 def _with_suffix(blob: Path, name: str) -> Path:
-    """A link to a blob, whose name ends in .gguf and says what it is: engines tell models by their names."""
+    """A link to a blob, whose name ends in .gguf and says what it is: engines tell models by their names.
+
+    Raises StateError where it cannot be made.
+    """
     stem = re.sub(r"[^\w.-]", "-", name)
     link = user_folder("cache") / "linked" / blob.name[-16:] / f"{stem}.gguf"
     if not is_file(link):
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)  # it may lead nowhere
-        try:
-            link.symlink_to(blob)
-        except OSError:  # Windows keeps symbolic links for developers
-            os.link(blob, link)
+        with write_errors(link):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            new = link.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")  # other processes may link it, too
+            try:
+                new.symlink_to(absolute(blob))
+            except OSError:  # Windows keeps symbolic links for developers
+                os.link(blob, new)
+            replace_file(new, link)
     return link
 
 
@@ -88,7 +94,8 @@ def _ollamas() -> Iterator[Elsewhere]:
         manifests = root / "manifests"
         with contextlib.suppress(OSError):  # another user's
             for path in sorted(manifests.rglob("*")):
-                if is_file(path) and (blob := _blob_of(root, path)) is not None:
+                is_named = len(path.relative_to(manifests).parts) > 2  # by host, names and tag
+                if is_named and is_file(path) and (blob := _blob_of(root, path)) is not None:
                     host, *names, tag = path.relative_to(manifests).parts
                     if host != _OWN_HOST:
                         names.insert(0, host)
@@ -109,7 +116,7 @@ def _blob_of(root: Path, manifest: Path) -> Path | None:
         blob = root / "blobs" / digest.replace(":", "-")
         with blob.open("rb") as file:
             return blob if file.read(4) == b"GGUF" else None
-    except (OSError, ValueError, TypeError, KeyError):  # damaged, or models of several parts
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # damaged, or models of several parts
         return None
 
 

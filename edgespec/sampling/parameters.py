@@ -29,7 +29,7 @@ _WHOLE_LIMITS: dict[str, tuple[int, int]] = {
     "seed": (-(2**63), 2**64 - 1),
 }
 # What other programs mean by a negative number.
-_HINTS = {"top_k": "0 keeps all", "penalty_window": "a number over the context's counts all tokens"}
+_HINTS = {"top_k": "0 keeps all", "penalty_window": "-1 counts all of the context"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ def _read_prompts(fields: Fields, loaded: Loaded, encode: Callable[[str], list[i
     encoded = []
     for each in prompt:
         if isinstance(each, str) and each:
-            encoded.append((encode or partial(_raw_ids, loaded))(each))
+            encoded.append((encode or partial(raw_ids, loaded))(each))
         elif isinstance(each, list) and each and all(_is_id(token_id) for token_id in each):
             encoded.append(list(each))
         else:
@@ -182,7 +182,7 @@ def _read_prompts(fields: Fields, loaded: Loaded, encode: Callable[[str], list[i
     return encoded
 
 
-def _raw_ids(loaded: Loaded, text: str) -> list[int]:
+def raw_ids(loaded: Loaded, text: str) -> list[int]:
     """A whole prompt. One that spells the begin-of-text token out does not get a second one."""
     vocabulary = loaded.model.target.vocabulary
     ids = loaded.model.encode(text, parse_special=True)

@@ -16,6 +16,7 @@ from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.fim import ExtraFile, fitted, require_fim
 from edgespec.server.http_errors import bad_request
+from edgespec.server.llamacpp_fields import read_llamacpp
 from edgespec.server.options import MOST_TOKENS
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
@@ -24,10 +25,9 @@ from edgespec.vocabulary import FimTokens
 
 _SAME = (
     *("model", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty"),
-    *("frequency_penalty", "stop", "stream", "ignore_eos", "grammar", "json_schema", "speculative"),
+    *("frequency_penalty", "stop", "stream", "seed", "ignore_eos", "grammar", "json_schema", "speculative"),
 )
-# Where it is computed, and in which order filters of tokens apply: here that is fixed.
-_WITHOUT_EFFECT = ("id_slot", "cache_prompt", "t_max_prompt_ms", "samplers", "n_cache_reuse", "n_keep")
+_WITHOUT_EFFECT = ("t_max_prompt_ms", "n_cache_reuse")
 _MOST_FILES, _MOST_FIELDS, _MOST_MS = 1024, 64, 1 << 31
 _LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
@@ -143,12 +143,13 @@ def read_infill(loaded: Loaded, fields: Fields) -> InfillExchange:
     """Check a request and encode its prompt. Blocks meanwhile. Raises HttpError and EdgespecError."""
     tokens = require_fim(loaded, "/infill")
     body = {name: fields.given(name) for name in _SAME}
-    seed, limit = fields.given("seed"), fields.whole("n_predict", -2, MOST_TOKENS)
-    body |= {"seed": None if seed == -1 else seed, "max_tokens": None if limit is None or limit < 0 else max(limit, 1)}
+    limit = fields.whole("n_predict", -2, MOST_TOKENS)
+    body |= {"max_tokens": None if limit is None or limit < 0 else max(limit, 1)}
     n_indent, most_ms = fields.whole("n_indent", 0, 1 << 20) or 0, fields.whole("t_max_predict_ms", -1, _MOST_MS)
     shown = fields.listed("response_fields", _MOST_FIELDS) or []
     if not all(isinstance(name, str) for name in shown):
         raise fields.wrong("response_fields", "must be a list of names", shown)
+    read_llamacpp(fields, loaded, any_order=True)  # editors send a list with "infill", which is not built in
     fields.ignore(*_WITHOUT_EFFECT)
     prompt_ids, is_cut = _read_prompt(loaded, fields, tokens, body["max_tokens"])
     fields.finish()

@@ -13,13 +13,7 @@ from edgespec.server.service import Loaded
 from edgespec.types import PromptProgress
 
 OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
-_THEIR_ORDER = (
-    "penalties",
-    "top_k",
-    "top_p",
-    "min_p",
-    "temperature",
-)  # llama.cpp's default
+_THEIR_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")  # llama.cpp's default
 _OFF: dict[str, tuple[Any, ...]] = {  # samplers that are not built in, and the values that turn them off
     "dynatemp_range": (0,),
     "mirostat": (0,),
@@ -37,8 +31,8 @@ _OF_THESE = (  # they change nothing while their sampler is off
 _OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
 
 
-def read_llamacpp(fields: Fields, loaded: Loaded) -> None:
-    """Accept what changes nothing. Raises HttpError for what would."""
+def read_llamacpp(fields: Fields, loaded: Loaded, *, any_order: bool = False) -> None:
+    """Accept what changes nothing. Raises HttpError for what would. `any_order`: `samplers` is not looked at."""
     for name, off in _OFF.items():
         fields.refuse(name, f"this sampler is not built in; {off[0]} turns it off", off)
     fields.ignore(*_OF_THESE, "backend_sampling", "n_keep")
@@ -47,7 +41,10 @@ def read_llamacpp(fields: Fields, loaded: Loaded) -> None:
     slot = fields.whole("id_slot", -1, loaded.model.options.parallel - 1)
     if slot is not None and slot >= 0:
         fields.note("id_slot", "a request takes the free context whose text it continues furthest")
-    _check_samplers(fields)
+    if any_order:
+        fields.ignore("samplers")
+    else:
+        _check_samplers(fields)
 
 
 def _check_samplers(fields: Fields) -> None:

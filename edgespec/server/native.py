@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.config import GenerateOptions
 from edgespec.sampling import Sampling
 from edgespec.server.answer import Answer, token_logprob
-from edgespec.server.completions import MOST_LOGPROBS, read_completion
+from edgespec.server.completions import MOST_LOGPROBS, raw_ids, read_completion
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
@@ -133,9 +133,13 @@ def _read_prompt(loaded: Loaded, fields: Fields) -> list[int]:
     vocabulary = loaded.model.target.vocabulary
     found: list[int] = []
     for index, part in enumerate(parts):
-        ids = [part] if isinstance(part, int) else loaded.model.encode(part, parse_special=True)
-        has_bos = index > 0 and isinstance(part, str) and vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id]
-        found += ids[1:] if has_bos else ids
+        if isinstance(part, int):
+            found.append(part)
+        elif index == 0:
+            found += raw_ids(loaded, part)
+        else:  # encoding puts a begin in front of every text
+            ids = loaded.model.encode(part, parse_special=True)
+            found += ids[1:] if vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id] else ids
     if not found:
         raise fields.wrong("prompt", "must not be empty", given)
     return found

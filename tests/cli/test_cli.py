@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 import edgespec
 from edgespec.cli import piped, terminal
 from edgespec.cli.main import COMMANDS, cli
+from edgespec.errors import PromptError
 from edgespec.formats.files import shipped_models
 from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import swap_command
@@ -265,6 +266,21 @@ def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
         monkeypatch.setattr("sys.stdin", stdin)
         threading.Thread(target=write).start()
         assert piped.text_behind() == "one two"
+
+
+@POSIX
+def test_an_input_without_end_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(piped, "MAX_TEXT_BYTES", 1 << 20)
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+        monkeypatch.setattr("sys.stdin", endless.stdout)
+        with pytest.raises(PromptError, match="more than 1 MiB"):
+            piped.text_behind()
+        endless.kill()
+    (tmp_path / "long").write_bytes(b"a" * (1 << 21))
+    with (tmp_path / "long").open() as long:
+        monkeypatch.setattr("sys.stdin", long)
+        with pytest.raises(PromptError, match="more than 1 MiB"):
+            piped.text_behind()
 
 
 @pytest.mark.parametrize("prompt", ["", " ", "\n"])

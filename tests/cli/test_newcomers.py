@@ -154,7 +154,7 @@ def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
         (["chat", "demo", "-p", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
         (["generate", "-p", "x", "-n", "-1"], "leave it out for an answer of any length"),
         (["generate", "-p", "x", "-c", "-1"], "0 or max is the model's own"),
-        (["generate", "-p", "x", "-t", "0"], "leave it out to use all free cores"),
+        (["generate", "-p", "x", "-t", "0"], "leave it out to use the free fast cores"),
         (["pull", "demo"], "is already on this machine; run it with: edgespec chat demo"),
     ],
 )

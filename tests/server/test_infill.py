@@ -21,6 +21,7 @@ from edgespec.server.completions import read_completion
 from edgespec.server.fields import Fields
 from edgespec.server.fim import ExtraFile, fill_prompt, fitted
 from edgespec.server.infill import _end_of_block, read_infill
+from edgespec.server.native import read_native
 from edgespec.server.ollama import read_generate_request
 from edgespec.server.service import Limits, Loaded, Service
 from edgespec.vocabulary import FimTokens
@@ -122,6 +123,8 @@ def test_a_prompt_that_begins_the_text_itself_has_one_begin(tmp_path: Path) -> N
         service.use(opened)
         plain, spelled = (read_completion(service.require(), Fields({"prompt": p})) for p in ("hi", "<|end|>hi"))
         assert plain.jobs[0].prompt_ids == spelled.jobs[0].prompt_ids == opened.encode("hi")
+        native = read_native(service.require(), Fields({"prompt": "<|end|>hi"}))
+        assert native.jobs[0].prompt_ids == opened.encode("hi")
         service.require().scheduler.close()
 
 
@@ -180,6 +183,19 @@ def test_an_answer_in_llama_servers_form(coder: TestClient) -> None:
     assert cut["stop_type"] == "limit" and "a + b".startswith(cut["content"])
     word = post(coder, **GAP, grammar=writing("a + b"), stop=[" +"])
     assert (word["content"], word["stop_type"], word["stopping_word"]) == ("a", "word", " +")
+
+
+def test_llama_servers_fields_mean_what_they_do_elsewhere(coder: TestClient) -> None:
+    off = {"min_keep": 0, "mirostat": 0, "dry_multiplier": 0, "n_keep": 0, "t_max_prompt_ms": 500}
+    answered = coder.post("/infill", json=GAP | off | {"n_predict": 1, "cache_prompt": False})
+    assert answered.status_code == 200 and "cache_prompt" in answered.headers["X-Edgespec-Note"]
+    for wrong in ({"mirostat": 2}, {"id_slot": 99}):
+        assert coder.post("/infill", json=GAP | wrong).status_code == 400
+
+
+def test_drafting_is_told(coder: TestClient) -> None:
+    timings = post(coder, **GAP, grammar=writing("a" * 40))["timings"]
+    assert timings["draft_n"] > 0 and sum(timings["draft_n_by_drafter"].values()) == timings["draft_n"]
 
 
 def test_a_streamed_answer(coder: TestClient) -> None:

@@ -260,7 +260,17 @@ def test_what_only_looks_local_is_refused(client: TestClient, origin: str):
 
 
 HOST = socket.gethostname()
-LOCAL_HOSTS = ["host.docker.internal:8080", "box.local", "a.localhost", "LOCALHOST", HOST, "192.168.1.7:80", "[::1]:8"]
+LOCAL_HOSTS = [
+    "host.docker.internal:8080",
+    "box.local",
+    "a.localhost",
+    "LOCALHOST",
+    HOST,
+    "192.168.1.7:80",
+    "[::1]:8",
+    "8.8.8.8",
+    "localhost.",
+]
 
 
 @pytest.mark.parametrize("host", LOCAL_HOSTS)
@@ -293,13 +303,26 @@ NAMES = [
     "127.0.0.1.evil.example",
     "local",
     "box.local.example",
-    "8.8.8.8",
 ]
 
 
 @pytest.mark.parametrize("host", NAMES)
 def test_a_name_that_points_here_is_refused(client: TestClient, host: str):
     assert client.get("/v1/models", headers={"Host": host}).json()["error"]["code"] == "wrong_host"
+
+
+def test_a_page_under_a_rented_name_is_not_our_own(service: Service):
+    """Also where any host may call: its owner points the name to this machine once the page is loaded."""
+    page = {"Host": "evil.example:8080", "Origin": "http://evil.example:8080"}
+    assert guarded(service, hosts=()).get("/v1/models", headers=page).json()["error"]["code"] == "wrong_origin"
+    assert guarded(service, hosts=("evil.example",)).get("/v1/models", headers=page).status_code == 200
+    for own in ("192.168.1.7:8080", "box.local:8080"):
+        headers = {"Host": own, "Origin": f"http://{own}"}
+        assert guarded(service, hosts=()).get("/v1/models", headers=headers).status_code == 200
+    service.api_key = "secret"
+    assert guarded(service, hosts=()).get("/v1/models", headers=page).status_code == 401
+    known = page | {"Authorization": "Bearer secret"}
+    assert guarded(service, hosts=()).get("/v1/models", headers=known).status_code == 200
 
 
 def test_a_server_for_others_takes_any_host(service: Service):
