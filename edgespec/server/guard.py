@@ -92,21 +92,20 @@ class Guard:
                 403, "the Host header names a different machine; --allowed-host allows a name", code="wrong_host"
             )
         origin = headers.get("origin")
-        # Any page may call its own server's name so; under a rented one it proves nothing, but it has no key either.
-        is_own = _place(origin or "") == headers.get("host") and (is_known or self._service.api_key is not None)
-        if (
-            origin is not None
-            and not is_own
-            and not {origin, "*"} & self._origins
-            and LOCAL_ORIGINS.fullmatch(origin or "") is None
-        ):
+        if origin is not None and not self._may_call(origin, headers.get("host"), is_known=is_known):
             raise HttpError(
                 403,
-                "requests from web pages are refused; --cors-origin allows one, --allowed-host the name of this machine",
+                "requests from web pages are refused; --cors-origin allows one, --allowed-host this machine's name",
                 code="wrong_origin",
             )
         if path not in self._open_paths:
             self._check_key(headers)
+
+    def _may_call(self, origin: str, host: str | None, *, is_known: bool) -> bool:
+        """Whether a page may: our own, a local one, or one that was allowed."""
+        # Any page may call its own server's name so; under a rented one it proves nothing, but such a page has no key.
+        is_own = _place(origin) == host and (is_known or self._service.api_key is not None)
+        return is_own or bool({origin, "*"} & self._origins) or LOCAL_ORIGINS.fullmatch(origin) is not None
 
     def _check_key(self, headers: Headers) -> None:
         wanted: Any = self._service.api_key

@@ -261,15 +261,8 @@ def test_what_only_looks_local_is_refused(client: TestClient, origin: str):
 
 HOST = socket.gethostname()
 LOCAL_HOSTS = [
-    "host.docker.internal:8080",
-    "box.local",
-    "a.localhost",
-    "LOCALHOST",
-    HOST,
-    "192.168.1.7:80",
-    "[::1]:8",
-    "8.8.8.8",
-    "localhost.",
+    *("host.docker.internal:8080", "box.local", "a.localhost", "LOCALHOST", HOST, "192.168.1.7:80", "[::1]:8"),
+    *("8.8.8.8", "localhost."),
 ]
 
 
