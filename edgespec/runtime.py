@@ -217,16 +217,19 @@ class Model(Closing):
         """
         self._requests.check_structure(options)
 
-    def split_answer(self, result: Result, tools: Messages = ()) -> AnswerParts:
-        """The reasoning, the text and the tool calls of a chat's result; `tools`: those that the chat had.
+    def split_answer(self, result: Result, tools: Messages = (), messages: Messages = ()) -> AnswerParts:
+        """The reasoning, the text and the tool calls of a chat's result.
 
-        A call that does not parse stays in the text. Raises CapabilityError for tools with a model whose chat template
-        writes calls in no known form, StateError if the model is closed.
+        `tools`: those that the chat had; `messages`: its own, needed where the last was an answer that was cut while it
+        reasoned. A call that does not parse stays in the text. Raises CapabilityError for tools with a model whose chat
+        template writes calls in no known form, StateError if the model is closed.
         """
         from edgespec.chat.parts import answer_parts
+        from edgespec.chat.template import answer_prefix
 
+        prefix = answer_prefix(messages) if messages else ""
         with self._executor.vocabulary() as vocabulary:
-            return answer_parts(vocabulary, result.prompt_token_ids, result.token_ids, result.text, tools)
+            return answer_parts(vocabulary, result.prompt_token_ids, result.token_ids, result.text, tools, prefix)
 
     def split_reasoning(self, result: Result) -> tuple[str, str]:
         """(reasoning, answer) of a chat's result, without the tags around the reasoning.

@@ -39,15 +39,19 @@ def answer_parts(
     token_ids: Sequence[int],
     text: str,
     tools: Sequence[Mapping[str, Any]],
+    prefix: str,
 ) -> AnswerParts:
-    """The parts of the answer `text`, which `token_ids` spell. Raises CapabilityError as `Model.split_answer`."""
+    """The parts of the answer `text`, which `token_ids` spell and which goes on from `prefix`.
+
+    Raises CapabilityError as `Model.split_answer`.
+    """
     form = tool_parser(vocabulary.chat_template) if tools else None
     if tools and form is None:
         raise CapabilityError(
             "this model's chat template writes no tool calls in a form that is known: leave out tools"
         )
     parser = None if form is None else form(tools)
-    reasoning = Reasoning.of(vocabulary, prompt_ids)
+    reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     splitter = None if reasoning is None else reasoning.splitter()
     names = (*(parser.marks if parser else ()), *(reasoning.marks.names if reasoning else ()))
     thoughts, texts, calls = list[str](), list[str](), list[ToolCall]()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
@@ -31,14 +32,15 @@ def _programs(environ: Mapping[str, str]) -> list[list[str]]:
     if sys.platform == "darwin":
         return [["pbcopy"]]
     if sys.platform == "win32":
-        return [["clip"]]
+        # By its place: Windows looks for programs in the current folder first, which may be anybody's download.
+        return [[str(Path(environ.get("SystemRoot", r"C:\Windows"), "System32", "clip.exe"))]]
     wayland = [["wl-copy"]] if "WAYLAND_DISPLAY" in environ else []
     x11 = [["xclip", "-selection", "clipboard"], ["xsel", "-ib"]] if "DISPLAY" in environ else []
     return [*wayland, *x11]
 
 
 def _ran(command: list[str], text: str) -> bool:
-    data = text.encode("utf-16" if command == ["clip"] else "utf-8")
+    data = text.encode("utf-16" if sys.platform == "win32" else "utf-8")
     try:  # the programs stay in the background and would keep a pipe for their output open
         done = subprocess.run(
             command, input=data, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_WAIT_S, check=False

@@ -10,7 +10,6 @@ The answer is remembered for this version of the file.
 from __future__ import annotations
 
 import logging
-import platform
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from edgespec.cli.terminal import note, reply, verbosity
 from edgespec.config import LoadOptions
 from edgespec.config.sources import Settings
 from edgespec.engines import disk_cache
+from edgespec.engines.machine import is_x86
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import has_engine, is_importable
@@ -140,8 +140,7 @@ def _candidate(settings: Settings) -> ModelPair | None:
 
 
 def _is_possible() -> bool:
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-    return is_x86 and has_engine("onnx") and has_engine("llamacpp") and is_importable("gguf")
+    return is_x86() and has_engine("onnx") and has_engine("llamacpp") and is_importable("gguf")
 
 
 def _measured(session: Session) -> list[Gain] | None:

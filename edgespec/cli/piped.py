@@ -66,6 +66,9 @@ def _of_pipe(descriptor: int) -> bytes:
         if not has_begun.wait(FIRST_BYTE_S - PATIENCE_S):
             note(f"no data on standard input in {FIRST_BYTE_S:.0f} s: answering without it ({_INSTEAD} at once)")
             return b""
+    reader.join(PATIENCE_S)
+    if reader.is_alive():
+        note(f"reading standard input until it is closed ({_INSTEAD})")
     while reader.is_alive():
         reader.join(0.2)  # with a limit, so that Ctrl-C comes through on Windows
     return bytes(found) if len(found) <= MAX_TEXT_BYTES else _too_long()

@@ -28,7 +28,7 @@ def edit(chat: Chat, argument: str) -> None:
     if text is None:
         reply("there is no message to edit")
     elif is_interactive():
-        reply("the line below replaces the last message and its answer; empty, it leaves them")
+        reply("the line below replaces the last message and its answer; Ctrl-C leaves them")
     else:
         reply("the next message replaces the last one and its answer")
 

@@ -123,7 +123,9 @@ def check_draft_length(value: object) -> None:
 
 
 def check_context_length(value: object) -> None:
-    if isinstance(value, str) and value == "auto":
+    if isinstance(value, str):
+        if value != "auto":
+            raise ConfigError(f"ctx-size must be a number, 0 for the model's own, or auto, got {shown(value)}")
         return
     if value is not None and whole("ctx-size", value) != 0:
         at_least("ctx-size", value, 16, "0 or max is the model's own, auto the largest that fits into memory")

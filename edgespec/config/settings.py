@@ -35,6 +35,7 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "size": (int, str),
     "contents": (str,),
 }
+_NUMBERS_OR_WORDS: dict[Kind, str] = {"length": "a number or auto", "context": "a number, auto or max"}
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -95,7 +96,8 @@ class Setting:
     def check(self, value: Any, source: str) -> Any:
         """`value` of a TOML file as the right Python value. Raises ConfigError naming `source`."""
         if type(value) not in _TOML_TYPES[self.kind]:  # exactly: to isinstance, a bool is an int
-            raise ConfigError(f"{source}: {value!r} has the wrong type; expected a value of kind '{self.kind}'")
+            expected = _NUMBERS_OR_WORDS.get(self.kind, f"a value of kind '{self.kind}'")
+            raise ConfigError(f"{source}: {value!r} has the wrong type; expected {expected}")
         if self.kind == "texts":
             texts = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(text, str) for text in texts):

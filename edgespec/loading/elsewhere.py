@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.files import TEMPORARY, absolute, is_file, is_folder, replace_file, user_folder, write_errors
+from edgespec.formats.files import (
+    TEMPORARY,
+    absolute,
+    expanded,
+    is_file,
+    is_folder,
+    replace_file,
+    user_folder,
+    write_errors,
+)
 from edgespec.loading.hub import HubFile
 from edgespec.loading.hub_choice import choose, gguf_groups
 from edgespec.loading.reference import without_hub
@@ -142,9 +151,9 @@ def _hub_caches() -> list[Path]:
     """Where huggingface_hub keeps files; asking the library takes 100 ms."""
     for name, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if chosen := os.environ.get(name):
-            return [Path(chosen, below)]
+            return [expanded(chosen) / below]
     if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return [Path(chosen, "huggingface", "hub")]
+        return [expanded(chosen) / "huggingface" / "hub"]
     return _in_home(".cache/huggingface/hub")
 
 
@@ -158,9 +167,9 @@ def _in_home(*names: str) -> list[Path]:
 def _snapshot(folder: Path) -> Path | None:
     """The state of a repository's main branch, else the latest that is there."""
     with contextlib.suppress(OSError, ValueError):
-        main = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-        if is_folder(main):
-            return main
+        commit = (folder / "refs" / "main").read_text().strip()
+        if commit.isalnum() and is_folder(folder / "snapshots" / commit):
+            return folder / "snapshots" / commit
     found = _folders(folder / "snapshots", "*")
     return max(found, key=lambda each: each.stat().st_mtime, default=None)
 

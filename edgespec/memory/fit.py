@@ -98,8 +98,12 @@ def usual_parallel(options: LoadOptions, pair: ModelPair, room: Room | None = No
     if Chosen.of(options, pair).is_cut:
         return 1
     room = Room.now(options.memory) if room is None else room
-    options = placed(chosen_context(replace(options, parallel=PARALLEL), pair, room), pair)
-    return PARALLEL if _fitted(options, pair, room, {}).verdict.fit == "fits" else 1
+    several = chosen_context(replace(options, parallel=PARALLEL), pair, room)
+    if options.context_length == "auto":  # the largest context comes before more answers at once
+        alone = chosen_context(replace(options, parallel=1), pair, room)
+        if alone.context_length != several.context_length:
+            return 1
+    return PARALLEL if _fitted(placed(several, pair), pair, room, {}).verdict.fit == "fits" else 1
 
 
 def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitted:

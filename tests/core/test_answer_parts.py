@@ -60,3 +60,14 @@ def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
         assert model.split_answer(result).text == result.text
         with pytest.raises(CapabilityError, match="leave out tools"):
             model.split_answer(result, TOOLS)
+
+
+def test_an_answer_that_was_cut_while_it_reasoned_goes_on_reasoning(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{# <think> #}")
+    begun = [*HELLO, {"role": "assistant", "content": "<think>Hm, so"}]
+    options = GenerateOptions(max_tokens=60, regex=" yes.</think>The answer")
+    with edgespec.load("demo", chat_template_file=path, threads=TEST_THREADS, reproducible=False) as model:
+        result = model.stream(model.encode_chat(begun), Sampling(temperature=0.0), options).result()
+        parts = model.split_answer(result, messages=begun)
+        assert (parts.reasoning.strip(), parts.text) == ("yes.", "The answer")
