@@ -71,6 +71,14 @@ def test_a_server_takes_several_where_they_fit_and_one_elsewhere() -> None:
     assert usual_parallel(OPTIONS, pair, Room(several - 1, ())) == 1
 
 
+def test_the_largest_context_comes_before_more_answers_at_once() -> None:
+    options, pair = replace(OPTIONS, context_length="auto"), resolve_pair(OPTIONS)
+    whole = planned(replace(OPTIONS, context_length=2048, parallel=PARALLEL), pair).total_bytes
+    alone = planned(replace(OPTIONS, context_length=2048), pair).total_bytes
+    assert usual_parallel(options, pair, Room(whole, ())) == PARALLEL
+    assert usual_parallel(options, pair, Room(alone, ())) == 1
+
+
 def test_a_drafter_that_serves_one_text_leaves_one() -> None:
     pytest.importorskip("onnxruntime", reason="reading its footprint needs onnxruntime")
     options = replace(OPTIONS, engine="onnx", drafter="early-exit", exit_layer=2)
