@@ -22,6 +22,8 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits
 
+# llama.cpp's llama_pooling_type, as a file has it
+POOLINGS = {"0": "", "1": "mean", "2": "cls", "3": "last", "4": "rank"}
 _ROUNDING = 0.1  # of the range of the logits
 
 
@@ -49,6 +51,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         can_pack=settings.max_sequences > 1,
         splits_passes=settings.max_sequences > 1 and (settings.streams or settings.keeps_state),
         own_cells=settings.streams,
+        pooling=_pooling(model),
         placement=" ".join(map(str, (settings.gpu_layers, *placement))) if placement else "",
     )
 
@@ -154,6 +157,11 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
     seen = tuple((device.name, device.description) for device in gpus())
     servers = tuple(server.identity for server in settings.servers)
     return seen, settings.devices, servers, settings.kv_offload
+
+
+def _pooling(model: Any) -> str:
+    number = _metadata(model, f"{_metadata(model, 'general.architecture')}.pooling_type")
+    return "" if number == "unknown" else POOLINGS.get(number, f"of type {number}")
 
 
 def _metadata(model: Any, key: str) -> str:
