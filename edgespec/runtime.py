@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
@@ -22,6 +25,7 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.batching import ContinuousBatch
+from edgespec.generation.embedding import Text, TextEmbedder, as_texts
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
 from edgespec.generation.inputs import checked_chat, checked_ids, refuses_unknown_keywords
@@ -68,6 +72,7 @@ class Model(Closing):
         self._executor = Executor(options, pair, target, drafters, memory)
         self._pool, self._sequence = self._executor.pool, self._executor.sequence
         self._requests = RequestMaker(self._executor, options)
+        self.embedder = TextEmbedder(self._executor, options)  # `embed` in steps
 
     def __repr__(self) -> str:
         facts = self.target.facts
@@ -263,6 +268,19 @@ class Model(Closing):
         generations = [self.stream(prompt, sampling, options) for prompt in prompts]
         with self.batch() as batch:
             return batch.results(generations)
+
+    @refuses_unknown_keywords
+    def embed(self, texts: str | Sequence[Text], *, truncate: bool = False) -> NDArray[np.float32]:
+        """Embeddings [n, size] of texts, or of their token ids, each of length 1.
+
+        For GGUF models made for this, whose file names a pooling, and for others with `LoadOptions.pooling`. Other
+        requests have their turn in between; what is cached of conversations stays. `truncate`: leave out the end of a
+        text that is longer than the context. Raises CapabilityError for a model that gives none or if there is no
+        memory for it, PromptError for a text that is empty or too long, Busy and StateError.
+        """
+        self._executor.turn.require_open()
+        self.embedder.pooling()
+        return self.embedder.embed(self.embedder.encode(as_texts(texts), truncate=truncate))
 
     def prepare(self) -> None:
         """Build the drafters now rather than in the first generation. Runs no pass of a model."""
