@@ -28,7 +28,7 @@ from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.embedding import Text, TextEmbedder, as_texts
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.inputs import checked_chat, checked_ids, refuses_unknown_keywords
+from edgespec.generation.inputs import checked_chat, checked_ids, refuses_unknown_keywords, require_writer
 from edgespec.generation.request_maker import RequestMaker
 from edgespec.generation.saved_state import load_sequence, save_sequence
 from edgespec.loading.opening import open_models, start_trial
@@ -114,6 +114,8 @@ class Model(Closing):
             slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
             notes.append(f"Reproducible mode: single-token steps are {slowdown} on this model; see --no-reproducible")
         notes += [note for drafter in self._pool.drafters.values() for note in drafter.notes]
+        if not self.target.facts.writes:
+            return tuple(notes)
         if not self.target.facts.can_speculate and self.options.drafter != "none":
             notes.append(f"speculation is off: {self.target.facts.why_no_speculation}")
         return tuple(notes)
@@ -156,6 +158,7 @@ class Model(Closing):
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
         messages = checked_chat(messages)
+        require_writer(self.target.facts)
         with self._executor.vocabulary() as vocabulary:
             return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments)
 

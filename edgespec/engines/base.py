@@ -34,7 +34,8 @@ class EngineFacts:
     pass; in reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it
     runs as several passes where they have different numbers of rows. `own_cells`: whether each sequence has cells of
     its own, so that its passes do not look at what the others hold. `pooling`: how the hidden states of a text become
-    its embedding, as the model's file says (mean, cls, last, or another word); empty: it does not say. `notes`: what
+    its embedding, as the model's file says (mean, cls, last, or another word); empty: it does not say. `writes`:
+    whether it generates text, and not embeddings alone. `notes`: what
     the user should know about this load. `placement`: the devices' own names and how much of the model is on each,
     empty if all of it is on the CPU; measurements are kept separately for each placement. `state_window`: what
     `save_state` gives of a longer text holds only so many of the last tokens in some layers, so that once loaded it can
@@ -65,6 +66,7 @@ class EngineFacts:
     has_checkpoints: bool = False
     state_window: int = 0
     pooling: str = ""
+    writes: bool = True
     why_no_speculation: str = "this model cannot roll back its state"
 
     def loaded_reach(self, length: int) -> int:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
 
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.cli.main import cli
 from edgespec.config import POOLINGS
 from edgespec.engines.base import Engine
-from edgespec.errors import BatchError, Cancelled, CapabilityError, ConfigError, PromptError, StateError
+from edgespec.errors import (
+    BatchError,
+    Cancelled,
+    CapabilityError,
+    ConfigError,
+    EngineError,
+    ModelFileError,
+    PromptError,
+    StateError,
+)
+from tiny_bert import write_bert
 from tiny_gguf import write_model
 
 NUMBERS = {"mean": 1, "cls": 2, "last": 3}
@@ -148,3 +160,57 @@ def test_onnx_models_give_none(onnx_path: Path):
         opened.embed("x")
     with pytest.raises(CapabilityError, match="ONNX models and models on RPC servers give none"):
         Engine.embed(opened.target, [np.zeros(1, np.int32)], "mean")
+
+
+def non_causal(path: Path, number: int) -> Path:
+    metadata = {"llama.attention.causal": False, "llama.pooling_type": np.uint32(number)}
+    return write_model(path, metadata=metadata)
+
+
+@pytest.mark.parametrize("write", [write_bert, non_causal])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_encoders(tmp_path: Path, write: Callable[[Path, int], Path], pooling: str):
+    path = write(tmp_path / "encoder.gguf", NUMBERS[pooling])
+    texts = ["find me a bus", "hello world", "a", "table for two " * 13]
+    with edgespec.load(path, threads=TEST_THREADS) as opened:
+        found = opened.embed(texts)
+        assert (found * reference(path, pooling, texts)).sum(axis=1).min() > 0.9999
+        alone = np.concatenate([opened.embed(text) for text in reversed(texts)])[::-1]
+        assert (found * alone).sum(axis=1).min() > 0.9999
+        assert opened.notes == () and opened.memory is not None and not opened.target.facts.writes
+        long = "hello " * 600
+        with pytest.raises(PromptError, match="the context holds"):
+            opened.embed(long)
+        ids = opened.embedder.encode([long], truncate=True)[0]
+        assert ids.size == opened.context_length and np.array_equal(
+            opened.embed([ids]), opened.embed(long, truncate=True)
+        )
+        if write is write_bert:
+            assert [ids[0], ids[-1]] == [2, 3], "a text begins with [CLS] and ends with [SEP]"
+
+
+def test_encoders_write_no_text(tmp_path: Path, target_path: Path):
+    path = write_bert(tmp_path / "bert.gguf")
+    with edgespec.load(path, threads=TEST_THREADS) as opened:
+        calls: list[Callable[[], Any]] = [lambda: opened.generate("x"), lambda: opened.cost_curve]
+        calls += [lambda: opened.chat([{"role": "user", "content": "x"}]), lambda: opened.generate_all(["x"])]
+        calls += [lambda: opened.save_state(tmp_path / "state"), lambda: opened.target.fork(0, 0)]
+        for call in calls:
+            with pytest.raises(CapabilityError, match=r"bert models .* write no text"):
+                call()
+        opened.forget()
+        assert opened.target.length() == 0
+    with pytest.raises(EngineError, match="closed"):
+        opened.target.embed([np.array([1], np.int32)], "mean")
+    with pytest.raises(CapabilityError, match=r"bert\.gguf writes no text: leave out --reproducible"):
+        edgespec.load(path, threads=TEST_THREADS, reproducible=True)
+    with pytest.raises(CapabilityError, match=r"draft bert\.gguf .* cannot draft"):
+        edgespec.load(target_path, draft=path, threads=TEST_THREADS)
+    for command in ("chat", "generate"):
+        refused = CliRunner().invoke(cli, [command, str(path)], input="x")
+        assert refused.exit_code == 2 and "bert models read a whole text at once" in refused.stderr
+    with pytest.raises(ModelFileError, match="bert models read a whole text at once"):
+        edgespec.load(write_bert(tmp_path / "no pooling.gguf", None), threads=TEST_THREADS)
+    weights = np.full((64, 64), np.nan, np.float32)
+    with pytest.raises(ModelFileError, match="not a usable model"):
+        edgespec.load(write_bert(tmp_path / "damaged.gguf", damaged=weights), threads=TEST_THREADS)

@@ -20,6 +20,7 @@ from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError
 from edgespec.server.service import Limits, Service
 from serving import BASE_URL
+from tiny_bert import write_bert
 from tiny_gguf import write_model
 from waiting import until
 
@@ -142,6 +143,25 @@ def test_the_demo_with_a_pooling(target_path: Path):
         assert first @ second > first @ other
         assert {"completion", "embedding"} <= set(client.post("/api/show", json={}).json()["capabilities"])
         assert client.post("/v1/completions", json={"prompt": "A", "max_tokens": 2}).status_code == 200
+        service.require().scheduler.close()
+
+
+def test_an_encoder(tmp_path: Path):
+    service = Service("bert")
+    with edgespec.load(write_bert(tmp_path / "bert.gguf"), threads=TEST_THREADS, parallel=2) as opened:
+        service.use(opened)
+        client = TestClient(create_app(service), base_url=BASE_URL)
+        answer = client.post("/api/embed", json={"input": ["find me a bus", "hello"]}).json()
+        assert answer["prompt_eval_count"] == 6 + 3 and len(answer["embeddings"][0]) == 64
+        assert client.post("/api/show", json={}).json()["capabilities"] == ["embedding"]
+        asked = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+            "/v1/completions": {"prompt": "x"},
+        }
+        for path, fields in asked.items():
+            refused = client.post(path, json=fields)
+            assert refused.status_code == 400 and "they give embeddings, and write no text" in refused.text
+        assert client.get("/props").status_code == client.get("/api/ps").status_code == 200
         service.require().scheduler.close()
 
 

@@ -4,7 +4,8 @@ The context is made for the longest text so far. The rows of a text that its emb
 else one) are run last, as llama.cpp computes the head, too, for each row whose state it gives: only so many fit into a
 pass. The rows before them run without results, in wide passes. Short texts share passes.
 
-llama.cpp can pool by itself, but only what is in one pass; here a text may be as long as the context.
+llama.cpp can pool by itself, but only what is in one pass; here a text may be as long as the context. Encoders, whose
+tokens see those behind them, have all of a text in one pass.
 """
 
 from __future__ import annotations
@@ -47,15 +48,18 @@ class _Part:
 class Embedder:
     """Embeds texts with `model`, which outlives it. Its keys and values are f16 whatever those of `settings` are.
 
-    `kv_bytes`: of a token, in the cache types of `settings`.
+    `kv_bytes`: of a token, in the cache types of `settings`; `is_encoder`: whether a token sees those behind it.
     """
 
-    def __init__(self, model: Any, settings: ContextSettings, cancel: CancelFlag, kv_bytes: int) -> None:
+    def __init__(
+        self, model: Any, settings: ContextSettings, cancel: CancelFlag, kv_bytes: int, *, is_encoder: bool = False
+    ) -> None:
         llama = library()
         self._model, self._settings, self._cancel = model, settings, cancel
         own = CACHE_BYTES[settings.cache_type_k] + CACHE_BYTES[settings.cache_type_v]
         self._kv_bytes = int(kv_bytes * 2 * CACHE_BYTES["f16"] / own)
-        self._width = int(llama.llama_model_n_embd(model))
+        self._is_encoder = is_encoder
+        self._width = int(llama.llama_model_n_embd_out(model))
         self._vocabulary_size = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
         self._most_texts = 1 if settings.keeps_state else MOST_TEXTS
         self._wide = settings.batch_capacity
@@ -66,7 +70,7 @@ class Embedder:
 
     def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
         """As `Engine.embed`."""
-        if pooling == "cls":  # a token does not see those behind it
+        if pooling == "cls" and not self._is_encoder:  # a token does not see those behind it
             texts = [text[:1] for text in texts]
         self._prepare(max(map(len, texts), default=1))
         found = np.zeros((len(texts), self._width), np.float32)
@@ -88,8 +92,10 @@ class Embedder:
 
     def _embed_group(self, texts: Sequence[TokenIds], found: NDArray[np.float32], pooling: PoolingName) -> None:
         llama = library()
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), False)
-        firsts = [0 if pooling == "mean" else len(text) - 1 for text in texts]
+        if memory := llama.llama_get_memory(self._context):
+            llama.llama_memory_clear(memory, False)
+        needs_all = self._is_encoder or pooling == "mean"
+        firsts = [0 if needs_all else len(text) - 1 for text in texts]
         before = [_Part(index, 0, text[:first]) for index, (text, first) in enumerate(zip(texts, firsts, strict=True))]
         needed = [_Part(i, first, text[first:]) for i, (text, first) in enumerate(zip(texts, firsts, strict=True))]
         llama.llama_set_embeddings(self._context, False)
@@ -99,9 +105,13 @@ class Embedder:
         for parts in _passes(needed, self._narrow):
             states, row = self._run(parts, gives_states=True), 0
             for part in parts:
-                found[part.text] += states[row : row + len(part.token_ids)].sum(axis=0)
+                own = states[row : row + len(part.token_ids)]
                 row += len(part.token_ids)
-        found /= np.array([[len(part.token_ids)] for part in needed], np.float32)
+                if self._is_encoder and pooling != "mean":
+                    own = own[:1] if pooling == "cls" else own[-1:]
+                found[part.text] += own.sum(axis=0)
+        if pooling == "mean":
+            found /= np.array([[len(text)] for text in texts], np.float32)
 
     def _run(self, parts: Sequence[_Part], *, gives_states: bool) -> NDArray[np.float32]:
         """One pass; its hidden states [rows, width], a view, or none."""
@@ -137,6 +147,9 @@ class Embedder:
         self.close()
         cells = max(LEAST_CELLS, min(2 * self._cells, self._settings.context_length), longest)
         cells = -(-cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
+        if self._is_encoder:
+            self._wide = self._narrow = cells
+            self._rows = RowBuffer(cells, 1)
         self._require_memory(cells, longest)
         params = library().llama_context_default_params()
         params.n_ctx = cells
@@ -156,7 +169,8 @@ class Embedder:
 
     def _require_memory(self, cells: int, longest: int) -> None:
         """It was not planned when the model was loaded: most programs never need it."""
-        states = self._narrow * (self._vocabulary_size + self._width) * 4
+        scores = 0 if self._is_encoder else self._vocabulary_size
+        states = self._narrow * (scores + self._width) * 4
         needed = cells * self._kv_bytes + states + self._wide * self._width * _ROW_BYTES
         free = spare_memory() if self._settings.place == "cpu" else None
         if free is not None and needed > free:

@@ -33,7 +33,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
     can_rollback, placement = not settings.keeps_state, _placement(settings)
     return EngineFacts(
         name="llamacpp",
-        architecture=_metadata(model, "general.architecture"),
+        architecture=metadata(model, "general.architecture"),
         context_length=settings.context_length,
         max_sequences=settings.max_sequences,
         max_batch=min(settings.max_batch, llama.llama_n_batch(context)),
@@ -51,7 +51,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         can_pack=settings.max_sequences > 1,
         splits_passes=settings.max_sequences > 1 and (settings.streams or settings.keeps_state),
         own_cells=settings.streams,
-        pooling=_pooling(model),
+        pooling=pooling_of(model),
         placement=" ".join(map(str, (settings.gpu_layers, *placement))) if placement else "",
     )
 
@@ -159,12 +159,12 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
     return seen, settings.devices, servers, settings.kv_offload
 
 
-def _pooling(model: Any) -> str:
-    number = _metadata(model, f"{_metadata(model, 'general.architecture')}.pooling_type")
+def pooling_of(model: Any) -> str:
+    number = metadata(model, f"{metadata(model, 'general.architecture')}.pooling_type")
     return "" if number == "unknown" else POOLINGS.get(number, f"of type {number}")
 
 
-def _metadata(model: Any, key: str) -> str:
+def metadata(model: Any, key: str) -> str:
     value = ctypes.create_string_buffer(256)
     found = library().llama_model_meta_val_str(model, key.encode(), value, len(value))
     return value.value.decode("utf-8", errors="replace") if found >= 0 else "unknown"
