@@ -37,6 +37,7 @@ _OF_TYPE = {
 # Whose multi-token prediction layers read the hidden state behind the final norm. Tests run the first one.
 _WITH_MTP = ("qwen35", "qwen35moe")
 _POOLINGS = (1, 2, 3)  # llama.cpp's mean, cls and last
+_NEVER_CAUSAL = ("gemma-embedding", "llama-embed")  # whose files need not say so: llama.cpp knows
 _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 
@@ -53,7 +54,8 @@ def gives_only_embeddings(header: GgufHeader) -> bool:
 
 def _is_encoder(header: GgufHeader) -> bool:
     # A DFlash head says so too: it reads a block of a text at once, and drafts.
-    return header.metadata.get(f"{header.architecture}.attention.causal") is False and head_kind(header) is None
+    says_so = header.metadata.get(f"{header.architecture}.attention.causal") is False
+    return (says_so or header.architecture in _NEVER_CAUSAL) and head_kind(header) is None
 
 
 def require_language_model(path: Path, header: GgufHeader) -> None:
