@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
@@ -22,9 +25,10 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.batching import ContinuousBatch
+from edgespec.generation.embedding import Text, TextEmbedder, as_texts
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.inputs import checked_chat, checked_ids, refuses_unknown_keywords
+from edgespec.generation.inputs import checked_chat, checked_ids, refuses_unknown_keywords, require_writer
 from edgespec.generation.request_maker import RequestMaker
 from edgespec.generation.saved_state import load_sequence, save_sequence
 from edgespec.loading.opening import open_models, start_trial
@@ -68,6 +72,7 @@ class Model(Closing):
         self._executor = Executor(options, pair, target, drafters, memory)
         self._pool, self._sequence = self._executor.pool, self._executor.sequence
         self._requests = RequestMaker(self._executor, options)
+        self.embedder = TextEmbedder(self._executor, options)  # `embed` in steps
 
     def __repr__(self) -> str:
         facts = self.target.facts
@@ -109,6 +114,8 @@ class Model(Closing):
             slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
             notes.append(f"Reproducible mode: single-token steps are {slowdown} on this model; see --no-reproducible")
         notes += [note for drafter in self._pool.drafters.values() for note in drafter.notes]
+        if not self.target.facts.writes:
+            return tuple(notes)
         if not self.target.facts.can_speculate and self.options.drafter != "none":
             notes.append(f"speculation is off: {self.target.facts.why_no_speculation}")
         return tuple(notes)
@@ -151,6 +158,7 @@ class Model(Closing):
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
         messages = checked_chat(messages)
+        require_writer(self.target.facts)
         with self._executor.vocabulary() as vocabulary:
             return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments)
 
@@ -266,6 +274,19 @@ class Model(Closing):
         generations = [self.stream(prompt, sampling, options) for prompt in prompts]
         with self.batch() as batch:
             return batch.results(generations)
+
+    @refuses_unknown_keywords
+    def embed(self, texts: str | Sequence[Text], *, truncate: bool = False) -> NDArray[np.float32]:
+        """Embeddings [n, size] of texts, or of their token ids, each of length 1.
+
+        For GGUF models made for this, whose file names a pooling, and for others with `LoadOptions.pooling`. Other
+        requests have their turn in between; what is cached of conversations stays. `truncate`: leave out the end of a
+        text that is longer than the context. Raises CapabilityError for a model that gives none or if there is no
+        memory for it, PromptError for a text that is empty or too long, Busy and StateError.
+        """
+        self._executor.turn.require_open()
+        self.embedder.pooling()
+        return self.embedder.embed(self.embedder.encode(as_texts(texts), truncate=truncate))
 
     def prepare(self) -> None:
         """Build the drafters now rather than in the first generation. Runs no pass of a model."""

@@ -14,6 +14,8 @@ from edgespec.errors import BatchError
 TokenIds = NDArray[np.int32]
 Logits = NDArray[np.float32]
 FinishReason = Literal["stop", "length", "cancelled"]
+PoolingName = Literal["mean", "cls", "last"]
+"""Which hidden states of a text are its embedding: their mean, that of the first token, or of the last one."""
 Evidence = tuple[float, ...]
 """Features of one drafted token, from which its acceptance is predicted; each drafter defines its own."""
 NO_PARENT = -1

@@ -81,6 +81,10 @@ class Vocabulary(ABC):
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
         """Token ids of `text`; with `parse_special`, control tokens spelled out in it become their ids."""
 
+    def embedded_ends(self) -> tuple[list[int], list[int]]:
+        """Tokens that come before and behind a text that is embedded."""
+        return ([self.bos_id] if self.adds_bos and self.bos_id is not None else []), []
+
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token prints; empty for control tokens."""

@@ -29,7 +29,7 @@ from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import CapabilityError, ConfigError, PromptError
 from edgespec.formats.files import exists
 from edgespec.loading.draft_hint import new_draft_hint
-from edgespec.loading.opening import has_chat_template
+from edgespec.loading.opening import has_chat_template, require_writer_file
 from edgespec.loading.requirements import resolve_pair
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
@@ -156,6 +156,7 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
     if read_template(options.chat_template_file) is not None:
         return
     pair = resolve_pair(options)
+    require_writer_file(pair.files["target"])
     if not has_chat_template(pair.files["target"]):
         command = continue_command(options.model)
         raise PromptError(

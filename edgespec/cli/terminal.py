@@ -88,6 +88,8 @@ def _seed(sampling: Sampling) -> str:
 
 
 def _drafting(model: Model, options: GenerateOptions) -> str:
+    if not model.target.facts.writes:
+        return "embeddings only"
     if not model.target.facts.can_speculate:
         return "no speculation (the model cannot roll back)"
     drafter = options.drafter or model.drafter_name

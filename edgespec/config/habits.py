@@ -62,6 +62,10 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
             "the samplers are --temp, --top-k, --top-p, --min-p and the penalties",
         ),
         **dict.fromkeys(
+            ("embedding", "embeddings"),
+            "embedding models need no flag; --pooling mean asks for embeddings of one that generates text",
+        ),
+        **dict.fromkeys(
             ("log-file", "log-disable", "log-verbosity", "verbosity"),
             "notes go to standard error: 2> FILE keeps them, -v shows more, -q none",
         ),

@@ -28,6 +28,7 @@ from edgespec.config.names import (
     DRAFTERS,
     ENGINES,
     MAX_PARALLEL,
+    POOLINGS,
     PROVIDERS,
     RULES,
     CacheType,
@@ -36,6 +37,7 @@ from edgespec.config.names import (
     DraftLength,
     EngineName,
     GpuLayers,
+    PoolingName,
     ProviderName,
     RuleName,
 )
@@ -53,6 +55,7 @@ class LoadKeywords(TypedDict, total=False):
     exit_layer: int | None
     heads: Location | None
     chat_template_file: Location | None
+    pooling: PoolingName | None
     engine: EngineName
     drafter: DrafterName
     draft_length: DraftLength
@@ -91,6 +94,7 @@ class LoadOptions:
     `heads`: heads file for drafter medusa or eagle; None: the pair's own, which drafter auto uses if there is no draft
     model. `exit_layer`: number of layers of an ONNX target that draft; None: as the pair was exported. `engine`: which
     files of the pair to use. `chat_template_file`: a Jinja template to use instead of the model's own.
+    `pooling`: which hidden states of a text are its embedding (`Model.embed`); None: as the model's file says.
 
     Speculation. `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens,
     or nodes for a drafter that drafts trees if the target can score trees; auto chooses every round; a number with
@@ -127,6 +131,7 @@ class LoadOptions:
     exit_layer: int | None = None
     heads: Path | None = None
     chat_template_file: Path | None = None
+    pooling: PoolingName | None = None
     engine: EngineName = "auto"
     drafter: DrafterName = "auto"
     draft_length: DraftLength = "auto"
@@ -177,6 +182,8 @@ class LoadOptions:
         for kind in (self.cache_type_k, self.cache_type_v, self.draft_cache_type_k, self.draft_cache_type_v):
             if kind is not None:
                 one_of("cache type", kind, CACHE_TYPES)
+        if self.pooling is not None:
+            one_of("pooling", self.pooling, POOLINGS)
         one_of("provider", self.provider, PROVIDERS)
         at_least("threads", self.threads, 1, "leave it out to use the free fast cores")
         if not 1 <= whole("parallel", self.parallel) <= MAX_PARALLEL:

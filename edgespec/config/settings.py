@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, PROVIDERS, REASONING_FORMATS, RULES
+from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, POOLINGS, PROVIDERS, REASONING_FORMATS, RULES
 from edgespec.config.habits import did_you_mean
 from edgespec.errors import ConfigError
 from edgespec.formats.files import expanded, read_text
@@ -149,6 +149,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "draft_cache_type_v": CACHE_TYPES,
     "drafter": DRAFTERS,
     "verify": RULES,
+    "pooling": POOLINGS,
     "reasoning_format": REASONING_FORMATS,
 }
 _METAVARS = {
@@ -185,6 +186,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("exit_layer", "integer", "--exit-layer", "Draft with the first N layers of an ONNX target (early-exit)"),
         ("heads", "path", "--heads", "Heads file for --drafter medusa or eagle"),
         ("chat_template_file", "path", "--chat-template-file", "Jinja chat template to use instead of the model's"),
+        ("pooling", "text", "--pooling", "GGUF: what of a text is its embedding, where the file does not say"),
         ("context_length", "context", "-c --ctx-size", "Context in tokens; max or 0: the model's own; auto: what fits"),
         ("draft_context_length", "integer", "-cd --ctx-size-draft", "Context size of the draft model"),
     ),

@@ -7,6 +7,7 @@ checks every input in Python, because several libraries end the process on bad i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.closing import Closing
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.types import Batch, Logits, TokenIds
+from edgespec.types import Batch, Logits, PoolingName, TokenIds
 from edgespec.vocabulary import Vocabulary
 
 
@@ -32,11 +33,13 @@ class EngineFacts:
     whether a batch may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a
     pass; in reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it
     runs as several passes where they have different numbers of rows. `own_cells`: whether each sequence has cells of
-    its own, so that its passes do not look at what the others hold. `notes`: what the user should know about this
-    load. `placement`: the devices' own names and how much of the model is on each, empty if all of it is on the CPU;
-    measurements are kept separately for each placement. `state_window`: what `save_state` gives of a longer text holds
-    only so many of the last tokens in some layers, so that once loaded it can be continued or emptied, but not
-    shortened; 0 where it holds all.
+    its own, so that its passes do not look at what the others hold. `pooling`: how the hidden states of a text become
+    its embedding, as the model's file says (mean, cls, last, or another word); empty: it does not say. `writes`:
+    whether it generates text, and not embeddings alone. `notes`: what
+    the user should know about this load. `placement`: the devices' own names and how much of the model is on each,
+    empty if all of it is on the CPU; measurements are kept separately for each placement. `state_window`: what
+    `save_state` gives of a longer text holds only so many of the last tokens in some layers, so that once loaded it can
+    be continued or emptied, but not shortened; 0 where it holds all.
     """
 
     name: str
@@ -62,6 +65,8 @@ class EngineFacts:
     rollback_rows: int = 0
     has_checkpoints: bool = False
     state_window: int = 0
+    pooling: str = ""
+    writes: bool = True
     why_no_speculation: str = "this model cannot roll back its state"
 
     def loaded_reach(self, length: int) -> int:
@@ -202,6 +207,16 @@ class Engine(Closing, ABC):
         Raises CapabilityError unless `give_layer_inputs` was called before that pass.
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
+
+    def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
+        """Embeddings [n, hidden size] of texts of 1 to `facts.context_length` tokens each, not normalised.
+
+        Caches and hidden states of passes stay as they are. Raises BatchError for an empty or too long text or an id
+        out of range, CapabilityError where the engine gives none or there is no memory, Cancelled after `cancel()`.
+        """
+        raise CapabilityError(
+            "embeddings need a GGUF model in this process: ONNX models and models on RPC servers give none"
+        )
 
     def drop_class(self) -> None:
         """Leave reproducible mode, because passes of the pinned class gave different bits; padding ends."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from edgespec.engines.base import EngineFacts
 from edgespec.errors import BatchError, ContextFull
-from edgespec.types import NO_PARENT, Batch, Logits
+from edgespec.types import NO_PARENT, Batch, Logits, TokenIds
 
 
 def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths: list[int]) -> None:
@@ -37,6 +39,16 @@ def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths:
                 f"sequence {sequence} holds {lengths[sequence]} tokens; {rows} more do not fit the context of "
                 f"{facts.context_length}. Give a larger --ctx-size or a shorter prompt"
             )
+
+
+def check_texts(texts: Sequence[TokenIds], most: int, vocabulary_size: int) -> None:
+    """Raises BatchError for texts to embed that are empty, of over `most` tokens, or of unknown ones."""
+    for index, text in enumerate(texts):
+        if not 1 <= len(text) <= most:
+            raise BatchError(f"text {index} has {len(text)} tokens; one of 1 to {most} can be embedded")
+        low, high = int(text.min()), int(text.max())
+        if low < 0 or high >= vocabulary_size:
+            raise BatchError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary_size - 1}")
 
 
 def fault_of(logits: Logits) -> str:

@@ -29,6 +29,8 @@ from edgespec.engines.checks import fault_of
 from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.kind import gives_only_embeddings
 from edgespec.installation import child_environment
 
 # Libraries with threads or devices of their own, which do not survive a fork.
@@ -265,6 +267,10 @@ def _try_gguf(path: Path, opened: Callable[[], None]) -> str | None:
     if (head := head_class(path)) is not None:
         head.try_alone(path)
         return None
+    if gives_only_embeddings(read_header(path)):
+        from edgespec.engines.llamacpp.encoder import try_encoder
+
+        return try_encoder(path, opened)
     load = partial(LlamaCppEngine.load, path, context_length=16, max_batch=8, threads=1, reproducible=False)
     with load(opened=opened, is_repacked=False) as engine:
         ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)

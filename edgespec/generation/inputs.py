@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from edgespec.config import GenerateOptions
-from edgespec.errors import ConfigError, EdgespecError, PromptError, shown
+from edgespec.engines.base import EngineFacts
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
 from edgespec.sampling import Sampling
 from edgespec.types import TokenIds
 
@@ -56,6 +57,15 @@ def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:
             f'messages must be a list such as [{{"role": "user", "content": "..."}}], got {type(messages).__name__}'
         )
     return messages
+
+
+def require_writer(facts: EngineFacts) -> None:
+    """Raises CapabilityError for a model that gives embeddings only."""
+    if not facts.writes:
+        raise CapabilityError(
+            f"{facts.architecture} models read a whole text at once: they give embeddings, and write no text. Load one "
+            "that writes token by token, such as a Llama or Qwen"
+        )
 
 
 def refuses_unknown_keywords(method: Callable[Params, Returned]) -> Callable[Params, Returned]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from edgespec.config import GenerateOptions, LoadOptions
 from edgespec.errors import ConfigError, PromptError, SamplingError
 from edgespec.generation.executor import Executor
-from edgespec.generation.inputs import checked_ids, of_kind
+from edgespec.generation.inputs import checked_ids, of_kind, require_writer
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import check_prompt
 from edgespec.sampling import Sampler, Sampling
@@ -33,6 +33,7 @@ class RequestMaker:
         """The request that `Model.stream` describes."""
         chosen = of_kind("options", options or GenerateOptions(), GenerateOptions, ConfigError)
         sampling = of_kind("sampling", sampling, Sampling, SamplingError)
+        require_writer(self._executor.target.facts)
         prompt_ids = self._prompt_ids(prompt)
         check_prompt(prompt_ids, self._executor.target.facts.context_length)
         self._executor.pool.check(chosen)

@@ -11,6 +11,8 @@ from edgespec.engines.base import Engine
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.kind import gives_only_embeddings
 from edgespec.formats.manifest import ModelFile
 from edgespec.loading.requirements import Chosen
 from edgespec.loading.uses import draft_use, target_use
@@ -65,6 +67,10 @@ def open_engine(options: LoadOptions, file: ModelFile, use: ModelUse, trial: Tri
 
         _check_for_onnx(options, use)
         return OnnxEngine.load(file.path, use, opened=opened)
+    if gives_only_embeddings(check_gguf(file.path)):
+        from edgespec.engines.llamacpp.encoder import EncoderEngine
+
+        return EncoderEngine.load(file.path, use, opened=opened)
     from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.engines.remote import RemoteEngine
 

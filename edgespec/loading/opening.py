@@ -16,9 +16,9 @@ from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
 from edgespec.engines.trial import Trial
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, UsageError
 from edgespec.formats.gguf.header import keeping_headers, read_header
-from edgespec.formats.gguf.kind import require_language_model
+from edgespec.formats.gguf.kind import gives_only_embeddings, require_language_model
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
@@ -156,6 +156,18 @@ def has_chat_template(file: ModelFile) -> bool:
         return read_chat_template(file.path.parent) is not None
     except (ModelFileError, OSError):
         return True
+
+
+def require_writer_file(file: ModelFile) -> None:
+    """Raises ModelFileError for a model that gives embeddings only. A file that cannot be read passes: see above."""
+    if file.engine != "llamacpp":
+        return
+    try:
+        header = read_header(file.path)
+    except (UsageError, OSError):
+        return
+    if gives_only_embeddings(header):
+        require_language_model(file.path, header)
 
 
 def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:

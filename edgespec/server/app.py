@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from edgespec.server import facts, messages, native, ollama, ollama_facts, page, responses
+from edgespec.server import embeddings, facts, messages, native, ollama, ollama_facts, page, responses
 from edgespec.server.chat_request import apply_template, read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read
@@ -45,9 +45,16 @@ _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/detokenize": facts.detokenize,
     "/apply-template": apply_template,
     "/v1/responses/input_tokens": responses.count_input_tokens,
-    "/v1/embeddings": facts.no_embeddings,
     "/v1/messages/count_tokens": messages.count_tokens,
     "/api/show": ollama_facts.show,
+}
+
+_EMBEDDING: dict[str, embeddings.Read] = {
+    "/v1/embeddings": embeddings.read_openai,
+    "/api/embed": embeddings.read_ollama,
+    "/api/embeddings": embeddings.read_ollama_prompt,
+    "/embedding": embeddings.read_llamacpp,
+    "/embeddings": embeddings.read_llamacpp,
 }
 
 
@@ -59,6 +66,7 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     """
     routes = [Route(path, _caught(_generating(service, read)), methods=["POST"]) for path, read in _GENERATING.items()]
     routes += [Route(path, _caught(_replying(service, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
+    routes += [Route(path, _caught(_embedding(service, read)), methods=["POST"]) for path, read in _EMBEDDING.items()]
     routes += _readable(service)
     shown = page.routes()
     paths = [route.path for route in (*routes, *shown)]
@@ -82,6 +90,13 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
 def _generating(service: Service, read: Read) -> Handler:
     async def handle(request: Request) -> Response:
         return await respond(request, service.require(), read)
+
+    return handle
+
+
+def _embedding(service: Service, read: embeddings.Read) -> Handler:
+    async def handle(request: Request) -> Response:
+        return await embeddings.respond_embeddings(request, service.require(), read)
 
     return handle
 

@@ -11,6 +11,7 @@ from edgespec.chat.rendered import chat_text
 from edgespec.chat.template import answer_prefix
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.config import REASONING_FORMATS
+from edgespec.generation.inputs import require_writer
 from edgespec.server.chat_completions import ChatExchange, Tools
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
@@ -40,6 +41,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     require_model(loaded, fields)
+    require_writer(loaded.model.target.facts)
     template = loaded.model.target.vocabulary.chat_template
     if template is None:
         raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")

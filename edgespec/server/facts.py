@@ -1,4 +1,4 @@
-"""Endpoints that generate nothing: models, health, properties, metrics, tokenising; and what is not built yet."""
+"""Endpoints that generate nothing: models, health, properties, metrics, tokenising."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.server.fields import Fields
-from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.http_errors import bad_request
 from edgespec.server.options import require_model
 from edgespec.server.service import Loaded, Service
 
@@ -113,8 +113,3 @@ def detokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
         raise bad_request("tokens is missing: give a list of token ids", "tokens")
     fields.finish()
     return {"content": loaded.model.decode(tokens)}
-
-
-def no_embeddings(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """`/v1/embeddings`. Raises HttpError 501."""
-    raise HttpError(501, "embeddings are not supported: this server generates text only", code="not_supported")

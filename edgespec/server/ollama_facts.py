@@ -17,7 +17,7 @@ from typing import Any
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import tool_parser
-from edgespec.errors import EdgespecError
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
@@ -169,9 +169,18 @@ def show(loaded: Loaded, fields: Fields) -> dict[str, Any]:
         "details": _details(loaded, facts),
         "model_info": info,
         "capabilities": [
-            "completion",
+            *(["embedding"] if _embeds(loaded) else []),
+            *([] if loaded.model.target.facts.pooling else ["completion"]),
             *(["tools"] if tool_parser(template) else []),
             *(["thinking"] if reasoning_marks(template) else []),
             *(["insert"] if loaded.model.target.vocabulary.fim else []),
         ],
     }
+
+
+def _embeds(loaded: Loaded) -> bool:
+    try:
+        loaded.model.embedder.pooling()
+    except CapabilityError:
+        return False
+    return True

@@ -162,6 +162,19 @@ _ANTHROPIC: Schema = {
     "stream": _FLAG,
 }
 _OLLAMA: Schema = {**_MODEL, "stream": _FLAG, "options": {"type": ["object", "null"]}, "keep_alive": {}}
+_EMBEDDED: Schema = {"oneOf": [_TEXT, _IDS, {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}, "maxItems": 2048}]}
+_OLLAMA_EMBED: Schema = {**_OLLAMA, "truncate": _FLAG}
+del _OLLAMA_EMBED["stream"]
+_EMBEDDING = _object(
+    {
+        **_MODEL,
+        "input": _EMBEDDED,
+        "encoding_format": {"enum": ["float", "base64", None]},
+        "dimensions": _whole(1, 2**20),
+    },
+    ("input",),
+)
+_CONTENT_EMBEDDING = _object({**_MODEL, "content": _EMBEDDED}, ("content",))
 _POSTS: dict[str, tuple[str, Schema]] = {
     "/v1/chat/completions": ("Answer a conversation (OpenAI)", _CHAT),
     "/v1/completions": ("Continue a text or token ids (OpenAI)", _COMPLETION),
@@ -180,6 +193,14 @@ _POSTS: dict[str, tuple[str, Schema]] = {
     ),
     "/api/show": ("Facts of the model (Ollama)", _object({**_MODEL, "name": _MODEL["model"]})),
     "/infill": ("Fill the gap between two texts (llama-server); 501 for models that cannot", _INFILL),
+    "/v1/embeddings": ("Embeddings of texts (OpenAI); 501 for models that give none", _EMBEDDING),
+    "/api/embed": (
+        "Embeddings of texts (Ollama)",
+        _object({**_OLLAMA_EMBED, "input": _EMBEDDED, "dimensions": _whole(1, 2**20)}),
+    ),
+    "/api/embeddings": ("The embedding of a text (Ollama's older form)", _object({**_OLLAMA_EMBED, "prompt": _TEXT})),
+    "/embedding": ("Embeddings of texts (llama-server)", _CONTENT_EMBEDDING),
+    "/embeddings": ("The same as /embedding", _CONTENT_EMBEDDING),
     "/tokenize": ("Text to token ids", _object({"content": _TEXT, "with_pieces": _FLAG}, ("content",))),
     "/detokenize": ("Token ids to text", _object({"tokens": _IDS}, ("tokens",))),
 }
@@ -197,9 +218,6 @@ _GETS = {
     "/api/tags": "The served model (Ollama)",
     "/api/ps": "The same with its memory and context",
 }
-_UNSUPPORTED = {
-    "/v1/embeddings": "Embeddings: 501, not supported",
-}
 _STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
 _JSON: Schema = {"application/json": {"schema": {"type": "object"}}}
 _ERROR: Schema = {"description": "What is wrong and what is allowed", "content": _JSON}
@@ -209,7 +227,6 @@ def document(names: Names) -> Schema:
     """The whole document of a server whose model has `names`."""
     paths: Schema = {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     paths |= {path: {"post": _post(path, *about)} for path, about in _POSTS.items()}
-    paths |= {path: {"post": _unsupported(text)} for path, text in _UNSUPPORTED.items()}
     known: Schema = {"type": ["string", "null"]} if names.any_other else {"enum": [*names.all, None]}
     return {
         "openapi": "3.1.0",
@@ -243,14 +260,6 @@ def _post(path: str, summary: str, body: Schema) -> Schema:
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {"200": _answer(kinds), "4XX": _ERROR, "5XX": _ERROR},
-    }
-
-
-def _unsupported(summary: str) -> Schema:
-    return {
-        "summary": summary,
-        "requestBody": {"content": _JSON},
-        "responses": {"501": _ERROR, "4XX": _ERROR, "5XX": _ERROR},
     }
 
 

@@ -22,6 +22,7 @@ from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.runtime import Model
 from edgespec.server.answer_line import answer_line
+from edgespec.server.embedding_queue import EmbeddingQueue, stopping
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
 from edgespec.server.ticket import Job, Ticket
@@ -43,6 +44,7 @@ class Scheduler:
         self._to_wake: list[Ticket] = []  # their readers
         self._numbers = count()
         self._changed = threading.Condition()
+        self.embeddings = EmbeddingQueue(model, max_queued, metrics)
         self._preparing = ThreadPoolExecutor(1, "edgespec-prepare")
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
@@ -100,7 +102,7 @@ class Scheduler:
 
     def _check_room(self, num_jobs: int) -> None:
         if self._is_stopping:
-            raise _stopping()
+            raise stopping()
         most = self.max_queued + self.model.options.parallel
         room = most - self.num_running - self.num_waiting
         if num_jobs > most:
@@ -127,14 +129,15 @@ class Scheduler:
             self._is_stopping = True
             waiting, self._waiting = list(self._waiting), deque()
             self._changed.notify()
+        self.embeddings.stop()
         for ticket in waiting:
-            ticket.end(_stopping())
+            ticket.end(stopping())
 
     def end_running(self) -> None:
         """`stop`, and tell the readers of running jobs that the server stops before these are done."""
         self.stop()
         for ticket in list(self._running):
-            ticket.end(_stopping())
+            ticket.end(stopping())
             ticket.cancel()
 
     def close(self) -> None:
@@ -142,6 +145,7 @@ class Scheduler:
         self.stop()
         for running in list(self._running):
             running.cancel()
+        self.embeddings.close()
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._thread.join(_JOIN_S)
 
@@ -218,7 +222,3 @@ class Scheduler:
 def _wake(tickets: Sequence[Ticket]) -> None:
     for ticket in tickets:
         ticket.wake()
-
-
-def _stopping() -> HttpError:
-    return HttpError(503, "the server is stopping", code="stopping")

@@ -41,6 +41,7 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["serve", "--rope-scaling", "yarn"], "its own rope settings"),
         (["serve", "--samplers", "top_k"], "the order is fixed"),
         (["serve", "--log-file", "x"], "2> FILE"),
+        (["serve", "--embeddings"], "embedding models need no flag"),
         (["chat", "--lora", "x"], "merge them into the model"),
         (["serve", "--draft-p-min", "0.8"], "--draft-length N fixes"),
         (["generate", "-b", "512"], "size of passes"),

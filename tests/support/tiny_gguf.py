@@ -128,7 +128,10 @@ def replace_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> No
         before = entries.pop(key, None)
         if value is None:
             continue
-        kind = before.type if before and not isinstance(value, str) else gguf.GGUFValueType.get_type(value)
+        if isinstance(value, np.uint32):  # a new entry that llama.cpp wants to have no sign
+            kind = gguf.GGUFValueType.UINT32
+        else:
+            kind = before.type if before and not isinstance(value, str) else gguf.GGUFValueType.get_type(value)
         item = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) and value else None
         entries[key] = gguf.gguf_writer.GGUFValue(value, kind, item)
 

@@ -6,7 +6,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
+from edgespec.engines.checks import check_texts
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts
 from edgespec.engines.llamacpp.cells import Cells
+from edgespec.engines.llamacpp.embedder import Embedder
 from edgespec.engines.llamacpp.facts import read_facts
 from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.head_file import HeadOfFile
@@ -37,7 +39,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.split import model_files
-from edgespec.types import Batch, Logits, TokenIds
+from edgespec.types import Batch, Logits, PoolingName, TokenIds
 
 AnyHead = TypeVar("AnyHead", bound=HeadOfFile[Any])
 
@@ -53,7 +55,8 @@ class LlamaCppEngine(BookedEngine):
     def __init__(self, path: Path, found: OpenModel) -> None:
         llama = library()
         model, context, settings, self._cancel = found
-        self._path = path
+        self._path, self._settings = path, settings
+        self._embedder: Embedder | None = None
         self._model, self._context = model, context
         self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
         self._rows = RowBuffer(settings.batch_capacity, settings.sequence_ids)
@@ -162,6 +165,14 @@ class LlamaCppEngine(BookedEngine):
         self._require_open()
         return self._layer_inputs.read()
 
+    def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
+        self._require_open()
+        check_texts(texts, self.facts.context_length, self.vocabulary.size)
+        if self._embedder is None:
+            self._embedder = Embedder(self._model, self._settings, self._cancel, self.facts.kv_bytes_per_token)
+        with self._held:
+            return self._embedder.embed(texts, pooling)
+
     def load_head(
         self, kind: type[AnyHead], path: Path, *, context_length: int | None = None, gpu_layers: int = 0
     ) -> AnyHead:
@@ -262,5 +273,7 @@ class LlamaCppEngine(BookedEngine):
     def _free(self) -> None:
         self._held.close()
         self.vocabulary.close()
+        if self._embedder is not None:
+            self._embedder.close()
         library().llama_free(self._context)
         library().llama_model_free(self._model)

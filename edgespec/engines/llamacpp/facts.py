@@ -22,6 +22,8 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.split import model_files
 from edgespec.types import Batch, Logits
 
+# llama.cpp's llama_pooling_type, as a file has it
+POOLINGS = {"0": "", "1": "mean", "2": "cls", "3": "last", "4": "rank"}
 _ROUNDING = 0.1  # of the range of the logits
 
 
@@ -31,7 +33,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
     can_rollback, placement = not settings.keeps_state, _placement(settings)
     return EngineFacts(
         name="llamacpp",
-        architecture=_metadata(model, "general.architecture"),
+        architecture=metadata(model, "general.architecture"),
         context_length=settings.context_length,
         max_sequences=settings.max_sequences,
         max_batch=min(settings.max_batch, llama.llama_n_batch(context)),
@@ -49,6 +51,7 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         can_pack=settings.max_sequences > 1,
         splits_passes=settings.max_sequences > 1 and (settings.streams or settings.keeps_state),
         own_cells=settings.streams,
+        pooling=pooling_of(model),
         placement=" ".join(map(str, (settings.gpu_layers, *placement))) if placement else "",
     )
 
@@ -156,7 +159,12 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
     return seen, settings.devices, servers, settings.kv_offload
 
 
-def _metadata(model: Any, key: str) -> str:
+def pooling_of(model: Any) -> str:
+    number = metadata(model, f"{metadata(model, 'general.architecture')}.pooling_type")
+    return "" if number == "unknown" else POOLINGS.get(number, f"of type {number}")
+
+
+def metadata(model: Any, key: str) -> str:
     value = ctypes.create_string_buffer(256)
     found = library().llama_model_meta_val_str(model, key.encode(), value, len(value))
     return value.value.decode("utf-8", errors="replace") if found >= 0 else "unknown"

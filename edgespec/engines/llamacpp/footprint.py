@@ -29,6 +29,7 @@ from edgespec.engines.model_use import MAX_BATCH, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
+from edgespec.formats.gguf.kind import gives_only_embeddings
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.values import GgufNumbers
 
@@ -79,6 +80,8 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     cells = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
     _check_cache(path, header, kinds)
     cache = int(sum(count * CACHE_BYTES[kind] for count, kind in zip(shape.kv, kinds, strict=True)) * cells)
+    if gives_only_embeddings(header):
+        cache = 0
     if state is not None:
         cache += state.num_bytes * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
     if use.has_mtp:

@@ -17,7 +17,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader
-from edgespec.formats.gguf.kind import HEAD_NAMES, head_kind
+from edgespec.formats.gguf.kind import HEAD_NAMES, head_kind, require_language_model
 
 
 class OpenModel(NamedTuple):
@@ -65,6 +65,7 @@ class ModelOpener:
 def checked_target(path: Path) -> GgufHeader:
     """The header of a model that generates text. Raises ModelNotFound, ModelFileError, CapabilityError for a head."""
     header = check_gguf(path)
+    require_language_model(path, header)
     kind = head_kind(header)
     if kind is not None:
         raise CapabilityError(

@@ -56,7 +56,14 @@ class LlamaCppVocabulary(Vocabulary):
             ids += self._encode_part(part, parse_special)
         return ids
 
-    def _encode_part(self, text: str, parse_special: bool) -> list[int]:
+    def embedded_ends(self) -> tuple[list[int], list[int]]:
+        """As in the base class: many embedding models read a token at the end of a text, too."""
+        self._require_open()
+        plain, whole = (self._encode_part("a", False, add_special=added) for added in (False, True))
+        before = next(n for n in range(len(whole) + 1) if whole[n : n + len(plain)] == plain)
+        return whole[:before], whole[before + len(plain) :]
+
+    def _encode_part(self, text: str, parse_special: bool, *, add_special: bool = False) -> list[int]:
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as exc:
@@ -65,7 +72,7 @@ class LlamaCppVocabulary(Vocabulary):
             raise PromptError(f"the text has {len(data)} bytes, at most {MAX_TEXT_BYTES} can be encoded")
         room = len(data) + 8
         ids = (ctypes.c_int32 * room)()
-        count = library().llama_tokenize(self._vocab, data, len(data), ids, room, False, parse_special)
+        count = library().llama_tokenize(self._vocab, data, len(data), ids, room, add_special, parse_special)
         if not 0 <= count <= room:
             raise EngineError(f"llama.cpp could not encode a text of {len(data)} bytes (result {count})")
         return list(ids[:count])

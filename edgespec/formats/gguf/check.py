@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import GgufHeader, once, read_header
-from edgespec.formats.gguf.kind import is_gemma4_drafter, main_layers, require_language_model
+from edgespec.formats.gguf.kind import is_gemma4_drafter, main_layers, require_text_model
 from edgespec.formats.gguf.split import with_shards
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Scalar
 
@@ -34,7 +34,7 @@ def check_gguf(path: Path) -> GgufHeader:
 
 def _checked(path: Path) -> GgufHeader:
     header = with_shards(path, read_header(path))
-    require_language_model(path, header)
+    require_text_model(path, header)
     for reason in _faults(header):
         raise ModelFileError(f"{path} is not a usable model: {reason}. Download or export it again")
     return header

@@ -36,16 +36,33 @@ _OF_TYPE = {
 }
 # Whose multi-token prediction layers read the hidden state behind the final norm. Tests run the first one.
 _WITH_MTP = ("qwen35", "qwen35moe")
+_POOLINGS = (1, 2, 3)  # llama.cpp's mean, cls and last
+_NEVER_CAUSAL = ("gemma-embedding", "llama-embed")  # whose files need not say so: llama.cpp knows
 _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
+
+
+def require_text_model(path: Path, header: GgufHeader) -> None:
+    """Raises as `require_language_model`, but for an encoder whose embeddings can be given."""
+    if not gives_only_embeddings(header):
+        require_language_model(path, header)
+
+
+def gives_only_embeddings(header: GgufHeader) -> bool:
+    """Whether a model reads a whole text at once, and its file says which of the states are the text's embedding."""
+    return _is_encoder(header) and header.metadata.get(f"{header.architecture}.pooling_type") in _POOLINGS
+
+
+def _is_encoder(header: GgufHeader) -> bool:
+    # A DFlash head says so too: it reads a block of a text at once, and drafts.
+    says_so = header.metadata.get(f"{header.architecture}.attention.causal") is False
+    return (says_so or header.architecture in _NEVER_CAUSAL) and head_kind(header) is None
 
 
 def require_language_model(path: Path, header: GgufHeader) -> None:
     """Raises ModelFileError, naming what the file is and what to give instead, for one that writes and drafts none."""
-    kind, is_head = str(header.metadata.get("general.type", "")), head_kind(header) is not None
+    kind = str(header.metadata.get("general.type", ""))
     reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind, _OF_FORKS.get(header.architecture))
-    # A DFlash head says so too: it reads a block of a text at once, and drafts.
-    is_encoder = header.metadata.get(f"{header.architecture}.attention.causal") is False and not is_head
-    if reason is None and (is_encoder or header.architecture in _ENCODERS):
+    if reason is None and (_is_encoder(header) or header.architecture in _ENCODERS):
         reason = (
             f"{header.architecture} models read a whole text at once, for embeddings or reranking: give one that "
             "writes token by token, such as a Llama or Qwen"

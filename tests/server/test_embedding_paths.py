@@ -1,0 +1,200 @@
+"""Embeddings in the protocols of OpenAI, Ollama and llama-server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import Model
+from edgespec.server.app import create_app
+from edgespec.server.http_errors import HttpError
+from edgespec.server.service import Limits, Service
+from serving import BASE_URL
+from tiny_bert import write_bert
+from tiny_gguf import write_model
+from waiting import until
+
+TEXTS = ["Find me a bus to Fresno.", "hello world"]
+PATHS = ("/v1/embeddings", "/api/embed", "/api/embeddings", "/embedding", "/embeddings")
+
+
+@pytest.fixture(scope="module")
+def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = tmp_path_factory.mktemp("models") / "embedding.gguf"
+    write_model(path, metadata={"llama.pooling_type": np.uint32(3), "tokenizer.ggml.add_eos_token": True})
+    with edgespec.load(path, threads=TEST_THREADS, reproducible=False) as opened:
+        yield opened
+
+
+@pytest.fixture
+def embedding_service(embedding_model: Model) -> Iterator[Service]:
+    service = Service("embedding", Limits(max_queued=1, timeout_s=60.0))
+    service.use(embedding_model)
+    yield service
+    assert service.loaded is not None
+    service.loaded.scheduler.close()
+
+
+@pytest.fixture
+def embedding_client(embedding_service: Service) -> TestClient:
+    return TestClient(create_app(embedding_service), base_url=BASE_URL)
+
+
+def test_openai(embedding_client: TestClient, embedding_model: Model):
+    expected = embedding_model.embed(TEXTS)
+    answer = embedding_client.post("/v1/embeddings", json={"input": TEXTS, "model": "embedding", "user": "x"}).json()
+    assert answer["object"] == "list" and answer["model"] == "embedding"
+    assert [each["index"] for each in answer["data"]] == [0, 1]
+    assert np.array_equal([each["embedding"] for each in answer["data"]], expected)
+    count = sum(len(embedding_model.encode(text)) + 1 for text in TEXTS)
+    assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    fields: dict[str, Any] = {"input": TEXTS[0], "encoding_format": "base64"}
+    coded = embedding_client.post("/v1/embeddings", json=fields).json()["data"][0]["embedding"]
+    alone = embedding_model.embed(TEXTS[0])[0]
+    assert np.array_equal(np.frombuffer(base64.b64decode(coded), "<f4"), alone)
+    short = embedding_client.post("/v1/embeddings", json={"input": TEXTS[0], "dimensions": 8}).json()
+    found = np.array(short["data"][0]["embedding"])
+    np.testing.assert_allclose(found, alone[:8] / np.linalg.norm(alone[:8]), atol=1e-6)
+    ids = [*embedding_model.encode(TEXTS[0]), 296]
+    for given in (ids, [ids]):
+        data = embedding_client.post("/v1/embeddings", json={"input": given}).json()["data"]
+        assert np.array_equal([each["embedding"] for each in data], [alone])
+
+
+def test_ollama(embedding_client: TestClient, embedding_model: Model):
+    expected = embedding_model.embed(TEXTS)
+    fields = {"model": "embedding:latest", "input": TEXTS, "keep_alive": "5m", "options": {"num_ctx": 512}}
+    answer = embedding_client.post("/api/embed", json=fields).json()
+    assert np.array_equal(answer["embeddings"], expected)
+    assert answer["total_duration"] > 0 and answer["load_duration"] == 0 and answer["prompt_eval_count"] > 20
+    fields = {"prompt": TEXTS[0]}
+    old = embedding_client.post("/api/embeddings", json=fields).json()
+    assert np.array_equal(old["embedding"], embedding_model.embed(TEXTS[0])[0])
+    assert embedding_client.post("/api/embed", json={"model": "embedding"}).json()["embeddings"] == []
+    assert embedding_client.post("/api/embeddings", json={"prompt": ""}).json() == {"embedding": []}
+    long = "word " * 700
+    assert embedding_client.post("/api/embed", json={"input": long, "dimensions": 4}).json()["prompt_eval_count"] == 512
+    refused = embedding_client.post("/api/embed", json={"input": long, "truncate": False})
+    assert refused.status_code == 400 and "the context holds 512" in refused.json()["error"]
+    assert embedding_client.post("/api/show", json={"model": "embedding"}).json()["capabilities"] == ["embedding"]
+
+
+def test_llama_server(embedding_client: TestClient, embedding_model: Model):
+    expected = embedding_model.embed(TEXTS)
+    for path, name in (("/embedding", "content"), ("/embeddings", "input")):
+        answer = embedding_client.post(path, json={name: TEXTS, "embd_normalize": 2}).json()
+        assert [each["index"] for each in answer] == [0, 1]
+        assert np.array_equal([each["embedding"][0] for each in answer], expected)
+    assert embedding_client.post("/embedding", json={"content": "x", "embd_normalize": -1}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "input is missing"),
+        ({"input": []}, "input must be a text"),
+        ({"input": [["a"]]}, "whole numbers"),
+        ({"input": [1, "a"]}, "input must be a text"),
+        ({"input": ["a"] * 2049}, "at most 2048"),
+        ({"input": [9999]}, "outside the vocabulary"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format must be one of"),
+        ({"input": "x", "dimensions": 65}, "dimensions must be at most 64"),
+        ({"input": "x", "dimension": 3}, "unknown field 'dimension'"),
+    ],
+)
+def test_refusals(embedding_client: TestClient, fields: dict[str, Any], words: str):
+    answered = embedding_client.post("/v1/embeddings", json=fields)
+    assert answered.status_code == 400 and words in answered.json()["error"]["message"]
+
+
+def test_a_long_text_is_an_error_for_openai(embedding_client: TestClient):
+    error = embedding_client.post("/v1/embeddings", json={"input": "word " * 700}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert embedding_client.post("/v1/embeddings", json={"input": "x", "model": "other"}).status_code == 404
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_chat_model_says_why_it_gives_none(client: TestClient, path: str):
+    answered = client.post(path, json={"input": "x", "prompt": "x"})
+    assert answered.status_code == 501
+    assert "pooling_type" in answered.text and "--pooling" in answered.text
+    assert "embedding" not in client.post("/api/show", json={}).json()["capabilities"]
+
+
+def test_the_demo_with_a_pooling(target_path: Path):
+    """Real weights: texts on one subject are nearer to each other than to another, and it still answers."""
+    service = Service("demo")
+    with edgespec.load(target_path, threads=TEST_THREADS, reproducible=False, pooling="mean") as opened:
+        service.use(opened)
+        client = TestClient(create_app(service), base_url=BASE_URL)
+        texts = ["Find me a bus to Fresno.", "I need a bus to San Jose.", "The recipe needs two eggs and butter."]
+        data = client.post("/v1/embeddings", json={"input": texts}).json()["data"]
+        first, second, other = (np.array(each["embedding"]) for each in data)
+        assert first @ second > first @ other
+        assert {"completion", "embedding"} <= set(client.post("/api/show", json={}).json()["capabilities"])
+        assert client.post("/v1/completions", json={"prompt": "A", "max_tokens": 2}).status_code == 200
+        service.require().scheduler.close()
+
+
+def test_an_encoder(tmp_path: Path):
+    service = Service("bert")
+    with edgespec.load(write_bert(tmp_path / "bert.gguf"), threads=TEST_THREADS, parallel=2) as opened:
+        service.use(opened)
+        client = TestClient(create_app(service), base_url=BASE_URL)
+        answer = client.post("/api/embed", json={"input": ["find me a bus", "hello"]}).json()
+        assert answer["prompt_eval_count"] == 6 + 3 and len(answer["embeddings"][0]) == 64
+        assert client.post("/api/show", json={}).json()["capabilities"] == ["embedding"]
+        asked = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+            "/v1/completions": {"prompt": "x"},
+        }
+        for path, fields in asked.items():
+            refused = client.post(path, json=fields)
+            assert refused.status_code == 400 and "they give embeddings, and write no text" in refused.text
+        assert client.get("/props").status_code == client.get("/api/ps").status_code == 200
+        service.require().scheduler.close()
+
+
+def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypatch: pytest.MonkeyPatch):
+    """One runs, one waits, a third is refused; a cancelled one ends; none is begun when the server stops."""
+    queue = embedding_service.require().scheduler.embeddings
+    texts = embedding_model.embedder.encode(["x"], truncate=False)
+    begins, goes_on, embed = threading.Event(), threading.Event(), embedding_model.target.embed
+
+    def slow(*args: Any) -> Any:
+        begins.set()
+        goes_on.wait(30)
+        return embed(*args)
+
+    monkeypatch.setattr(embedding_model.target, "embed", slow)
+
+    async def run() -> None:
+        first, second = asyncio.create_task(queue.embed(texts)), asyncio.create_task(queue.embed(texts))
+        await asyncio.to_thread(begins.wait, 30)
+        with pytest.raises(HttpError) as refused:
+            await queue.embed(texts)
+        assert refused.value.status == 429
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        third = asyncio.create_task(queue.embed(texts))
+        await asyncio.sleep(0.05)
+        queue.stop()
+        goes_on.set()
+        assert (await first).shape == (1, 64), "what has begun its last pass ends with it"
+        for late in (third, queue.embed(texts)):
+            with pytest.raises(HttpError) as stopped:
+                await late
+            assert stopped.value.status == 503
+
+    asyncio.run(run())
+    until(lambda: queue._num_open == 0)
