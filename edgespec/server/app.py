@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,7 +18,7 @@ from starlette.routing import Route
 from edgespec.server import facts, messages, native, ollama, ollama_facts, page, responses
 from edgespec.server.chat_request import apply_template, read_chat
 from edgespec.server.completions import read_completion
-from edgespec.server.exchange import Read
+from edgespec.server.exchange import AtRest, Read
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
@@ -40,13 +41,20 @@ _GENERATING: dict[str, Read] = {
     "/api/generate": ollama.read_generate_request,
     "/infill": read_infill,
 }
+# What is answered while the model is unloaded, without loading it.
+_AT_REST: dict[str, AtRest] = {
+    "/api/chat": partial(ollama.unload_at_rest, is_chat=True),
+    "/api/generate": partial(ollama.unload_at_rest, is_chat=False),
+}
 _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/tokenize": facts.tokenize,
     "/detokenize": facts.detokenize,
     "/apply-template": apply_template,
     "/v1/responses/input_tokens": responses.count_input_tokens,
-    "/v1/embeddings": facts.no_embeddings,
     "/v1/messages/count_tokens": messages.count_tokens,
+}
+_TELLING: dict[str, Callable[[Service, Fields], dict[str, Any]]] = {  # no model has to be loaded for these
+    "/v1/embeddings": facts.no_embeddings,
     "/api/show": ollama_facts.show,
 }
 
@@ -57,8 +65,10 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
 
     It does not load or close the model: the owner of `service` does.
     """
-    routes = [Route(path, _caught(_generating(service, read)), methods=["POST"]) for path, read in _GENERATING.items()]
+    handlers = {path: _generating(service, read, _AT_REST.get(path)) for path, read in _GENERATING.items()}
+    routes = [Route(path, _caught(handle), methods=["POST"]) for path, handle in handlers.items()]
     routes += [Route(path, _caught(_replying(service, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
+    routes += [Route(path, _caught(_telling(service, tell)), methods=["POST"]) for path, tell in _TELLING.items()]
     routes += _readable(service)
     shown = page.routes()
     paths = [route.path for route in (*routes, *shown)]
@@ -79,18 +89,26 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     return app
 
 
-def _generating(service: Service, read: Read) -> Handler:
+def _generating(service: Service, read: Read, at_rest: AtRest | None) -> Handler:
     async def handle(request: Request) -> Response:
-        return await respond(request, service.require(), read)
+        return await respond(request, service, read, at_rest)
 
     return handle
 
 
 def _replying(service: Service, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
     async def handle(request: Request) -> Response:
-        loaded = service.require()
-        body = await read_body(request, loaded.limits)
-        return json_response(await asyncio.to_thread(lambda: reply(loaded, Fields(parse_object(body)))))
+        body = await read_body(request, service.limits)
+        async with service.using() as loaded:
+            return json_response(await asyncio.to_thread(lambda: reply(loaded, Fields(parse_object(body)))))
+
+    return handle
+
+
+def _telling(service: Service, tell: Callable[[Service, Fields], dict[str, Any]]) -> Handler:
+    async def handle(request: Request) -> Response:
+        body = await read_body(request, service.limits)
+        return json_response(await asyncio.to_thread(lambda: tell(service, Fields(parse_object(body)))))
 
     return handle
 
@@ -115,14 +133,17 @@ def _readable(service: Service) -> list[Route]:
         return PlainTextResponse(facts.metrics_text(service), media_type="text/plain; version=0.0.4")
 
     async def properties(_: Request) -> Response:
-        return json_response(facts.properties(service.require()))
+        return json_response(facts.properties(service))
 
     async def described(_: Request) -> Response:
         return json_response(document(service.names))
 
     async def slots(request: Request) -> Response:
         must_have_room = request.query_params.get("fail_on_no_slot") == "1"
-        return json_response(native.slots(service.require(), must_have_room=must_have_room))
+        loaded, unloaded = service.loaded, service.unloaded
+        if loaded is None and unloaded is not None:
+            return json_response(unloaded.slots)
+        return json_response(native.slots(loaded or service.require(), must_have_room=must_have_room))
 
     async def version(_: Request) -> Response:
         return json_response(ollama_facts.version())

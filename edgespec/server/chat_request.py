@@ -39,7 +39,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    require_model(loaded, fields)
+    require_model(loaded.names, fields)
     template = loaded.model.target.vocabulary.chat_template
     if template is None:
         raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")
