@@ -18,7 +18,7 @@ from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import in_all_threads, note
 from edgespec.config import MAX_PARALLEL, RANDOM_SEED, LoadOptions, ServeOptions
 from edgespec.config.settings import STRUCTURE
 from edgespec.config.sources import Settings
@@ -93,21 +93,26 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
             if service.unloaded is None:  # the first time
                 show_beginning(session)
 
-    if own["stdio"]:
-        from edgespec.server.stdio import serve_stdio
-
-        serve_stdio(service, load, *_private_streams())
-    else:
-        from edgespec.server.run import serve
-
-        binding = _binding(own, options)
-        if not binding.is_local and service.api_key is None:
-            note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
-        serve(service, binding, load, _announce)
+    with in_all_threads():
+        _serve(service, own, options, load)
     if service.is_loading:  # stopped meanwhile, and it goes on in native code
         stop_waiting()
         os._exit(0)
     return 0
+
+
+def _serve(service: Service, own: dict[str, Any], options: ServeOptions, load: Callable[[], None]) -> None:
+    if own["stdio"]:
+        from edgespec.server.stdio import serve_stdio
+
+        serve_stdio(service, load, *_private_streams())
+        return
+    from edgespec.server.run import serve
+
+    binding = _binding(own, options)
+    if not binding.is_local and service.api_key is None:
+        note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
+    serve(service, binding, load, _announce)
 
 
 def _refuse_http_options(context: click.Context) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"
+_of_other_threads: Verbosity = "normal"
 
 
 def set_verbosity(context: click.Context, chosen: Verbosity) -> None:
@@ -28,8 +30,19 @@ def set_verbosity(context: click.Context, chosen: Verbosity) -> None:
 def verbosity() -> Verbosity:
     """That of the command that is running."""
     context = click.get_current_context(silent=True)
-    chosen: Verbosity = "normal" if context is None else context.meta.get(_VERBOSITY, "normal")
+    chosen: Verbosity = _of_other_threads if context is None else context.meta.get(_VERBOSITY, "normal")
     return chosen
+
+
+@contextmanager
+def in_all_threads() -> Iterator[None]:
+    """Within the block the command's verbosity is that of other threads too: click knows its context by thread."""
+    global _of_other_threads
+    _of_other_threads = verbosity()
+    try:
+        yield
+    finally:
+        _of_other_threads = "normal"
 
 
 def reply(text: str) -> None:
