@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from edgespec.config import GenerateOptions, ReasoningFormat
-from edgespec.engines.limits import return_freed_memory
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError
@@ -143,7 +142,6 @@ class Service:
             self.unloaded = describe(self.loaded)
             self._free(self.loaded)
             gc.collect()  # what holds it in a cycle
-            return_freed_memory()
 
     def _free(self, loaded: Loaded) -> None:
         self.loaded = None
