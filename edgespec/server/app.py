@@ -16,9 +16,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec.server import facts, messages, native, ollama, ollama_facts, page, responses
+from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import apply_template, read_chat
 from edgespec.server.completions import read_completion
-from edgespec.server.exchange import AtRest, Read
+from edgespec.server.exchange import AtRest, Exchange, Read
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
@@ -26,6 +27,7 @@ from edgespec.server.infill import read_infill
 from edgespec.server.openapi import document
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
+from edgespec.server.waking import WakingStream
 from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_body, respond
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -40,6 +42,13 @@ _GENERATING: dict[str, Read] = {
     "/api/chat": ollama.read_chat_request,
     "/api/generate": ollama.read_generate_request,
     "/infill": read_infill,
+}
+# The form of streams, where it is not OpenAI's.
+_FORMS: dict[str, type[Exchange]] = {
+    "/v1/responses": responses.ResponsesExchange,
+    "/v1/messages": messages.MessagesExchange,
+    "/api/chat": ollama.OllamaExchange,
+    "/api/generate": ollama.OllamaExchange,
 }
 # What is answered while the model is unloaded, without loading it.
 _AT_REST: dict[str, AtRest] = {
@@ -65,7 +74,7 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
 
     It does not load or close the model: the owner of `service` does.
     """
-    handlers = {path: _generating(service, read, _AT_REST.get(path)) for path, read in _GENERATING.items()}
+    handlers = {path: _generating(service, path, read) for path, read in _GENERATING.items()}
     routes = [Route(path, _caught(handle), methods=["POST"]) for path, handle in handlers.items()]
     routes += [Route(path, _caught(_replying(service, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
     routes += [Route(path, _caught(_telling(service, tell)), methods=["POST"]) for path, tell in _TELLING.items()]
@@ -89,9 +98,20 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     return app
 
 
-def _generating(service: Service, read: Read, at_rest: AtRest | None) -> Handler:
+def _generating(service: Service, path: str, read: Read) -> Handler:
+    form, at_rest = _FORMS.get(path, ChatExchange), _AT_REST.get(path)
+
     async def handle(request: Request) -> Response:
-        return await respond(request, service, read, at_rest)
+        body = await read_body(request, service.limits)
+        answer = partial(respond, request, service, read, body)
+        if service.loaded is not None or service.unloaded is None:
+            return await answer()
+        given = parse_object(body)
+        found = None if at_rest is None else at_rest(service.names, Fields(given))
+        if found is not None:
+            return json_response(found)
+        is_stream = given.get("stream", form.streams_by_default) is True
+        return WakingStream(answer(), form) if is_stream else await answer()
 
     return handle
 

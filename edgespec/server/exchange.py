@@ -22,6 +22,7 @@ class Exchange(ABC):
 
     media_type = "text/event-stream"
     ping = b": ping\n\n"  # sent while there is nothing to send; a comment, which readers of events skip
+    streams_by_default = False
     keep_loaded_s: float | None = None
 
     def __init__(self, jobs: Sequence[Job], *, is_stream: bool) -> None:
@@ -41,6 +42,11 @@ class Exchange(ABC):
 
     def failure(self, error: HttpError) -> bytes:
         """The last part of a stream that failed after it began."""
+        return self.failed_early(error)
+
+    @classmethod
+    def failed_early(cls, error: HttpError) -> bytes:
+        """The only part of a stream that failed before its request was read."""
         return sse(error.body(""))
 
 

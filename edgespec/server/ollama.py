@@ -45,6 +45,7 @@ class OllamaExchange(Exchange):
 
     media_type = "application/x-ndjson"
     ping = b""  # its clients parse every line
+    streams_by_default = True
 
     def __init__(
         self, loaded: Loaded, inner: Exchange, keep_loaded_s: float | None, *, is_chat: bool, is_stream: bool
@@ -71,7 +72,8 @@ class OllamaExchange(Exchange):
                 yield _line(self._part(piece.text, _calls(piece.calls), "", piece.tokens) | {"done": False})
         yield _line(self._part("", []) | _end(answer))
 
-    def failure(self, error: HttpError) -> bytes:
+    @classmethod
+    def failed_early(cls, error: HttpError) -> bytes:
         return _line(error.body("/api/"))
 
     def _part(

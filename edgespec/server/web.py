@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from edgespec.server.answer import Answer
-from edgespec.server.exchange import AtRest, Exchange, Read, compact
+from edgespec.server.exchange import Exchange, Read, compact
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.service import Limits, Loaded, Service
@@ -26,6 +26,7 @@ _MOST_NOTED, _MOST_NOTE = 64, 2000
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
 BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
 PING_EVERY_S = 10.0
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -53,17 +54,11 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-async def respond(request: Request, service: Service, read: Read, at_rest: AtRest | None = None) -> Response:
-    """Read, check and queue a request; its answer, whole or as a stream. Loads the model where it was unloaded, unless
-    `at_rest` has an answer.
+async def respond(request: Request, service: Service, read: Read, body: bytes) -> Response:
+    """Check and queue a request; its answer, whole or as a stream. Loads the model where it was unloaded.
 
     Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves.
     """
-    body = await read_body(request, service.limits)
-    if at_rest is not None and service.loaded is None and service.unloaded is not None:
-        found = at_rest(service.names, Fields(parse_object(body)))
-        if found is not None:
-            return json_response(found)
     began_s, timeout_s = monotonic(), service.limits.timeout_s
     async with AsyncExitStack() as use:
         loaded = await _loaded(request, service, use)
@@ -142,6 +137,7 @@ class EventStream(Response):
     A failure in the first seconds is an ordinary error with its own status. Then the response begins even without a
     part, and pings follow where nothing else does: reading a long prompt takes minutes, and clients and proxies between
     give up a connection that is silent for as little as one. `use`: of the model, closed when all is sent.
+    `has_begun`: whether its headers are sent.
     """
 
     def __init__(
@@ -152,11 +148,10 @@ class EventStream(Response):
         headers: Mapping[str, str],
         use: AsyncExitStack,
     ) -> None:
-        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers={**own, **headers}, media_type=exchange.media_type)
+        super().__init__(headers={**STREAM_HEADERS, **headers}, media_type=exchange.media_type)
         del self.headers["content-length"]
         self._exchange, self._answers, self._timeout_s, self._use = exchange, answers, timeout_s, use
-        self._has_begun = False
+        self.has_begun = False
         self._latest_s = 0.0  # when something was sent
         self._one_writer = asyncio.Lock()
 
@@ -167,7 +162,7 @@ class EventStream(Response):
             return
         except Exception as exc:
             error = as_http_error(exc)
-            if not self._has_begun:
+            if not self.has_begun:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
             await send({"type": "http.response.body", "body": self._exchange.failure(error), "more_body": False})
@@ -201,8 +196,8 @@ class EventStream(Response):
     async def _write(self, send: Send, part: bytes) -> None:
         """Send `part` after the headers, which an empty one sends alone."""
         async with self._one_writer:
-            if not self._has_begun:
-                self._has_begun = True
+            if not self.has_begun:
+                self.has_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from test_keep_alive import FIELDS as FIELDS_OF
+from test_keep_alive import PATHS, PINGS
 
 import edgespec
 from asgi_client import Client
 from demo import TEST_THREADS
 from edgespec.errors import CapabilityError
+from edgespec.server import web
 from edgespec.server.app import create_app
 from edgespec.server.facts import described
 from edgespec.server.fields import Fields
@@ -153,6 +157,54 @@ def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(host: Host, c
     assert host.num_loads == 2 and "9 GiB" in caplog.text
     host.failure = None
     assert host.ask() == first and host.num_loads == 3
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_streams_begin_while_it_is_loaded(host: Host, monkeypatch: pytest.MonkeyPatch, path: str):
+    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
+    monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
+    host.unload()
+
+    async def main(failure: Exception | None) -> tuple[Client, bytes]:
+        host.gate.clear()
+        client = Client(create_app(host.service), path, **FIELDS_OF.get(path, {"max_tokens": 4}), stream=True)
+        ping = PINGS.get(path, b": ping\n\n")
+        await reached(lambda: len(client.sent) > 2 if ping else client.sent)
+        assert client.sent[0]["status"] == 200 and client.body == ping * (len(client.sent) - 1)
+        host.failure = failure
+        host.gate.set()
+        await client.task
+        assert sum(part["type"] == "http.response.start" for part in client.sent) == 1
+        assert not client.sent[-1]["more_body"]
+        return client, client.body.replace(ping, b"") if ping else client.body
+
+    failed, rest = asyncio.run(main(CapabilityError("no room")))
+    assert b"cannot be loaded" in rest and rest == failed.sent[-1]["body"] and rest.count(b"error")
+    _, rest = asyncio.run(main(None))
+    assert b"cannot" not in rest and rest.count(b"\n") > 2
+
+
+def test_a_request_that_only_loads_it_may_take_long_too(host: Host, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
+    host.unload()
+    host.gate.clear()
+
+    async def main() -> None:
+        client = Client(create_app(host.service), "/api/generate", messages=None, max_tokens=None, model="demo")
+        await reached(lambda: client.sent)
+        host.gate.set()
+        await client.task
+        assert [part["type"] for part in client.sent] == ["http.response.start", "http.response.body"]
+        assert json.loads(client.body)["done_reason"] == "load"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_wrong_request_that_waited_has_its_status(host: Host, is_stream: bool):
+    host.unload()
+    answer = host.client.post("/v1/chat/completions", json=FIELDS | {"stream": is_stream, "nothing": 1})
+    assert answer.status_code == 400
 
 
 def test_a_stop_during_a_load_ends_it(host: Host):
