@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,9 +21,6 @@ from edgespec.errors import CapabilityError
 from edgespec.server import web
 from edgespec.server.app import create_app
 from edgespec.server.facts import described
-from edgespec.server.fields import Fields
-from edgespec.server.http_errors import HttpError
-from edgespec.server.keep_alive import read_keep_alive
 from edgespec.server.service import Limits, Service
 from serving import BASE_URL
 from waiting import reached, until
@@ -300,33 +296,3 @@ def test_unloading_what_is_not_loaded_loads_nothing(host: Host, path: str, empty
     assert host.client.post(path, json={"model": "other", "keep_alive": 0} | empty).status_code == 404
     assert host.num_loads == 1
     assert host.client.post(path, json={"model": "demo", "keep_alive": "soon"} | empty).status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        (None, None),
-        (0, 0),
-        (90, 90),
-        (0.5, 0.5),
-        ("0", 0),
-        ("5m", 300),
-        ("1h30m", 5400),
-        ("1.5h", 5400),
-        ("250ms", 0.25),
-        ("0s", 0),
-        (-1, math.inf),
-        ("-1", math.inf),
-        ("-1m", math.inf),
-        (-(10**400), math.inf),
-    ],
-)
-def test_a_keep_alive_is_read_as_ollama_does(given: Any, seconds: float | None):
-    assert read_keep_alive(Fields({"keep_alive": given})) == seconds
-
-
-@pytest.mark.parametrize("given", ["", "soon", "5 m", "5x", "m", True, [], {}, "1h" * 100])
-def test_another_keep_alive_is_a_400(given: Any):
-    with pytest.raises(HttpError, match="keep_alive must be seconds or a duration") as caught:
-        read_keep_alive(Fields({"keep_alive": given}))
-    assert caught.value.status == 400
