@@ -40,6 +40,7 @@ _DEFAULTS = {
     "max_tokens": "until it ends",
     "cors_origin": "local ones",
     "allowed_host": "local ones; any with another --host",
+    "idle_unload": "never",
 }
 
 

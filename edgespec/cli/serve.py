@@ -80,7 +80,8 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     else:
         _require_libraries()
     settings = resolve_settings(given, model_name, config_file)
-    service = _service(settings, own)
+    options = ServeOptions(**settings.part("serve"))
+    service = _service(settings, own, options)
 
     def load() -> None:
         with context.scope(cleanup=False):  # click knows its context by thread
@@ -89,23 +90,28 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
             if settings.values.get("seed", RANDOM_SEED) == RANDOM_SEED:
                 session.sampling = replace(session.sampling, seed=None)  # another one for each request
             service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
-            show_beginning(session)
+            if service.unloaded is None:  # the first time
+                show_beginning(session)
 
+    _serve(service, own, options, load)
+    if service.is_loading:  # stopped meanwhile, and it goes on in native code
+        stop_waiting()
+        os._exit(0)
+    return 0
+
+
+def _serve(service: Service, own: dict[str, Any], options: ServeOptions, load: Callable[[], None]) -> None:
     if own["stdio"]:
         from edgespec.server.stdio import serve_stdio
 
         serve_stdio(service, load, *_private_streams())
-    else:
-        from edgespec.server.run import serve
+        return
+    from edgespec.server.run import serve
 
-        binding = _binding(own, ServeOptions(**settings.part("serve")))
-        if not binding.is_local and service.api_key is None:
-            note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
-        serve(service, binding, load, _announce)
-    if service.loaded is None:  # stopped while loading, which goes on in native code
-        stop_waiting()
-        os._exit(0)
-    return 0
+    binding = _binding(own, options)
+    if not binding.is_local and service.api_key is None:
+        note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
+    serve(service, binding, load, _announce)
 
 
 def _refuse_http_options(context: click.Context) -> None:
@@ -123,17 +129,18 @@ def _require_libraries() -> None:
         )
 
 
-def _service(settings: Settings, own: dict[str, Any]) -> Service:
+def _service(settings: Settings, own: dict[str, Any], options: ServeOptions) -> Service:
     from edgespec.server.service import Service
 
-    options = LoadOptions(**settings.part("load"))
-    read_template(options.chat_template_file)
-    pair = resolve_pair(options)  # both fail before anything listens
+    loading = LoadOptions(**settings.part("load"))
+    read_template(loading.chat_template_file)
+    pair = resolve_pair(loading)  # both fail before anything listens
     key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
     name, *others = own["alias"] or (pair.name,)
-    return Service(name, _limits(own), key, aliases=tuple(others), any_model=own["any_model"])
+    names: dict[str, Any] = {"aliases": tuple(others), "any_model": own["any_model"]}
+    return Service(name, _limits(own), key, **names, idle_unload_s=options.idle_unload_s)
 
 
 def _usual_parallel(settings: Settings) -> int:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"
-
-
 _in_other_threads: list[Verbosity] = ["normal"]  # click tells only the thread that runs the command which one it is
 
 

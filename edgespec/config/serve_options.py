@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from edgespec.config.checks import refuses_unknown
@@ -11,14 +12,22 @@ from edgespec.errors import ConfigError
 @refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Who may call the server besides local programs and pages. `cors_origin`: web pages; `allowed_host`: names of this
-    machine in the Host header.
+    """Who may call the server besides local programs and pages, and for how long it keeps its model.
 
-    Raises ConfigError for an empty one, and for a host with a scheme, a port or a path.
+    `cors_origin`: web pages; `allowed_host`: names of this machine in the Host header; `idle_unload`: seconds without a
+    request after which the model is unloaded, None or negative for never.
+
+    Raises ConfigError for an empty name, for a host with a scheme, a port or a path, and for 0 seconds.
     """
 
     cors_origin: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
+    idle_unload: float | None = None
+
+    @property
+    def idle_unload_s(self) -> float | None:
+        """The same without negative values."""
+        return None if self.idle_unload is None or self.idle_unload < 0 else self.idle_unload
 
     def __post_init__(self) -> None:
         if not all((*self.cors_origin, *self.allowed_host)):
@@ -26,3 +35,5 @@ class ServeOptions:
         for host in self.allowed_host:
             if "/" in host or host.count(":") == 1:  # several are those of an IPv6 address
                 raise ConfigError(f"allowed-host {host!r} must be a name alone, such as models.example, without a port")
+        if self.idle_unload is not None and not (math.isfinite(self.idle_unload) and self.idle_unload):
+            raise ConfigError(f"idle-unload {self.idle_unload:g} must be a number of seconds, or -1 for never")

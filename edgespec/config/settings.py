@@ -138,7 +138,7 @@ def contents(text: str, source: str, *, is_json: bool) -> str:
 _BASIC = {
     *("draft", "context_length", "threads", "gpu_layers", "memory", "drafter", "draft_length", "reproducible", "learn"),
     *("temperature", "top_k", "seed", "max_tokens", "json_schema", "system", "stats"),
-    *("cors_origin", "allowed_host"),
+    *("cors_origin", "allowed_host", "idle_unload"),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ENGINES,
@@ -166,6 +166,7 @@ _METAVARS = {
     "grammar": "FILE",
     "cors_origin": "ORIGIN",
     "allowed_host": "NAME",
+    "idle_unload": "S",
 }
 
 
@@ -280,6 +281,7 @@ SETTINGS: tuple[Setting, ...] = (
         "serve",
         ("cors_origin", "texts", "--cors-origin", "Web page that may call, * for all; repeatable"),
         ("allowed_host", "texts", "--allowed-host", "Name by which clients may call this machine; repeatable"),
+        ("idle_unload", "number", "--idle-unload", "Unload the model after S seconds without a request"),
     ),
 )
 # Off unless a user asks: answers are private. Commands that measure ignore them: a prompt that is decoded again would

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,9 +16,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec.server import embeddings, facts, messages, native, ollama, ollama_facts, page, responses
+from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import apply_template, read_chat
 from edgespec.server.completions import read_completion
-from edgespec.server.exchange import Read
+from edgespec.server.exchange import AtRest, Exchange, Read
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
@@ -25,6 +27,7 @@ from edgespec.server.infill import read_infill
 from edgespec.server.openapi import document
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
+from edgespec.server.waking import WakingStream
 from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_body, respond
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -40,15 +43,28 @@ _GENERATING: dict[str, Read] = {
     "/api/generate": ollama.read_generate_request,
     "/infill": read_infill,
 }
+# The form of streams, where it is not OpenAI's.
+_FORMS: dict[str, type[Exchange]] = {
+    "/v1/responses": responses.ResponsesExchange,
+    "/v1/messages": messages.MessagesExchange,
+    "/api/chat": ollama.OllamaExchange,
+    "/api/generate": ollama.OllamaExchange,
+}
+# What is answered while the model is unloaded, without loading it.
+_AT_REST: dict[str, AtRest] = {
+    "/api/chat": partial(ollama.unload_at_rest, is_chat=True),
+    "/api/generate": partial(ollama.unload_at_rest, is_chat=False),
+}
 _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/tokenize": facts.tokenize,
     "/detokenize": facts.detokenize,
     "/apply-template": apply_template,
     "/v1/responses/input_tokens": responses.count_input_tokens,
     "/v1/messages/count_tokens": messages.count_tokens,
+}
+_TELLING: dict[str, Callable[[Service, Fields], dict[str, Any]]] = {  # no model has to be loaded for these
     "/api/show": ollama_facts.show,
 }
-
 _EMBEDDING: dict[str, embeddings.Read] = {
     "/v1/embeddings": embeddings.read_openai,
     "/api/embed": embeddings.read_ollama,
@@ -64,8 +80,10 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
 
     It does not load or close the model: the owner of `service` does.
     """
-    routes = [Route(path, _caught(_generating(service, read)), methods=["POST"]) for path, read in _GENERATING.items()]
+    handlers = {path: _generating(service, path, read) for path, read in _GENERATING.items()}
+    routes = [Route(path, _caught(handle), methods=["POST"]) for path, handle in handlers.items()]
     routes += [Route(path, _caught(_replying(service, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
+    routes += [Route(path, _caught(_telling(service, tell)), methods=["POST"]) for path, tell in _TELLING.items()]
     routes += [Route(path, _caught(_embedding(service, read)), methods=["POST"]) for path, read in _EMBEDDING.items()]
     routes += _readable(service)
     shown = page.routes()
@@ -87,25 +105,46 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     return app
 
 
-def _generating(service: Service, read: Read) -> Handler:
+def _generating(service: Service, path: str, read: Read) -> Handler:
+    form, at_rest = _FORMS.get(path, ChatExchange), _AT_REST.get(path)
+
     async def handle(request: Request) -> Response:
-        return await respond(request, service.require(), read)
+        body = await read_body(request, service.limits)
+        answer = partial(respond, request, service, read, body)
+        if service.loaded is not None or service.unloaded is None:
+            return await answer()
+        given = parse_object(body)
+        found = None if at_rest is None else at_rest(service.names, Fields(given))
+        if found is not None:
+            return json_response(found)
+        is_stream = given.get("stream", form.streams_by_default) is True
+        return WakingStream(answer(), form) if is_stream else await answer()
 
     return handle
 
 
 def _embedding(service: Service, read: embeddings.Read) -> Handler:
     async def handle(request: Request) -> Response:
-        return await embeddings.respond_embeddings(request, service.require(), read)
+        body = await read_body(request, service.limits)
+        async with service.using() as loaded:
+            return await embeddings.respond_embeddings(request, loaded, read, body)
 
     return handle
 
 
 def _replying(service: Service, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
     async def handle(request: Request) -> Response:
-        loaded = service.require()
-        body = await read_body(request, loaded.limits)
-        return json_response(await asyncio.to_thread(lambda: reply(loaded, Fields(parse_object(body)))))
+        body = await read_body(request, service.limits)
+        async with service.using() as loaded:
+            return json_response(await asyncio.to_thread(lambda: reply(loaded, Fields(parse_object(body)))))
+
+    return handle
+
+
+def _telling(service: Service, tell: Callable[[Service, Fields], dict[str, Any]]) -> Handler:
+    async def handle(request: Request) -> Response:
+        body = await read_body(request, service.limits)
+        return json_response(await asyncio.to_thread(lambda: tell(service, Fields(parse_object(body)))))
 
     return handle
 
@@ -130,14 +169,17 @@ def _readable(service: Service) -> list[Route]:
         return PlainTextResponse(facts.metrics_text(service), media_type="text/plain; version=0.0.4")
 
     async def properties(_: Request) -> Response:
-        return json_response(facts.properties(service.require()))
+        return json_response(facts.properties(service))
 
     async def described(_: Request) -> Response:
         return json_response(document(service.names))
 
     async def slots(request: Request) -> Response:
         must_have_room = request.query_params.get("fail_on_no_slot") == "1"
-        return json_response(native.slots(service.require(), must_have_room=must_have_room))
+        loaded, unloaded = service.loaded, service.unloaded
+        if loaded is None and unloaded is not None:
+            return json_response(unloaded.slots)
+        return json_response(native.slots(loaded or service.require(), must_have_room=must_have_room))
 
     async def version(_: Request) -> Response:
         return json_response(ollama_facts.version())

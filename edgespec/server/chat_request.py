@@ -40,7 +40,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    require_model(loaded, fields)
+    require_model(loaded.names, fields)
     require_writer(loaded.model.target.facts)
     template = loaded.model.target.vocabulary.chat_template
     if template is None:

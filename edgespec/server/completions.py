@@ -129,7 +129,7 @@ class CompletionExchange(Exchange):
 
 def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     """Check a request and encode its prompts. Blocks meanwhile. Raises HttpError and EdgespecError."""
-    require_model(loaded, fields)
+    require_model(loaded.names, fields)
     is_stream = fields.flag("stream")
     includes_usage = read_stream_options(fields.fields("stream_options"), is_stream=is_stream)
     sampling = read_sampling(fields, loaded)

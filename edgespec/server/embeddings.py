@@ -21,7 +21,7 @@ from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.ollama_facts import require_served
 from edgespec.server.options import require_model
 from edgespec.server.service import Loaded
-from edgespec.server.web import json_response, read_body, while_connected
+from edgespec.server.web import json_response, while_connected
 from edgespec.types import TokenIds
 
 MOST_TEXTS = 2048  # OpenAI's limit
@@ -43,10 +43,9 @@ class EmbeddingRequest:
 Read = Callable[[Loaded, Fields], EmbeddingRequest]
 
 
-async def respond_embeddings(request: Request, loaded: Loaded, read: Read) -> Response:
-    """Answer a request. Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves."""
+async def respond_embeddings(request: Request, loaded: Loaded, read: Read, body: bytes) -> Response:
+    """Answer a request with the `body`. Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves."""
     begun_s = monotonic()
-    body = await read_body(request, loaded.limits)
     asked = await asyncio.to_thread(lambda: _checked(loaded, read, body))
     vectors = np.zeros((0, 0), np.float32)
     if asked.texts:
@@ -69,7 +68,7 @@ def _checked(loaded: Loaded, read: Read, body: bytes) -> EmbeddingRequest:
 
 def read_openai(loaded: Loaded, fields: Fields) -> EmbeddingRequest:
     """`/v1/embeddings`."""
-    require_model(loaded, fields)
+    require_model(loaded.names, fields)
     texts = _texts(fields, "input")
     is_base64 = fields.choice("encoding_format", ("float", "base64")) == "base64"
     dimensions = fields.whole("dimensions", 1, 1 << 20)
@@ -111,14 +110,14 @@ def read_ollama_prompt(loaded: Loaded, fields: Fields) -> EmbeddingRequest:
 
 def _read_common(loaded: Loaded, fields: Fields) -> bool:
     """Checks what both of Ollama's forms have; whether to cut what is too long."""
-    require_served(loaded, fields)
+    require_served(loaded.names, fields)
     fields.ignore("keep_alive", "options")  # nothing of sampling or of a context's size changes an embedding
     return fields.flag("truncate", True)
 
 
 def read_llamacpp(loaded: Loaded, fields: Fields) -> EmbeddingRequest:
     """`/embedding` and `/embeddings` of llama-server, where a text's embeddings are a list of one."""
-    require_model(loaded, fields)
+    require_model(loaded.names, fields)
     name = "input" if fields.given("content") is None else "content"
     texts = _texts(fields, name)
     fields.refuse("embd_normalize", "embeddings have length 1 here", (2,))

@@ -10,15 +10,20 @@ from typing import Any
 from edgespec.server.answer import Answer
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.service import Loaded
+from edgespec.server.service import Loaded, Names
 from edgespec.server.ticket import Job, Ticket
 
 
 class Exchange(ABC):
-    """`jobs`: the generations that the request asks for; `is_stream`: whether its answers are sent as they come."""
+    """`jobs`: the generations that the request asks for; `is_stream`: whether its answers are sent as they come.
+
+    `keep_loaded_s`: for how long the model is to stay loaded without a request; None: the client does not say.
+    """
 
     media_type = "text/event-stream"
     ping = b": ping\n\n"  # sent while there is nothing to send; a comment, which readers of events skip
+    streams_by_default = False
+    keep_loaded_s: float | None = None
 
     def __init__(self, jobs: Sequence[Job], *, is_stream: bool) -> None:
         self.jobs, self.is_stream = jobs, is_stream
@@ -37,11 +42,18 @@ class Exchange(ABC):
 
     def failure(self, error: HttpError) -> bytes:
         """The last part of a stream that failed after it began."""
+        return self.failed_early(error)
+
+    @classmethod
+    def failed_early(cls, error: HttpError) -> bytes:
+        """The only part of a stream that failed before its request was read."""
         return sse(error.body(""))
 
 
 Read = Callable[[Loaded, Fields], Exchange]
 """Checks a request and encodes its prompts; blocks meanwhile."""
+AtRest = Callable[[Names, Fields], dict[str, Any] | None]
+"""The body for a request that needs no model, while none is loaded; None for one that does."""
 DONE = b"data: [DONE]\n\n"
 
 

@@ -8,8 +8,10 @@ from typing import Any
 from edgespec import __version__
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
+from edgespec.server.native import slots
+from edgespec.server.ollama_facts import entry, shown
 from edgespec.server.options import require_model
-from edgespec.server.service import Loaded, Service
+from edgespec.server.service import Described, Loaded, Service
 
 MOST_TOKENS = 1 << 20
 
@@ -22,24 +24,46 @@ def model_objects(service: Service) -> list[dict[str, Any]]:
 def model_object(service: Service, name: str) -> dict[str, Any]:
     """The served model under one of its names."""
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
-    return found if service.loaded is None else found | {"meta": {"n_ctx": service.loaded.model.context_length}}
+    loaded, unloaded = service.loaded, service.unloaded
+    if loaded is not None:
+        return found | {"meta": {"n_ctx": loaded.model.context_length}}
+    return found if unloaded is None else found | {"meta": {"n_ctx": unloaded.context_length}}
 
 
 def health(service: Service) -> tuple[int, dict[str, Any]]:
-    """Status and body of `/health`: 200 once the model answers."""
-    if service.loaded is None:
-        return 503, {"status": "loading"}
-    scheduler = service.loaded.scheduler
+    """Status and body of `/health`: 200 once the model answers, and while it is unloaded: the next request loads it."""
+    loaded = service.loaded
+    if loaded is None:
+        is_ready = service.unloaded is not None
+        return (200, {"status": "ok", "running": 0, "waiting": 0}) if is_ready else (503, {"status": "loading"})
+    scheduler = loaded.scheduler
     return 200, {"status": "ok", "running": scheduler.num_running, "waiting": scheduler.num_waiting}
 
 
-def properties(loaded: Loaded) -> dict[str, Any]:
+def described(loaded: Loaded) -> Described:
+    """What is told of a model while it is unloaded. It takes no memory then."""
+    return Described(
+        loaded.model.context_length,
+        _properties(loaded) | {"is_sleeping": True, "memory": None},
+        slots(loaded, must_have_room=False),
+        shown(loaded),
+        entry(loaded),
+    )
+
+
+def properties(service: Service) -> dict[str, Any]:
     """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
+    loaded, unloaded = service.loaded, service.unloaded
+    return unloaded.properties if loaded is None and unloaded is not None else _properties(loaded or service.require())
+
+
+def _properties(loaded: Loaded) -> dict[str, Any]:
     model, sampling = loaded.model, loaded.sampling
     shown = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
     return {
         "model_alias": loaded.name,
         "build_info": f"edgespec {__version__}",
+        "is_sleeping": False,
         "total_slots": model.target.facts.max_sequences,
         "chat_template": model.target.vocabulary.chat_template or "",
         "default_generation_settings": {
@@ -78,7 +102,8 @@ def _memory(loaded: Loaded) -> dict[str, Any] | None:
 
 def metrics_text(service: Service) -> str:
     """`/metrics` for Prometheus."""
-    scheduler = service.loaded.scheduler if service.loaded is not None else None
+    loaded = service.loaded
+    scheduler = None if loaded is None else loaded.scheduler
     gauges: Mapping[str, tuple[str, float]] = {
         "model_loaded": ("Whether the model is loaded", int(scheduler is not None)),
         "requests_running": ("Generations that run", scheduler.num_running if scheduler else 0),
@@ -89,7 +114,7 @@ def metrics_text(service: Service) -> str:
 
 def tokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/tokenize`: {"content": TEXT} becomes token ids; `parse_special` reads control tokens that TEXT spells out."""
-    require_model(loaded, fields)
+    require_model(loaded.names, fields)
     content = fields.text("content")
     if content is None:
         raise bad_request("content is missing: give a text", "content")
@@ -107,7 +132,7 @@ def tokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
 
 def detokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/detokenize`: {"tokens": [IDS]} becomes text."""
-    require_model(loaded, fields)
+    require_model(loaded.names, fields)
     tokens = fields.listed("tokens", MOST_TOKENS)
     if tokens is None:
         raise bad_request("tokens is missing: give a list of token ids", "tokens")

@@ -92,7 +92,8 @@ class MessagesExchange(Exchange):
         yield _event("message_delta", delta=self._end(answer), usage=usage)
         yield _event("message_stop")
 
-    def failure(self, error: HttpError) -> bytes:
+    @classmethod
+    def failed_early(cls, error: HttpError) -> bytes:
         return sse(error.body(PATH), "error")
 
     def _begin(self, answer: Answer) -> bytes:

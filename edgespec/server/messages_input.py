@@ -52,7 +52,7 @@ def _model(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     name = fields.text("model")
     if name is None or not name.startswith(_CLAUDE) or name in loaded.names.all:
         return {"model": name}
-    answered_by(loaded, fields)
+    answered_by(loaded.names, fields)
     return {}
 
 

@@ -17,8 +17,9 @@ from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Exchange, compact
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.keep_alive import read_keep_alive
 from edgespec.server.ollama_facts import require_served
-from edgespec.server.service import Loaded
+from edgespec.server.service import Loaded, Names
 from edgespec.server.ticket import Ticket
 from edgespec.types import TokenEvent
 from edgespec.vocabulary import Vocabulary
@@ -44,9 +45,13 @@ class OllamaExchange(Exchange):
 
     media_type = "application/x-ndjson"
     ping = b""  # its clients parse every line
+    streams_by_default = True
 
-    def __init__(self, loaded: Loaded, inner: Exchange, *, is_chat: bool, is_stream: bool) -> None:
+    def __init__(
+        self, loaded: Loaded, inner: Exchange, keep_loaded_s: float | None, *, is_chat: bool, is_stream: bool
+    ) -> None:
         super().__init__(inner.jobs, is_stream=is_stream)
+        self.keep_loaded_s = keep_loaded_s
         self._name, self._inner, self._is_chat = loaded.name, inner, is_chat
         self._vocabulary = loaded.model.target.vocabulary
 
@@ -67,7 +72,8 @@ class OllamaExchange(Exchange):
                 yield _line(self._part(piece.text, _calls(piece.calls), "", piece.tokens) | {"done": False})
         yield _line(self._part("", []) | _end(answer))
 
-    def failure(self, error: HttpError) -> bytes:
+    @classmethod
+    def failed_early(cls, error: HttpError) -> bytes:
         return _line(error.body("/api/"))
 
     def _part(
@@ -83,12 +89,16 @@ class OllamaExchange(Exchange):
 
 
 class Preload(Exchange):
-    """A request without a text, with which clients load a model before they need it; `ollama run` begins so."""
+    """A request without a text, with which clients load a model before they need it, as `ollama run` does, or with
+    `keep_alive` 0 unload it, as `ollama stop` does.
+    """
 
-    def __init__(self, loaded: Loaded, *, is_chat: bool) -> None:
+    def __init__(self, name: str, keep_loaded_s: float | None, *, is_chat: bool) -> None:
         super().__init__((), is_stream=False)
+        self.keep_loaded_s = keep_loaded_s
         text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        self._body = {"model": loaded.name, "created_at": _now()} | text | {"done": True, "done_reason": "load"}
+        reason = "unload" if keep_loaded_s == 0 else "load"
+        self._body = {"model": name, "created_at": _now()} | text | {"done": True, "done_reason": reason}
 
     def answer(self, ticket: Ticket) -> Answer:
         raise AssertionError("a request without jobs has no answers")
@@ -135,18 +145,18 @@ def _now() -> str:
 
 def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
     """`/api/chat`. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    is_stream, body = _read_common(loaded, fields)
+    keep_s, is_stream, body = _read_common(loaded, fields)
     messages = fields.listed("messages", 4096)
     body |= {"messages": messages, "tools": fields.given("tools")}
     if any(isinstance(message, dict) and message.get("images") for message in messages or ()):
         raise bad_request("images are not supported: this server reads text only", "messages")
     fields.finish()
     if messages == []:
-        return Preload(loaded, is_chat=True)
+        return Preload(loaded.name, keep_s, is_chat=True)
     body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
     inner = read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes))
     _check_room(loaded, fields, inner)
-    return OllamaExchange(loaded, inner, is_chat=True, is_stream=is_stream)
+    return OllamaExchange(loaded, inner, keep_s, is_chat=True, is_stream=is_stream)
 
 
 def _with_reasoning(message: Any) -> Any:
@@ -157,7 +167,7 @@ def _with_reasoning(message: Any) -> Any:
 
 def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
     """`/api/generate`: the prompt as a chat of one message, with `raw` as it is, with `suffix` as a gap's beginning."""
-    is_stream, body = _read_common(loaded, fields)
+    keep_s, is_stream, body = _read_common(loaded, fields)
     prompt, system = fields.text("prompt"), fields.text("system")
     is_raw = fields.flag("raw")
     suffix = fields.text("suffix")
@@ -167,7 +177,7 @@ def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
         fields.refuse("system", "a gap between two texts is filled without one", ("",))
     fields.finish()
     if not prompt and not suffix:
-        return Preload(loaded, is_chat=False)
+        return Preload(loaded.name, keep_s, is_chat=False)
     if is_raw or suffix:
         num_top = body.pop("top_logprobs") or 0
         body |= {"prompt": prompt or "", "suffix": suffix, "logprobs": num_top if body["logprobs"] else None}
@@ -178,13 +188,25 @@ def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
         messages = [*first, {"role": "user", "content": prompt}]
         inner = read_chat(loaded, Fields(body | {"messages": messages}, names=_SENT_AS, notes=fields.notes))
     _check_room(loaded, fields, inner)
-    return OllamaExchange(loaded, inner, is_chat=False, is_stream=is_stream)
+    return OllamaExchange(loaded, inner, keep_s, is_chat=False, is_stream=is_stream)
 
 
-def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
-    """Whether to stream, which is Ollama's default, and the options under OpenAI's names."""
-    require_served(loaded, fields)
-    fields.ignore("keep_alive")
+def unload_at_rest(names: Names, fields: Fields, *, is_chat: bool) -> dict[str, Any] | None:
+    """The answer to a request to unload the model while it is not loaded; None for one that needs it.
+
+    Raises HttpError.
+    """
+    is_empty = fields.given("messages") == [] if is_chat else not (fields.given("prompt") or fields.given("suffix"))
+    if not is_empty or read_keep_alive(fields) != 0:
+        return None
+    require_served(names, fields)
+    return Preload(names.own, 0, is_chat=is_chat).whole(())
+
+
+def _read_common(loaded: Loaded, fields: Fields) -> tuple[float | None, bool, dict[str, Any]]:
+    """For how long to stay loaded; whether to stream, which is Ollama's default; the options under OpenAI's names."""
+    require_served(loaded.names, fields)
+    keep_s = read_keep_alive(fields)
     for name in ("truncate", "shift"):  # of what is too long: such a conversation is refused, a full context ends it
         fields.flag(name, True)
     body = _effort(loaded, fields)
@@ -204,7 +226,7 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[bool, dict[str, Any]]:
             options.refuse(name, "this server has no such sampling", neutral)
         options.ignore(*_WITHOUT_EFFECT, *_OF_WHAT_IS_OFF)
         options.finish()
-    return fields.flag("stream", True), body
+    return keep_s, fields.flag("stream", True), body
 
 
 def _check_room(loaded: Loaded, fields: Fields, inner: Exchange) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import require_model
-from edgespec.server.service import Loaded, Service
+from edgespec.server.service import Loaded, Names, Service
 
 PROTOCOL_VERSION = "0.12.11"  # of Ollama, whose requests are understood; VS Code wants 0.6.4 or more
 _TAG = ":latest"
@@ -97,12 +97,12 @@ def _size_label(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
-def require_served(loaded: Loaded, fields: Fields) -> None:
+def require_served(names: Names, fields: Fields) -> None:
     """Check the field `model`, which may end in the tag that Ollama adds. Raises HttpError 404."""
     name = fields.text("model")
-    served = {each.removesuffix(_TAG): each for each in loaded.names.all}
+    served = {each.removesuffix(_TAG): each for each in names.all}
     known = None if name is None else served.get(name.removesuffix(_TAG), name)
-    require_model(loaded, Fields({"model": known}, notes=fields.notes))
+    require_model(names, Fields({"model": known}, notes=fields.notes))
 
 
 def version() -> dict[str, Any]:
@@ -111,24 +111,43 @@ def version() -> dict[str, Any]:
 
 
 def listed(service: Service) -> dict[str, Any]:
-    """`/api/tags`: the served model, once it is loaded."""
-    if service.loaded is None:
+    """`/api/tags`: the served model, once it was loaded."""
+    loaded, unloaded = service.loaded, service.unloaded
+    if loaded is not None:
+        found = entry(loaded)
+    elif unloaded is not None:
+        found = unloaded.entry
+    else:
         return {"models": []}
-    modified = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-    return {"models": [_entry(service.loaded) | {"modified_at": modified}]}
+    return {"models": [found | {"modified_at": _written(datetime.fromtimestamp(service.created, UTC))}]}
 
 
 def running(service: Service) -> dict[str, Any]:
-    """`/api/ps`: the same model with the memory and the context that it has."""
-    if service.loaded is None:
+    """`/api/ps`: the same model with the memory and the context that it has; none while it is unloaded."""
+    loaded = service.loaded
+    if loaded is None:
         return {"models": []}
-    model = service.loaded.model
+    model = loaded.model
     on_device = 0 if model.memory is None else model.memory.plan.device_bytes
-    more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _NEVER}
-    return {"models": [_entry(service.loaded) | more]}
+    more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _expires_at(service)}
+    return {"models": [entry(loaded) | more]}
 
 
-def _entry(loaded: Loaded) -> dict[str, Any]:
+def _expires_at(service: Service) -> str:
+    """When the model is unloaded if no request comes."""
+    left_s = math.inf if service.residence is None else service.residence.left_s
+    try:
+        return _written(datetime.now(UTC) + timedelta(seconds=left_s))
+    except OverflowError:
+        return _NEVER
+
+
+def _written(when: datetime) -> str:
+    return when.isoformat().replace("+00:00", "Z")
+
+
+def entry(loaded: Loaded) -> dict[str, Any]:
+    """The served model as both lists have it."""
     facts = model_facts(loaded)
     return {
         "name": loaded.name,
@@ -150,14 +169,20 @@ def _details(loaded: Loaded, facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def show(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+def show(service: Service, fields: Fields) -> dict[str, Any]:
     """`/api/show`. Older clients call the model `name`."""
+    loaded, unloaded = service.loaded, service.unloaded
     name, former = fields.text("model"), fields.text("name")
     if name is not None and former is not None and name != former:
         raise bad_request("model and name are the same setting: give one", "name")
-    require_served(loaded, Fields({"model": former if name is None else name}))
+    require_served(service.names, Fields({"model": former if name is None else name}))
     fields.flag("verbose")
     fields.finish()
+    return unloaded.shown if loaded is None and unloaded is not None else shown(loaded or service.require())
+
+
+def shown(loaded: Loaded) -> dict[str, Any]:
+    """What `/api/show` answers."""
     template, facts = loaded.model.target.vocabulary.chat_template, model_facts(loaded)
     info = facts.metadata | {
         "general.architecture": facts.family,

@@ -10,7 +10,7 @@ from edgespec.errors import SamplingError
 from edgespec.sampling import Sampling
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.service import Limits, Loaded
+from edgespec.server.service import Limits, Loaded, Names
 
 _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")} | {
     "presence_penalty": "presence_penalty",
@@ -28,19 +28,19 @@ WITHOUT_EFFECT = (
 )
 
 
-def require_model(loaded: Loaded, fields: Fields) -> None:
-    """Check the field `model`; absent: the loaded one. Raises HttpError 404 for another: names are never paths."""
+def require_model(names: Names, fields: Fields) -> None:
+    """Check the field `model`; absent: the served one. Raises HttpError 404 for another: names are never paths."""
     name = fields.text("model")
-    if name is None or name in loaded.names.all:
+    if name is None or name in names.all:
         return
-    if not loaded.names.include(name):
-        raise unknown_model(loaded.name)
-    answered_by(loaded, fields)
+    if not names.include(name):
+        raise unknown_model(names.own)
+    answered_by(names, fields)
 
 
-def answered_by(loaded: Loaded, fields: Fields) -> None:
+def answered_by(names: Names, fields: Fields) -> None:
     """Note that another model answers than the request asks for."""
-    fields.note("model", f"{loaded.name} answers, the only model here")
+    fields.note("model", f"{names.own} answers, the only model here")
 
 
 def unknown_model(served: str) -> HttpError:

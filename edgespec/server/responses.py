@@ -81,7 +81,11 @@ class ResponsesExchange(Exchange):
         yield self.event(f"response.{_status(answer)}", response=self._ended(answer, output))
 
     def failure(self, error: HttpError) -> bytes:
-        return self.event("error", code=error.code or error.kind, message=error.message, param=error.param)
+        return self.event("error", **_error(error))
+
+    @classmethod
+    def failed_early(cls, error: HttpError) -> bytes:
+        return sse({"type": "error", "sequence_number": 0, **_error(error)}, "error")
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """The next event of the stream."""
@@ -249,3 +253,7 @@ def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
     """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
     body, echoed = as_chat(fields, loaded)
     return ResponsesExchange(loaded, read_chat(loaded, Fields(body, names=SENT_AS, notes=fields.notes)), echoed)
+
+
+def _error(error: HttpError) -> dict[str, Any]:
+    return {"code": error.code or error.kind, "message": error.message, "param": error.param}

@@ -19,6 +19,7 @@ import uvicorn
 
 from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
+from edgespec.server.facts import described
 from edgespec.server.guard import LOOPBACK
 from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.service import Service
@@ -71,10 +72,12 @@ def bind(binding: Binding) -> socket.socket:
 
 
 def serve(service: Service, binding: Binding, load: Callable[[], None], announce: Callable[[str], None]) -> None:
-    """Serve until a signal. `load` runs in a thread and gives `service` its model; `announce` gets the URL after that.
+    """Serve until a signal. `load` runs in a thread and gives `service` its model, again after each time that it was
+    unloaded; `announce` gets the URL after the first time.
 
-    Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped before the model is loaded, it
-    returns without a model in `service`, and loading goes on: native code cannot be interrupted, so end the process.
+    Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped while the model is being loaded,
+    it returns all the same (`service.is_loading`), and loading goes on: native code cannot be interrupted, so end the
+    process.
     Raises ConfigError if the address cannot be used, and what `load` raises.
     """
     bound = bind(binding)
@@ -93,6 +96,8 @@ def serve(service: Service, binding: Binding, load: Callable[[], None], announce
         timeout_graceful_shutdown=binding.drain_s,
     )
     server = _Server(config, service, binding.drain_s)
+
+    service.may_unload(load, described)
 
     def load_and_announce() -> None:
         load()

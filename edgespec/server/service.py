@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from edgespec.config import GenerateOptions, ReasoningFormat
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
+from edgespec.server.residence import Residence
 from edgespec.server.scheduler import Scheduler
 
 
@@ -68,11 +74,23 @@ class Loaded:
         return self.names.own
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is told of the model while it is unloaded: `/props`, `/slots`, `/api/show`, its entry in `/api/tags`."""
+
+    context_length: int
+    properties: dict[str, Any]
+    slots: list[dict[str, Any]]
+    shown: dict[str, Any]
+    entry: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Service:
     """The state of the server. `name`: the model's name for clients, never a path; `api_key`: None accepts any.
 
-    `aliases`: its other names; `any_model`: requests may give any name.
+    `aliases`: its other names; `any_model`: requests may give any name; `idle_unload_s`: see `Residence`. `unloaded`:
+    what was told of the model when it was last unloaded, and is as long as `loaded` is None.
     """
 
     name: str
@@ -83,6 +101,9 @@ class Service:
     loaded: Loaded | None = None
     aliases: tuple[str, ...] = ()
     any_model: bool = False
+    idle_unload_s: float | None = None
+    residence: Residence | None = None
+    unloaded: Described | None = None
 
     @property
     def names(self) -> Names:
@@ -106,6 +127,47 @@ class Service:
             self.limits,
             reasoning_format,
         )
+        if self.residence is not None:
+            self.residence.has_loaded()
+
+    def may_unload(self, load: Callable[[], None], describe: Callable[[Loaded], Described]) -> None:
+        """Unload the model when it is not used, and call `load` when it is needed then; its first call is the caller's.
+
+        `describe`: what is to be told of it meanwhile.
+        """
+        self.residence = Residence(load, partial(self._unload, describe), self.idle_unload_s)
+
+    def _unload(self, describe: Callable[[Loaded], Described]) -> None:
+        if self.loaded is not None:
+            self.unloaded = describe(self.loaded)
+            self._free(self.loaded)
+            gc.collect()  # what holds it in a cycle
+
+    def _free(self, loaded: Loaded) -> None:
+        self.loaded = None
+        loaded.scheduler.close()
+        loaded.model.close()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is being loaded, the first time or again."""
+        return self.loaded is None and (self.residence is None or self.residence.is_loading)
+
+    @asynccontextmanager
+    async def using(self) -> AsyncIterator[Loaded]:
+        """What is loaded, which it stays within the block; where it was unloaded, it is loaded again first.
+
+        Raises HttpError 503 before the model is loaded the first time, where it cannot be loaded again, and when the
+        server stops meanwhile.
+        """
+        if self.residence is None or (self.loaded is None and self.unloaded is None):
+            yield self.require()
+            return
+        await self.residence.enter()
+        try:
+            yield self.require()
+        finally:
+            self.residence.leave()
 
     def require(self) -> Loaded:
         """What is loaded. Raises HttpError 503 before."""
@@ -115,6 +177,8 @@ class Service:
 
     def stop(self) -> None:
         """Accept no more requests; the running one goes on."""
+        if self.residence is not None:
+            self.residence.stop()
         if self.loaded is not None:
             self.loaded.scheduler.stop()
 
@@ -124,7 +188,9 @@ class Service:
             self.loaded.scheduler.end_running()
 
     def close(self) -> None:
-        """End what runs and free the model. Blocks until that is done."""
+        """End what runs and free the model. Blocks until that is done, but not for a load."""
+        if self.residence is not None:
+            self.residence.close()
         if self.loaded is not None:
             self.loaded.scheduler.close()
             self.loaded.model.close()

@@ -21,6 +21,7 @@ from edgespec.server.answer import Answer, Piece, timings, usage
 from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
+from edgespec.server.facts import described
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.lifecycle import Loader, handling
@@ -99,6 +100,7 @@ class _Sidecar:
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
+        self._service.may_unload(load, described)
         loader = Loader(load, lambda loader: loop.call_soon_threadsafe(self._on_loaded, loader))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
@@ -183,18 +185,18 @@ class _Sidecar:
 
     async def _answer(self, request_id: str, request: _Request, fields: Fields, read: Read) -> None:
         try:
-            loaded = self._service.require()
-            exchange = await loaded.scheduler.prepare(read, loaded, fields)
-            if len(exchange.jobs) > 1 or exchange.is_stream:
-                raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
-            (ticket,) = await loaded.scheduler.submit(exchange.jobs)
-            request.answer = exchange.answer(ticket)
-            try:
-                async with asyncio.timeout(loaded.limits.timeout_s):
-                    async for piece in request.answer.pieces():
-                        self._emit_piece(request_id, piece)
-            finally:
-                ticket.cancel()
+            async with self._service.using() as loaded:
+                exchange = await loaded.scheduler.prepare(read, loaded, fields)
+                if len(exchange.jobs) > 1 or exchange.is_stream:
+                    raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
+                (ticket,) = await loaded.scheduler.submit(exchange.jobs)
+                request.answer = exchange.answer(ticket)
+                try:
+                    async with asyncio.timeout(loaded.limits.timeout_s):
+                        async for piece in request.answer.pieces():
+                            self._emit_piece(request_id, piece)
+                finally:
+                    ticket.cancel()
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))

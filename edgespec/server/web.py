@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from time import monotonic
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -15,7 +17,7 @@ from edgespec.server.answer import Answer
 from edgespec.server.exchange import Exchange, Read, compact
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error
-from edgespec.server.service import Limits, Loaded
+from edgespec.server.service import Limits, Loaded, Service
 
 logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
@@ -24,6 +26,7 @@ _MOST_NOTED, _MOST_NOTE = 64, 2000
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
 BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
 PING_EVERY_S = 10.0
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -51,25 +54,39 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-async def respond(request: Request, loaded: Loaded, read: Read) -> Response:
-    """Read, check and queue a request; its answer, whole or as a stream.
+async def respond(request: Request, service: Service, read: Read, body: bytes) -> Response:
+    """Check and queue a request; its answer, whole or as a stream. Loads the model where it was unloaded.
 
     Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves.
     """
-    body = await read_body(request, loaded.limits)
-    notes: list[str] = []
-    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
-    tickets = await loaded.scheduler.submit(exchange.jobs)
-    answers = [exchange.answer(ticket) for ticket in tickets]
-    told = _told(loaded, notes)
-    if exchange.is_stream:
-        return EventStream(exchange, answers, loaded.limits.timeout_s, told)
-    try:
-        whole = await while_connected(request.receive, _whole(exchange, answers, loaded.limits.timeout_s))
-    finally:
-        cancel(answers)
-    whole.headers.update(told)
-    return whole
+    began_s, timeout_s = monotonic(), service.limits.timeout_s
+    async with AsyncExitStack() as use:
+        loaded = await _loaded(request, service, use)
+        left_s = None if timeout_s is None else began_s + timeout_s - monotonic()
+        notes: list[str] = []
+        exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
+        tickets = await loaded.scheduler.submit(exchange.jobs)
+        if exchange.keep_loaded_s is not None and service.residence is not None:
+            service.residence.keep_for(exchange.keep_loaded_s)
+        answers = [exchange.answer(ticket) for ticket in tickets]
+        told = _told(loaded, notes)
+        if exchange.is_stream:
+            return EventStream(exchange, answers, left_s, told, use.pop_all())
+        try:
+            whole = await while_connected(request.receive, _whole(exchange, answers, left_s))
+        finally:
+            cancel(answers)
+        whole.headers.update(told)
+        return whole
+
+
+async def _loaded(request: Request, service: Service, use: AsyncExitStack) -> Loaded:
+    """The model, which stays loaded until `use` is closed."""
+    entering = use.enter_async_context(service.using())
+    if service.loaded is not None:
+        return await entering
+    async with asyncio.timeout(service.limits.timeout_s):
+        return await while_connected(request.receive, entering)
 
 
 def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
@@ -119,17 +136,22 @@ class EventStream(Response):
 
     A failure in the first seconds is an ordinary error with its own status. Then the response begins even without a
     part, and pings follow where nothing else does: reading a long prompt takes minutes, and clients and proxies between
-    give up a connection that is silent for as little as one.
+    give up a connection that is silent for as little as one. `use`: of the model, closed when all is sent.
+    `has_begun`: whether its headers are sent.
     """
 
     def __init__(
-        self, exchange: Exchange, answers: list[Answer], timeout_s: float | None, headers: Mapping[str, str]
+        self,
+        exchange: Exchange,
+        answers: list[Answer],
+        timeout_s: float | None,
+        headers: Mapping[str, str],
+        use: AsyncExitStack,
     ) -> None:
-        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers={**own, **headers}, media_type=exchange.media_type)
+        super().__init__(headers={**STREAM_HEADERS, **headers}, media_type=exchange.media_type)
         del self.headers["content-length"]
-        self._exchange, self._answers, self._timeout_s = exchange, answers, timeout_s
-        self._has_begun = False
+        self._exchange, self._answers, self._timeout_s, self._use = exchange, answers, timeout_s, use
+        self.has_begun = False
         self._latest_s = 0.0  # when something was sent
         self._one_writer = asyncio.Lock()
 
@@ -140,12 +162,13 @@ class EventStream(Response):
             return
         except Exception as exc:
             error = as_http_error(exc)
-            if not self._has_begun:
+            if not self.has_begun:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
             await send({"type": "http.response.body", "body": self._exchange.failure(error), "more_body": False})
         finally:
             cancel(self._answers)
+            await self._use.aclose()
 
     async def _send_parts(self, send: Send) -> None:
         async with asyncio.timeout(self._timeout_s):
@@ -173,8 +196,8 @@ class EventStream(Response):
     async def _write(self, send: Send, part: bytes) -> None:
         """Send `part` after the headers, which an empty one sends alone."""
         async with self._one_writer:
-            if not self._has_begun:
-                self._has_begun = True
+            if not self.has_begun:
+                self.has_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,16 @@ def test_who_may_call_the_server_is_a_setting(config):
     found = resolve({}, {"EDGESPEC_CORS_ORIGIN": "https://a.example"}, config("allowed-host = ['b.example', 'c']"))
     options = ServeOptions(**found.part("serve"))
     assert options == ServeOptions(cors_origin=("https://a.example",), allowed_host=("b.example", "c"))
+
+
+def test_how_long_an_unused_model_stays_is_a_setting(config):
+    found = resolve({}, {}, config("idle-unload = 300"))
+    assert ServeOptions(**found.part("serve")).idle_unload_s == 300
+    assert resolve({}, {"EDGESPEC_IDLE_UNLOAD": "1.5"}).part("serve") == {"idle_unload": 1.5}
+    assert ServeOptions().idle_unload_s is None and ServeOptions(idle_unload=-1).idle_unload_s is None
+    for seconds in (0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="idle-unload"):
+            ServeOptions(idle_unload=seconds)
 
 
 @pytest.mark.parametrize("host", ["", "https://b.example", "b.example:80", "b.example/v1"])

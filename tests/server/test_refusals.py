@@ -153,7 +153,7 @@ def test_a_body_that_is_no_request(client: TestClient, body: bytes, words: str):
 
 
 def test_a_large_body_is_refused(service: Service):
-    service.loaded = replace(service.require(), limits=Limits(max_body_bytes=1000))
+    service.limits = Limits(max_body_bytes=1000)
     with TestClient(create_app(service), base_url=BASE_URL) as client:
         assert client.post(CHAT, content=b"x" * 1001).status_code == 413
 

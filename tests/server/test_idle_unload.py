@@ -1,0 +1,298 @@
+"""A model that is unloaded when nobody needs it and loaded again when somebody does, by time and by `keep_alive`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from test_keep_alive import FIELDS as FIELDS_OF
+from test_keep_alive import PATHS, PINGS
+
+import edgespec
+from asgi_client import Client
+from demo import TEST_THREADS
+from edgespec.errors import CapabilityError
+from edgespec.server import web
+from edgespec.server.app import create_app
+from edgespec.server.facts import described
+from edgespec.server.service import Limits, Service
+from serving import BASE_URL
+from waiting import reached, until
+
+FIELDS = {"messages": [{"role": "user", "content": "Find me a bus to Fresno."}], "max_tokens": 8, "temperature": 0}
+
+
+class Host:
+    """A service that loads the demo in this process. `opened`: every model so far; `failure`: what a load raises."""
+
+    def __init__(self, idle_s: float | None = None, **limits: Any) -> None:
+        self.opened: list[edgespec.Model] = []
+        self.num_loads = 0
+        self.failure: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.service = Service("demo", Limits(**limits), idle_unload_s=idle_s)
+        self.service.may_unload(self._load, described)
+        self._load()
+        self.client = TestClient(create_app(self.service), base_url=BASE_URL)
+
+    def _load(self) -> None:
+        self.num_loads += 1
+        assert self.gate.wait(60)
+        if self.failure is not None:
+            raise self.failure
+        self.opened.append(edgespec.load("demo", threads=TEST_THREADS))
+        self.service.use(self.opened[-1])
+
+    def ask(self) -> str:
+        answer = self.client.post("/v1/chat/completions", json=FIELDS)
+        assert answer.status_code == 200
+        return answer.json()["choices"][0]["message"]["content"]
+
+    def ollama(self, path: str = "/api/generate", **fields: Any) -> dict[str, Any]:
+        stream = {} if path == "/api/show" else {"stream": False}
+        answer = self.client.post(path, json={"model": "demo"} | stream | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def unload(self) -> None:
+        """As a client asks for it, and wait until it is done."""
+        assert self.ollama(keep_alive=0)["done_reason"] == "unload"
+        until(lambda: self.is_unloaded)
+
+    @property
+    def is_unloaded(self) -> bool:
+        return self.service.loaded is None and self.opened[-1].__repr__().endswith("closed>")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    """Closed with the test."""
+    made: list[Host] = []
+    yield made
+    for host in made:
+        host.gate.set()
+        host.service.close()
+
+
+@pytest.fixture
+def host(hosts: list[Host]) -> Host:
+    hosts.append(Host())
+    return hosts[0]
+
+
+def test_an_unused_model_is_unloaded_and_the_next_request_loads_it(hosts: list[Host]):
+    host = Host(idle_s=0.3)
+    hosts.append(host)
+    first = host.ask()
+    until(lambda: host.is_unloaded)
+    assert host.ask() == first and host.num_loads == 2
+    until(lambda: host.is_unloaded)
+
+
+def test_what_needs_no_model_tells_the_truth_and_loads_none(host: Host):
+    paths = ("/health", "/v1/models", "/v1/models/demo", "/api/tags", "/api/version", "/openapi.json", "/slots")
+    before = {path: host.client.get(path).json() for path in paths}
+    shown, properties = host.ollama("/api/show"), host.client.get("/props").json()
+    assert properties["is_sleeping"] is False and properties["memory"]
+    host.unload()
+    assert {path: host.client.get(path).json() for path in paths} == before
+    assert host.ollama("/api/show") == shown
+    assert host.client.post("/api/show", json={"model": "other"}).status_code == 404
+    assert host.client.get("/props").json() == properties | {"is_sleeping": True, "memory": None}
+    assert host.client.get("/api/ps").json() == {"models": []}
+    assert "\nedgespec_model_loaded 0\n" in host.client.get("/metrics").text
+    assert host.client.post("/v1/embeddings", json={}).status_code == 501
+    assert host.num_loads == 1
+
+
+def test_requests_at_once_load_it_once_and_wait(host: Host):
+    host.unload()
+    host.gate.clear()
+
+    async def main() -> None:
+        app = create_app(host.service)
+        clients = [Client(app, max_tokens=4, stream=is_stream) for is_stream in (True, False)]
+        clients.append(Client(app, "/tokenize", messages=None, max_tokens=None, content="hi"))
+        await reached(lambda: host.num_loads == 2)
+        await asyncio.sleep(0.1)
+        assert not any(client.sent for client in clients) and host.client.get("/health").status_code == 200
+        host.gate.set()
+        for client in clients:
+            await client.task
+            assert client.sent[0]["status"] == 200 and b'"error"' not in client.body
+
+    asyncio.run(main())
+    assert host.num_loads == 2
+
+
+def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(host: Host, caplog: pytest.LogCaptureFixture):
+    first = host.ask()
+    host.unload()
+    host.gate.clear()
+    host.failure = CapabilityError("demo needs 9 GiB, /secret/path")
+
+    async def main() -> None:
+        app = create_app(host.service)
+        clients = [Client(app, stream=True), Client(app), Client(app, "/api/chat", max_tokens=None)]
+        await reached(lambda: host.num_loads == 2)
+        await asyncio.sleep(0.1)
+        host.gate.set()
+        for client in clients:
+            await client.task
+            assert client.sent[0]["status"] == 503 and b"cannot be loaded" in client.body
+            assert b"secret" not in client.body
+
+    asyncio.run(main())
+    assert host.num_loads == 2 and "9 GiB" in caplog.text
+    host.failure = None
+    assert host.ask() == first and host.num_loads == 3
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_streams_begin_while_it_is_loaded(host: Host, monkeypatch: pytest.MonkeyPatch, path: str):
+    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
+    monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
+    host.unload()
+
+    async def main(failure: Exception | None) -> tuple[Client, bytes]:
+        host.gate.clear()
+        client = Client(create_app(host.service), path, **FIELDS_OF.get(path, {"max_tokens": 4}), stream=True)
+        ping = PINGS.get(path, b": ping\n\n")
+        await reached(lambda: len(client.sent) > 2 if ping else client.sent)
+        assert client.sent[0]["status"] == 200 and client.body == ping * (len(client.sent) - 1)
+        host.failure = failure
+        host.gate.set()
+        await client.task
+        assert sum(part["type"] == "http.response.start" for part in client.sent) == 1
+        assert not client.sent[-1]["more_body"]
+        return client, client.body.replace(ping, b"") if ping else client.body
+
+    failed, rest = asyncio.run(main(CapabilityError("no room")))
+    assert b"cannot be loaded" in rest and rest == failed.sent[-1]["body"] and rest.count(b"error")
+    _, rest = asyncio.run(main(None))
+    assert b"cannot" not in rest and rest.count(b"\n") > 2
+
+
+def test_a_request_that_only_loads_it_may_take_long_too(host: Host, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
+    host.unload()
+    host.gate.clear()
+
+    async def main() -> None:
+        client = Client(create_app(host.service), "/api/generate", messages=None, max_tokens=None, model="demo")
+        await reached(lambda: client.sent)
+        host.gate.set()
+        await client.task
+        assert [part["type"] for part in client.sent] == ["http.response.start", "http.response.body"]
+        assert json.loads(client.body)["done_reason"] == "load"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_wrong_request_that_waited_has_its_status(host: Host, is_stream: bool):
+    host.unload()
+    answer = host.client.post("/v1/chat/completions", json=FIELDS | {"stream": is_stream, "nothing": 1})
+    assert answer.status_code == 400
+
+
+def test_a_stop_during_a_load_ends_it(host: Host):
+    host.unload()
+    host.gate.clear()
+
+    async def main() -> None:
+        app = create_app(host.service)
+        client = Client(app)
+        await reached(lambda: host.num_loads == 2)
+        host.service.stop()
+        await client.task
+        assert client.sent[0]["status"] == 503 and b"stopping" in client.body
+        late = Client(app)
+        await late.task
+        assert late.sent[0]["status"] == 503
+
+    asyncio.run(main())
+    host.service.close()  # does not wait for the load
+    assert host.service.is_loading
+    host.gate.set()
+    until(lambda: len(host.opened) == 2 and host.is_unloaded)
+
+
+def test_a_client_that_leaves_while_it_waits_disturbs_nobody(host: Host):
+    host.unload()
+    host.gate.clear()
+
+    async def main() -> None:
+        app = create_app(host.service)
+        leaving, staying = Client(app), Client(app, max_tokens=4)
+        await reached(lambda: host.num_loads == 2)
+        leaving.leave()
+        await leaving.task
+        assert leaving.sent[0]["status"] == 499
+        host.gate.set()
+        await staying.task
+        assert staying.sent[0]["status"] == 200
+
+    asyncio.run(main())
+    host.unload()  # nobody is counted as using it
+
+
+def test_waiting_for_the_load_counts_in_the_time_of_a_request(hosts: list[Host]):
+    host = Host(timeout_s=0.3)
+    hosts.append(host)
+    host.unload()
+    host.gate.clear()
+    assert host.client.post("/v1/chat/completions", json=FIELDS).status_code == 504
+
+
+def test_nothing_is_unloaded_under_an_answer(hosts: list[Host]):
+    host = Host(idle_s=0.02)
+    hosts.append(host)
+
+    async def main() -> None:
+        bias = {str(id): -100 for id in host.service.require().model.target.vocabulary.end_ids}
+        client = Client(create_app(host.service), stream=True, max_tokens=600, logit_bias=bias, speculative=False)
+        await reached(lambda: client.sent)
+        assert host.num_loads <= 2
+        await client.task
+        assert client.body.endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(main())
+    until(lambda: host.is_unloaded)
+    assert host.num_loads <= 2
+
+
+def test_ollamas_keep_alive_of_an_answer(host: Host):
+    def expires_in_s() -> float:
+        (model,) = host.client.get("/api/ps").json()["models"]
+        return (datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)).total_seconds()
+
+    options = {"num_predict": 4}
+    assert expires_in_s() > 1e9
+    host.ollama("/api/chat", messages=FIELDS["messages"], options=options, keep_alive="1h30m")
+    assert 5300 < expires_in_s() <= 5400
+    host.ask()  # the time holds from then on
+    assert 5300 < expires_in_s() <= 5400
+    assert host.ollama(keep_alive=-1)["done_reason"] == "load"
+    assert expires_in_s() > 1e9
+    assert host.ollama(prompt="hi", options=options, keep_alive=0)["done_reason"] in ("stop", "length")
+    until(lambda: host.is_unloaded)
+    assert host.ollama()["done_reason"] == "load" and host.num_loads == 2
+    assert expires_in_s() > 1e9  # and ends when the model is loaded again
+
+
+@pytest.mark.parametrize(("path", "empty"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
+def test_unloading_what_is_not_loaded_loads_nothing(host: Host, path: str, empty: dict[str, Any]):
+    for _ in range(2):
+        assert host.ollama(path, keep_alive=0, **empty)["done_reason"] == "unload"
+        until(lambda: host.is_unloaded)
+    assert host.client.post(path, json={"model": "other", "keep_alive": 0} | empty).status_code == 404
+    assert host.num_loads == 1
+    assert host.client.post(path, json={"model": "demo", "keep_alive": "soon"} | empty).status_code == 400
