@@ -48,7 +48,6 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["chat", "-r", "User:"], "did you mean '--stop'?"),
         (["generate", "-p", "x", "-n", "-1"], "leave it out for an answer of any length"),
         (["generate", "-p", "x", "--top-k", "-1"], "0 keeps all"),
-        (["generate", "-p", "x", "--repeat-last-n", "-1"], "counts all tokens"),
     ],
 )
 def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str) -> None:
