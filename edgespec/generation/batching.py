@@ -18,7 +18,6 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.control.base import Controller
-from edgespec.control.run_cost import RunCosts
 from edgespec.control.threads import Started
 from edgespec.engines.pass_request import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
@@ -26,7 +25,7 @@ from edgespec.generation.decode import steps
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
 from edgespec.generation.members import Member, Room, num_rows_of
-from edgespec.generation.run_state import PassShare
+from edgespec.generation.pass_shares import share_draft, share_target, shared_costs
 from edgespec.generation.slots import Slots
 from edgespec.sampling.acceptance import RULES
 from edgespec.types import Logits, PromptProgress, TokenEvent, packed
@@ -163,7 +162,7 @@ class ContinuousBatch:
     # -- running
 
     def _run(self, chosen: Sequence[Member]) -> None:
-        for costs in self._shared_costs(chosen):
+        for costs in shared_costs(chosen):
             costs.follow_threads()  # while all of them rest, nobody else does
         started = Started.now()
         try:
@@ -181,10 +180,11 @@ class ContinuousBatch:
             return
         seconds = perf_counter() - started.wall_s
         if chosen[0].is_drafting:
-            self._share(chosen, seconds)
+            share_draft(chosen, seconds)
         else:
             self._num_passes += 1
-            self._account(chosen, seconds, self._was_disturbed(num_rows_of(chosen), seconds, started))
+            is_disturbed = self._was_disturbed(num_rows_of(chosen), seconds, started)
+            share_target(chosen, seconds, self._num_passes, is_disturbed=is_disturbed)
         for member, rows in zip(chosen, logits, strict=True):
             self._advance(member, partial(member.steps.send, rows))
 
@@ -221,42 +221,6 @@ class ContinuousBatch:
             output += int(np.count_nonzero(batch.outputs))
             found.append(logits[begin:output])
         return found
-
-    def _share(self, chosen: Sequence[Member], seconds: float) -> None:
-        """Give each member its part of a draft model's pass, by rows."""
-        num_rows = num_rows_of(chosen)
-        for member in chosen:
-            member.run.share = PassShare(seconds * member.asked.batch.width / num_rows, is_disturbed=False)
-
-    def _account(self, chosen: Sequence[Member], seconds: float, is_disturbed: bool) -> None:
-        """Charge each member its share of a target pass, and teach the cost curves what the whole pass took."""
-        num_rows = num_rows_of(chosen)
-        for member in chosen:
-            rows = member.asked.batch.width
-            member.latest_pass, member.latest_rows = self._num_passes, 1 if member.is_reading else rows
-            member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
-        decoding = [member for member in chosen if not member.is_reading]
-        if not decoding:
-            return
-        widths = [member.asked.batch.width for member in decoding]
-        prompt_rows = num_rows - sum(widths)
-        context = sum(member.run.target.length for member in decoding) // len(decoding)
-        taught: set[int] = set()  # curves, which controllers of several drafters share
-        for costs in self._shared_costs(decoding):
-            if not prompt_rows and not is_disturbed and id(costs.curve) not in taught:
-                costs.observe_shared(widths, context, seconds)
-                taught.add(id(costs.curve))
-            parts = costs.parts_of(widths, prompt_rows, context)
-            scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
-            for member, part in zip(decoding, parts, strict=True):
-                if member.controller is not None and member.controller.shared_costs is costs:
-                    member.run.share = PassShare(part * scale, is_disturbed)
-
-    @staticmethod
-    def _shared_costs(members: Sequence[Member]) -> list[RunCosts]:
-        """The costs that their controllers decide by, where passes are shared: each once."""
-        found = [None if member.controller is None else member.controller.shared_costs for member in members]
-        return list({id(costs): costs for costs in found if costs is not None and costs.is_shared}.values())
 
     def _advance(self, member: Member, resume: Callable[[], TokenEvent | PassRequest]) -> None:
         """Run a member's loop up to its next pass."""

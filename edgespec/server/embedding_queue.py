@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.errors import EdgespecError
 from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
@@ -52,7 +53,7 @@ class EmbeddingQueue:
             has_left.set()
             work.cancel()  # where it has not begun
             raise
-        except Exception:
+        except EdgespecError:  # at a stop: cancelled between passes, or the model was closed under it
             if self._is_stopping.is_set():
                 raise stopping() from None
             raise
