@@ -1,9 +1,9 @@
-"""A Llama of a GGUF in torch, bfloat16: one step for many texts at once, each in a place of its own in the KV cache."""
+"""A Llama of a GGUF in torch: whole texts at once, or one step for many texts, each in a place of the KV cache."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 LEAST_SQUARE = 1e-6  # as in edgespec.drafters.states
 UNSEEN = -1e9
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Sizes:
 class Weights:
     """Matrices in `dtype`, norms in float32; queries and keys in Hugging Face's order of rotary halves."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
         import gguf
 
         reader = gguf.GGUFReader(path)
@@ -49,6 +50,7 @@ class Weights:
             epsilon=float(facts["llama.attention.layer_norm_rms_epsilon"]),
             rope_theta=float(facts.get("llama.rope.freq_base", 10_000.0)),
         )
+        self.device = torch.device(device)
         self._found = {
             tensor.name.removesuffix(".weight"): gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             for tensor in reader.tensors
@@ -75,7 +77,7 @@ class Weights:
         }
 
     def _matrix(self, name: str, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.array(self._found[name], np.float32)).to(dtype)
+        return torch.from_numpy(np.array(self._found[name], np.float32)).to(self.device, dtype)
 
     def _halves(self, name: str, heads: int) -> Tensor:
         """llama.cpp interleaves the two halves of a rotary pair."""
@@ -84,66 +86,74 @@ class Weights:
 
 
 class Llama:
-    """`places` texts of up to `room` tokens. What heads read of a token: the inputs of `read_layers`, of unit size, and
-    its last state, side by side in float16."""
+    """`weights` and a cache for `places` texts of up to `room` tokens.
 
-    is_scaled = True  # whether the inputs of layers are
+    What heads read of a token: the inputs of `read_layers`, of unit size unless `is_scaled` is false, and its last
+    state, side by side.
+    """
 
-    def __init__(self, weights: Weights, places: int, room: int, read_layers: Sequence[int]) -> None:
+    def __init__(
+        self, weights: Weights, places: int = 0, room: int = 0, read_layers: Sequence[int] = (), is_scaled: bool = True
+    ) -> None:
         sizes = weights.sizes
-        self.weights, self.sizes, self.room, self._read = weights, sizes, room, tuple(read_layers)
-        self.feature_size = sizes.hidden * (len(self._read) + 1)
+        self.weights, self.sizes, self.room, self.device = weights, sizes, room, weights.device
+        self._read, self._is_scaled = tuple(read_layers), is_scaled
         shape = (sizes.layers, places, sizes.kv_heads, room, sizes.head_size)
-        self._keys, self._values = (torch.zeros(shape, dtype=weights.embedding.dtype) for _ in range(2))
-        half = torch.arange(0, sizes.head_size, 2, dtype=torch.float32)
+        self._dtype = weights.embedding.dtype
+        self._keys, self._values = (torch.zeros(shape, dtype=self._dtype, device=self.device) for _ in range(2))
+        half = torch.arange(0, sizes.head_size, 2, dtype=torch.float32, device=self.device)
         self._frequencies = sizes.rope_theta ** -(half / sizes.head_size)
 
-    @torch.inference_mode()
-    def begin(self, token_ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """New texts [n, length], padded at their ends, in `places`: features and states [n, length, ...]."""
+    @torch.no_grad()
+    def read(self, token_ids: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Whole texts [n, length], padded at their ends: features and states [n, length, ...].
+
+        They are kept in the cache where `places` [n] are given.
+        """
         count, length = token_ids.shape
-        cos, sin = self._angles(torch.arange(length))
+        cos, sin = self._angles(torch.arange(length, device=self.device))
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k = rotated(q.transpose(1, 2), cos, sin), rotated(k.transpose(1, 2), cos, sin)
-            k, v = k.to(self._keys.dtype), v.transpose(1, 2)
-            self._keys[index, places, :, :length], self._values[index, places, :, :length] = k, v
+            q, k, v = q.to(self._dtype), k.to(self._dtype), v.transpose(1, 2)
+            if places is not None:
+                self._keys[index, places, :, :length], self._values[index, places, :, :length] = k, v
             groups = self.sizes.heads // self.sizes.kv_heads
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            mixed = F.scaled_dot_product_attention(q.to(k.dtype), k, v, is_causal=True)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return mixed.transpose(1, 2).reshape(count, length, -1)
 
-        return self._run(F.embedding(token_ids, self.weights.embedding).float(), attend)
+        return self._run(token_ids, attend)
 
-    @torch.inference_mode()
-    def step(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token [places] of every text, at `positions` [places]: features and states [places, ...]."""
+    @torch.no_grad()
+    def step(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The next token [places] of every text, at `positions` [places]: its states [places, hidden]."""
         count, sizes = len(token_ids), self.sizes
         cos, sin = (table[:, None] for table in self._angles(positions))
-        hidden = torch.arange(self.room)[None, :] > positions[:, None]
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, UNSEEN)[:, None, None]
-        every = torch.arange(count)
+        hidden = torch.arange(self.room, device=self.device)[None, :] > positions[:, None]
+        bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, UNSEEN)[:, None, None]
+        every = torch.arange(count, device=self.device)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._keys[index], self._values[index]
-            keys[every, :, positions], values[every, :, positions] = rotated(k, cos, sin).to(keys.dtype), v
-            grouped = rotated(q, cos, sin).to(keys.dtype).view(count, sizes.kv_heads, -1, sizes.head_size)
+            keys[every, :, positions], values[every, :, positions] = rotated(k, cos, sin).to(self._dtype), v
+            grouped = rotated(q, cos, sin).to(self._dtype).view(count, sizes.kv_heads, -1, sizes.head_size)
             # the whole room: a slice of the cache would be copied first
             scores = (grouped @ keys.transpose(2, 3)).float() / math.sqrt(sizes.head_size) + bias
-            return (scores.softmax(dim=-1).to(values.dtype) @ values).reshape(count, -1)
+            return (scores.softmax(dim=-1).to(self._dtype) @ values).reshape(count, -1)
 
-        return self._run(F.embedding(token_ids, self.weights.embedding).float(), attend)
+        return self._run(token_ids, attend)[1]
 
     def logits(self, states: Tensor) -> Tensor:
-        return F.linear(states.to(self.weights.head.dtype), self.weights.head).float()
+        return F.linear(states.to(self._dtype), self.weights.head).float()
 
-    def _run(self, x: Tensor, attend: object) -> tuple[Tensor, Tensor]:
-        assert callable(attend)
+    def _run(self, token_ids: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         sizes, weights = self.sizes, self.weights
+        x = F.embedding(token_ids, weights.embedding).float()
         features = []
         for index, block in enumerate(weights.blocks):
             if index in self._read:
-                features.append(F.rms_norm(x, (sizes.hidden,), eps=LEAST_SQUARE) if self.is_scaled else x)
+                features.append(F.rms_norm(x, (sizes.hidden,), eps=LEAST_SQUARE) if self._is_scaled else x)
             found = F.linear(self._normed(x, block["attention_norm"]), block["queries_keys_values"])
             found = found.view(*x.shape[:-1], -1, sizes.head_size)
             q, k, v = found.split((sizes.heads, sizes.kv_heads, sizes.kv_heads), dim=-2)
@@ -151,11 +161,10 @@ class Llama:
             gate, up = F.linear(self._normed(x, block["mlp_norm"]), block["gate_up"]).chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, block["down"]).float()
         states = F.rms_norm(x, (sizes.hidden,), weights.norm, sizes.epsilon)
-        found = torch.cat((*features, states), dim=-1)
-        return found.half() if self.is_scaled else found, states
+        return torch.cat((*features, states), dim=-1), states
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.sizes.hidden,), weight, self.sizes.epsilon).to(self._keys.dtype)
+        return F.rms_norm(x, (self.sizes.hidden,), weight, self.sizes.epsilon).to(self._dtype)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[..., None] * self._frequencies

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from head_training.llama import UNSEEN, Sizes, rotated
 
-CHUNK = 128  # rows whose logits fit the CPU cache
+CHUNKS = {"cpu": 128, "cuda": 8192}  # rows whose logits fit the cache of a CPU, or are enough for a GPU
 
 
 class Head(nn.Module):
@@ -28,11 +28,12 @@ class Head(nn.Module):
         super().__init__()
         width, size = sizes.hidden, sizes.head_size
         self.sizes = sizes
-        slots = torch.full((sizes.vocabulary,), len(token_ids))
-        slots[token_ids] = torch.arange(len(token_ids))
+        device = rows.device
+        slots = torch.full((sizes.vocabulary,), len(token_ids), device=device)
+        slots[token_ids] = torch.arange(len(token_ids), device=device)
         unit = rows.float() / rows.float().pow(2).mean().sqrt()
         self.register_buffer("slots", slots, persistent=False)
-        self.register_buffer("inputs", torch.cat((unit, torch.zeros(1, width))), persistent=False)
+        self.register_buffer("inputs", torch.cat((unit, unit.new_zeros(1, width))), persistent=False)
         self.project = nn.Parameter(torch.cat((torch.zeros(width, inputs * width), torch.eye(width)), dim=1))
         self.fc = _matrix(width, 2 * width)
         self.attention_norm, self.mlp_norm, self.norm = (nn.Parameter(torch.ones(width)) for _ in range(3))
@@ -41,8 +42,9 @@ class Head(nn.Module):
         self.o_proj = _matrix(width, sizes.heads * size, 0.1)
         self.gate_proj, self.up_proj = (_matrix(ffn, width) for _ in range(2))
         self.down_proj = _matrix(width, ffn, 0.1)
-        half = torch.arange(0, size, 2, dtype=torch.float32)
+        half = torch.arange(0, size, 2, dtype=torch.float32, device=device)
         self._frequencies = sizes.rope_theta ** -(half / size)
+        self.to(device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         found: Tensor = F.embedding(self.slots[token_ids], self.inputs)
@@ -64,7 +66,7 @@ class Head(nn.Module):
             given = found[:, :count]
             embedded = self.embed(ids[:, begin + 1 + step : begin + 1 + step + count])
             x = product(torch.cat((given, embedded), dim=-1), self.fc)
-            cos, sin = self._angles(torch.arange(begin + step, begin + step + count))
+            cos, sin = self._angles(torch.arange(begin + step, begin + step + count, device=ids.device))
             normed = self._rms(x, self.attention_norm)
             keys.append(self._shared(rotated(self._split(normed, self.k_proj), cos, sin)))
             values.append(self._shared(self._split(normed, self.v_proj)))
@@ -93,14 +95,22 @@ class Head(nn.Module):
 
 
 def _attended(queries: Tensor, keys: list[Tensor], values: list[Tensor], first: int) -> Tensor:
-    """Of the drafts from `first` on: causal over the pairs of the first step, and one key of each later step."""
+    """Of the drafts from `first` on: causal over the pairs of the first step, and one key of each later step.
+
+    In bfloat16, of which softmax takes its sums in float32: scores in float32 would be most of a step's time.
+    """
     batch, _, count, size = queries.shape
-    end, queries = first + count, queries / math.sqrt(size)
-    scores = (queries.bfloat16() @ keys[0][:, :, :end].bfloat16().transpose(2, 3)).float()
-    hidden = torch.arange(end)[None, :] > torch.arange(first, end)[:, None]
-    own = [(queries * key[:, :, :count]).sum(dim=-1, keepdim=True) for key in keys[1:]]
-    shares = torch.cat((scores.masked_fill(hidden, UNSEEN), *own), dim=-1).softmax(dim=-1)
-    mixed = (shares[..., :end].bfloat16() @ values[0][:, :, :end].bfloat16()).float()
+    end, queries = first + count, (queries / math.sqrt(size)).bfloat16()
+    if len(keys) == 1 and not first:
+        mixed = F.scaled_dot_product_attention(
+            queries, keys[0].bfloat16(), values[0].bfloat16(), is_causal=True, scale=1.0
+        ).float()
+        return mixed.transpose(1, 2).reshape(batch, count, -1)
+    scores = queries @ keys[0][:, :, :end].bfloat16().transpose(2, 3)
+    places = torch.arange(end, device=queries.device)
+    own = [(queries * key[:, :, :count]).sum(dim=-1, keepdim=True).bfloat16() for key in keys[1:]]
+    shares = torch.cat((scores.masked_fill(places > places[first:, None], UNSEEN), *own), dim=-1).softmax(dim=-1)
+    mixed = (shares[..., :end] @ values[0][:, :, :end].bfloat16()).float()
     for place, value in enumerate(values[1:], end):
         mixed = mixed + shares[..., place : place + 1] * value[:, :, :count]
     return mixed.transpose(1, 2).reshape(batch, count, -1)
@@ -116,21 +126,22 @@ class Distance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, rows: Tensor, wanted: Tensor, share: float) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(states)
-        entropy = variation = 0.0
-        for begin in range(0, len(states), CHUNK):
-            chunk = slice(begin, begin + CHUNK)
+        entropy, variation = states.new_zeros(()), states.new_zeros(())
+        size = CHUNKS[states.device.type]
+        for begin in range(0, len(states), size):
+            chunk = slice(begin, begin + size)
             logits, expected = F.linear(states[chunk].bfloat16(), rows).float(), wanted[chunk].float()
             logits -= logits.logsumexp(dim=-1, keepdim=True)
-            entropy -= float((expected * logits).sum())
+            entropy -= (expected * logits).sum()
             drafted = logits.exp_()
             signs = (drafted - expected).sign_()
             toward = (drafted * signs).sum(dim=-1, keepdim=True)
-            variation += float(0.5 * (toward.sum() - (expected * signs).sum()))
+            variation += 0.5 * (toward.sum() - (expected * signs).sum())
             half = 0.5 * (1 - share)
             by_logit = drafted * (signs * half + (share - half * toward)) - share * expected
             gradient[chunk] = (by_logit.bfloat16() @ rows).float()
         ctx.save_for_backward(gradient)
-        return torch.tensor(share * entropy + (1 - share) * variation), torch.tensor(variation)
+        return share * entropy + (1 - share) * variation, variation
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,12 +18,6 @@ PROBE, PROBE_TOKENS = "The capital of France is Paris, a city on the river Seine
 DEPTH = 4
 
 
-class _RawInputs(Llama):
-    """Gives the inputs of layers as they are, as engines do."""
-
-    is_scaled = False
-
-
 def write_heads(
     path: Path,
     source: Path,
@@ -42,7 +36,7 @@ def write_heads(
     ids, frequent = torch.sort(order[: sizes[0]]).values, set(order[: sizes[1]].tolist())
     places = np.array([place for place, token in enumerate(ids.tolist()) if token in frequent], np.int32)
     probe = tokenizer.encode(PROBE, add_special_tokens=False).ids[:PROBE_TOKENS]
-    states, _ = _RawInputs(target, 1, PROBE_TOKENS, read_layers).begin(torch.tensor([probe]), torch.tensor([0]))
+    states, _ = Llama(target, read_layers=read_layers, is_scaled=False).read(torch.tensor([probe]))
     facts = target.sizes
     manifest = HeadManifest(
         kind="eagle",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import lzma
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +60,43 @@ TOPICS: Final = (
 )
 
 
+FOLLOW_UPS: Final = (
+    *("Make it shorter.", "Can you explain the second point in more detail?", "Give me an example.", "Why?"),
+    *("Summarize that in one sentence.", "Turn it into a table.", "Are you sure? Check it again.", "Thanks! What next?"),
+    *("Now write it for children.", "Write it as a list of bullet points.", "What are the risks of that?"),
+    *("Rewrite it in a more formal tone.", "Translate it into Spanish.", "Can you add a conclusion?", "Show the code."),
+    *("Do the same for another case of your choice.", "Which of these matters most, and why?", "Continue."),
+    *("Add comments to the code.", "What would an opponent say?", "Explain your reasoning step by step."),
+)
+ABOUT_TEXTS: Final = (
+    *("Summarize: {}", "Summarize the following text in a few sentences.\n\n{}", "{}\n\nWhat is the main idea?"),
+    *("Read the text and list its key facts.\n\n{}", "Rewrite this text in simpler words:\n\n{}", "TL;DR of this: {}"),
+    *("Text: {}\n\nWrite three questions about the text and answer them.", "Give this text a title:\n\n{}"),
+    *("Use the passage to answer.\n\nPassage: {}\n\nQuestion: What does the passage say, and why?\nAnswer:",),
+    *("Correct any mistakes in the following text:\n\n{}", "Extract all names, places and numbers from it:\n\n{}"),
+    *("Translate into German: {}", "Is the following text right? Explain.\n\n{}", "Write a reply to this:\n\n{}"),
+)
+# German sentences to be translated are put together, since the model cannot write any.
+WHO: Final = (
+    *("Die Regierung", "Der Trainer", "Ein Sprecher der Polizei", "Die Firma aus München", "Meine Nachbarin"),
+    *("Der neue Bürgermeister", "Das Unternehmen", "Die Mannschaft", "Eine junge Forscherin", "Der Verein"),
+)
+DOES: Final = (
+    *("hat gestern erklärt, dass", "sagte am Montag, dass", "ist sicher, dass", "teilte der Zeitung mit, dass"),
+    *("glaubt nicht, dass", "bestätigte im Gespräch, dass", "hofft seit langem, dass", "warnte davor, dass"),
+)
+WHAT: Final = (
+    *("die Preise in diesem Jahr weiter steigen", "das Projekt im Herbst fertig wird", "niemand verletzt wurde"),
+    *("mehr Geld für Schulen gebraucht wird", "das Spiel wegen Regens ausfällt", "die Straße gesperrt bleibt"),
+    *("viele Gäste aus dem Ausland kommen", "die Verhandlungen schwierig sind", "der Zug pünktlich ankommt"),
+    *("neue Arbeitsplätze in der Stadt entstehen", "die Wahl verschoben werden muss", "es keine einfache Lösung gibt"),
+)
+THEN: Final = (
+    *("", " Einzelheiten wurden nicht genannt.", " Darüber wird nächste Woche entschieden.", " Das freut nicht alle."),
+    *(" Im vergangenen Jahr waren es noch 250.", " Die Ursache ist noch unklar.", " Mehr dazu am Abend."),
+)
+
+
 @dataclass(frozen=True)
 class Asked:
     """`text` up to where the target goes on at `temperature`; `is_question`: it makes up what a user asks."""
@@ -74,31 +113,41 @@ def conversation(*turns: str) -> str:
     return f"{SYSTEM}{''.join(said)}{ANSWER}"
 
 
-def prompts(data: Path | None, seed: int, own_questions: int) -> list[Asked]:
-    """All, shuffled; `data`: folder of the data files, without which the model makes up most questions."""
+def prompts(data: Path | None, seed: int, own_questions: float = 0.5) -> Iterator[Asked]:
+    """Without an end; `own_questions`: the share of prompts that the model makes up.
+
+    `data`: folder of the data files. After a prompt's first time, its answers are warm: greedy ones would be the same.
+    """
     rng = random.Random(seed)
-    found = [Asked("own question", SYSTEM + QUESTION, 1.0, is_question=True)] * own_questions
-    found += [] if data is None else _of_data(data, rng)
-    for temperature, programs in ((0.0, PROGRAMS), (WARM, PROGRAMS[:6])):
-        found += [Asked("code", conversation(f"{how} {task}."), temperature) for how in programs for task in TASKS]
-    for temperature in (0.0, WARM):
-        said = (request.format(topic) for request in REQUESTS for topic in TOPICS)
-        found += [Asked("topic", conversation(text), temperature) for text in said]
-    rng.shuffle(found)
-    return found
+    for turn in count():
+        found = [] if data is None else _of_data(data, rng, is_first=turn == 0)
+        for programs in (PROGRAMS, PROGRAMS[:6]):
+            heat = WARM if turn or programs is not PROGRAMS else 0.0
+            found += [Asked("code", conversation(f"{how} {task}."), heat) for how in programs for task in TASKS]
+        said = [request.format(topic) for request in REQUESTS for topic in TOPICS]
+        found += [Asked("topic", conversation(text), heat) for text in said for heat in {0.0 if turn == 0 else WARM, WARM}]
+        sentences = [f"{who} {does} {what}.{then}" for who in WHO for does in DOES for what in WHAT for then in THEN]
+        for text in rng.sample(sentences, len(sentences) // 12):
+            how = rng.choice(("Translate German to English: {}", "Translate into English: {}", "{}\n\nIn English?"))
+            found.append(Asked("translation", conversation(how.format(text)), rng.choice((0.0, 0.0, WARM))))
+        own = round(len(found) * own_questions / (1 - own_questions))
+        found += [Asked("own question", SYSTEM + QUESTION, 1.0, is_question=True)] * own
+        rng.shuffle(found)
+        yield from found
 
 
-def _of_data(data: Path, rng: random.Random) -> list[Asked]:
-    instructions = [row["prompt"] for row in _rows(data, "instructions")]
-    found = [Asked("instruction", conversation(text), 0.0) for text in instructions]
-    found += [Asked("instruction", conversation(text), WARM) for text in rng.sample(instructions, 1000)]
-    for row in rng.sample(_rows(data, "gsm8k_train"), 900):
-        found.append(Asked("arithmetic", conversation(row["question"]), rng.choice((0.0, WARM))))
-    for row in rng.sample(_rows(data, "sgd_train"), 700):
+def _of_data(data: Path, rng: random.Random, *, is_first: bool) -> list[Asked]:
+    heats = (0.0, WARM) if is_first else (WARM,)
+    found = []
+    for row in _rows(data, "instructions"):
+        found += [Asked("instruction", conversation(row["prompt"]), heat) for heat in heats]
+    for row in rng.sample(_rows(data, "gsm8k_train"), 3000):
+        found.append(Asked("arithmetic", conversation(row["question"]), rng.choice((0.0, 0.0, WARM))))
+    for row in rng.sample(_rows(data, "sgd_train"), 3000):
         turns = [turn["content"] for turn in row["messages"] if turn["role"] in ("user", "assistant")]
-        turns = [turn for turn in turns if turn][: rng.choice((1, 3, 5))]
+        turns = [turn for turn in turns if turn][: rng.choice((1, 3, 5, 7))]
         if len(turns) % 2:
-            found.append(Asked("dialogue", conversation(*turns), rng.choice((0.0, WARM))))
+            found.append(Asked("dialogue", conversation(*turns), rng.choice((0.0, 0.0, WARM))))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,81 +13,110 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from head_training.writing import FEATURES, TEXTS
+from edgespec.formats.files import atomic_file
 
-HELD_OUT = 0.02
+HELD_OUT = 0.01
 SPREAD = 12.0  # tokens by which lengths are blurred, so that the batches of two epochs differ
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A text: `rows` [n, feature size] of all tokens but the last one; its answer begins at `start`."""
+class Texts:
+    """Text i is `ids[begins[i] : begins[i + 1]]`; its answer begins at token `starts[i]` of it."""
 
-    rows: NDArray[np.float16]
-    ids: Sequence[int]
-    start: int
-    temperature: float
+    ids: NDArray[np.int32]
+    begins: NDArray[np.int64]
+    starts: NDArray[np.int32]
+    temperatures: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.begins)
+
+    def part(self, chosen: NDArray[np.bool_]) -> Texts:
+        begins = np.concatenate(([0], np.cumsum(self.lengths[chosen])))
+        ids = self.ids[np.repeat(chosen, self.lengths)]
+        return Texts(ids, begins, self.starts[chosen], self.temperatures[chosen])
+
+    def answers(self) -> Iterator[NDArray[np.int32]]:
+        for begin, start, end in zip(self.begins, self.starts, self.begins[1:], strict=False):
+            yield self.ids[begin + start : end]
+
+    def counts(self, vocabulary: int) -> NDArray[np.int64]:
+        """How often each token occurs."""
+        return np.bincount(self.ids, minlength=vocabulary)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"texts": len(self), "tokens": self.ids.size, "of_answers": int((self.lengths - self.starts).sum())}
+
+
+def save(path: Path, texts: Texts) -> None:
+    with atomic_file(path, RuntimeError) as temporary, temporary.open("wb") as file:
+        ids = texts.ids.astype(np.uint16) if texts.ids.max(initial=0) < 1 << 16 else texts.ids
+        np.savez(file, ids=ids, begins=texts.begins, starts=texts.starts, temperatures=texts.temperatures)
+
+
+def read(paths: Sequence[Path]) -> Texts:
+    """All texts of some files."""
+    found = []
+    for path in paths:
+        with np.load(path) as file:
+            found.append(Texts(file["ids"].astype(np.int32), file["begins"], file["starts"], file["temperatures"]))
+    lengths = np.concatenate([texts.lengths for texts in found])
+    return Texts(
+        np.concatenate([texts.ids for texts in found]),
+        np.concatenate(([0], np.cumsum(lengths))),
+        np.concatenate([texts.starts for texts in found]),
+        np.concatenate([texts.temperatures for texts in found]),
+    )
+
+
+def divided(texts: Texts) -> tuple[Texts, Texts]:
+    """Texts to learn from, and held-out ones, always the same."""
+    is_held_out = np.random.default_rng(0).random(len(texts)) < HELD_OUT
+    return texts.part(~is_held_out), texts.part(is_held_out)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`features` [texts, longest, feature size], `ids` [texts, longest + 1], `lengths` and `starts` [texts]."""
+    """`ids` [texts, longest], padded at their ends; `lengths` and `starts` [texts]."""
 
-    features: Tensor
     ids: Tensor
     lengths: Tensor
     starts: Tensor
 
 
-def read(folders: Sequence[Path], feature_size: int) -> tuple[list[Kept], list[Kept]]:
-    """Texts to learn from, and held-out ones, always the same."""
-    found: list[Kept] = []
-    for folder in folders:
-        if not (folder / FEATURES).stat().st_size:
-            continue
-        rows = np.memmap(folder / FEATURES, np.float16, "r").reshape(-1, feature_size)
-        with (folder / TEXTS).open(encoding="utf-8") as lines:
-            for text in map(json.loads, lines):
-                end = text["place"] + len(text["ids"]) - 1
-                if end <= len(rows):
-                    found.append(Kept(rows[text["place"] : end], text["ids"], text["start"], text["temperature"]))
-    is_held_out = np.random.default_rng(0).random(len(found)) < HELD_OUT
-    chosen: tuple[list[Kept], list[Kept]] = ([], [])
-    for text, held_out in zip(found, is_held_out, strict=True):
-        chosen[int(held_out)].append(text)
-    return chosen
+class Batches:
+    """Of `texts`, which lie on `device`."""
 
+    def __init__(self, texts: Texts, device: torch.device) -> None:
+        self._lengths, self._device = texts.lengths, device
+        self._ids = torch.from_numpy(texts.ids).to(device)
+        self._begins = torch.from_numpy(texts.begins[:-1]).to(device)
+        self._ends = torch.from_numpy(texts.begins[1:]).to(device)
+        self._starts = torch.from_numpy(texts.starts).to(device).long()
 
-def batch_of(texts: Sequence[Kept]) -> Batch:
-    longest = max(len(text.rows) for text in texts)
-    features = torch.zeros(len(texts), longest, texts[0].rows.shape[1])
-    ids = torch.zeros(len(texts), longest + 1, dtype=torch.long)
-    for place, text in enumerate(texts):
-        features[place, : len(text.rows)] = torch.from_numpy(np.array(text.rows)).float()
-        ids[place, : len(text.ids)] = torch.tensor(text.ids)
-    lengths, starts = ([len(text.rows) for text in texts], [text.start for text in texts])
-    return Batch(features, ids, torch.tensor(lengths), torch.tensor(starts))
+    def of(self, chosen: Sequence[int]) -> Batch:
+        places = torch.tensor(chosen, device=self._device)
+        lengths = (self._ends - self._begins)[places]
+        longest = int(self._lengths[list(chosen)].max())
+        columns = torch.arange(longest, device=self._device)[None, :]
+        found = self._ids[(self._begins[places, None] + columns).clamp(max=len(self._ids) - 1)].long()
+        return Batch(found * (columns < lengths[:, None]), lengths, self._starts[places])
 
-
-def batches(texts: Sequence[Kept], tokens: int, rng: random.Random) -> Iterator[Batch]:
-    """All texts once, in batches of similar lengths with about so many tokens, padding included."""
-    found: list[list[Kept]] = [[]]
-    for text in sorted(texts, key=lambda text: len(text.rows) + rng.uniform(-SPREAD, SPREAD)):
-        longest = max(len(each.rows) for each in (*found[-1], text))
-        if found[-1] and (len(found[-1]) + 1) * longest > tokens:
-            found.append([])
-        found[-1].append(text)
-    rng.shuffle(found)
-    return map(batch_of, found)
-
-
-def counts_of(texts: Sequence[Kept], vocabulary: int) -> NDArray[np.int64]:
-    """How often each token occurs."""
-    found = np.zeros(vocabulary, np.int64)
-    for text in texts:
-        found += np.bincount(text.ids, minlength=vocabulary)
-    return found
-
-
-def figures_of(texts: Sequence[Kept]) -> dict[str, Any]:
-    return {"texts": len(texts), "answer_tokens": sum(len(text.ids) - text.start for text in texts)}
+    def epoch(self, tokens: int, rng: random.Random) -> Iterator[Batch]:
+        """All texts once, in batches of similar lengths with about so many tokens, padding included."""
+        found: list[list[int]] = [[]]
+        spread = np.random.default_rng(rng.randrange(1 << 30)).uniform(-SPREAD, SPREAD, len(self._lengths))
+        longest = 0
+        for place in np.argsort(self._lengths + spread).tolist():
+            longest = max(longest, int(self._lengths[place]))
+            if found[-1] and (len(found[-1]) + 1) * longest > tokens:
+                found.append([])
+                longest = int(self._lengths[place])
+            found[-1].append(place)
+        rng.shuffle(found)
+        return map(self.of, found)

@@ -1,157 +1,226 @@
-"""The target writes answers, many at once, and what heads read of it is kept: a folder that grows until stopped.
+"""The target writes answers, many at once: a place that a finished text leaves is filled again.
 
-`features.bin`: rows of float16, one for each token but a text's last; `texts.jsonl`: each text's ids, the token its
-answer begins with, temperature, and the place of its rows. A place that a finished text leaves is filled again.
+All that a step needs is on the device, where it can be a CUDA graph, since the step of a small model is hundreds of
+small operators. The host looks for finished texts once in several steps.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from head_training.llama import Llama
-from head_training.prompts import ANSWER, END_OF_TURN, WARM, Asked, prompts
+from head_training.prompts import ABOUT_TEXTS, ANSWER, END_OF_TURN, FOLLOW_UPS, QUESTION, SYSTEM, WARM, Asked
+from head_training.texts import Texts
 
-GROUP, SORTED = 16, 640  # texts begun together, which have similar lengths; prompts among which these are sorted
-LIKELIEST = 200  # tokens that may be sampled
-LONGEST_QUESTION, LEAST_ANSWER = 96, 4
-LOOP_PERIOD, LOOKED_FOR = 24, 16  # a text that repeats up to so many tokens is ended; tokens between looks
-FEATURES, TEXTS = "features.bin", "texts.jsonl"
+BETWEEN_LOOKS = 16  # steps
+SORTED = 16  # groups of texts begun together, among which prompts are sorted by length
+LEAST_SHARE = 0.02  # of the likeliest token's probability: tokens below are not sampled
+LONGEST_QUESTION, LEAST_ANSWER = 96, 8
+LOOP_PERIOD = 24  # a text that repeats up to so many tokens is ended
+FOLLOWED, REUSED = 0.3, 0.15  # shares of answers that a question follows, and that are the matter of another prompt
+MOST_ASKED_AGAIN = 320  # tokens of a prompt with an earlier answer in it
+Say = Callable[[str], None]
 
 
 @dataclass
 class Text:
-    """One that is being written; `start`: of the answer."""
+    """`ids` up to where the target goes on."""
 
     asked: Asked
     ids: list[int]
-    start: int
+
+    @property
+    def start(self) -> int:
+        return len(self.ids)
 
 
 class Writer:
-    """Writes into `folder` with the tokenizer of `target`."""
+    """Texts in the places of `target`; answers of up to `longest` tokens to `asked`, an endless list."""
 
-    def __init__(self, target: Llama, places: int, tokenizer: Any, folder: Path, longest: int, seed: int) -> None:
-        self._target, self._tokenizer, self._longest = target, tokenizer, longest
-        self._rng, self._generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    def __init__(self, target: Llama, places: int, tokenizer: Any, asked: Iterator[Asked], longest: int, seed: int):
+        self._target, self._tokenizer, self._asked, self._longest = target, tokenizer, asked, longest
+        self._rng, self._places, self._group = random.Random(seed), places, max(8, places // 16)
         self._texts: list[Text | None] = [None] * places
-        self._next, self._ends = torch.zeros(places, dtype=torch.long), torch.zeros(places, dtype=torch.long)
-        self._heat = torch.zeros(places)
-        self._features = torch.zeros(places, target.room, target.feature_size, dtype=torch.float16)
-        self._stops = {tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")}
+        device = target.device
+        self._ids = torch.zeros(places, target.room, dtype=torch.long, device=device)
+        self._ends, self._limits = (torch.zeros(places, dtype=torch.long, device=device) for _ in range(2))
+        self._heat = torch.zeros(places, device=device)
+        self._is_open = torch.zeros(places, dtype=torch.bool, device=device)
+        stops = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
+        self._stop_ids, self._stops = torch.tensor(stops, device=device), set(stops)
         self._between = self._encoded(f"{END_OF_TURN}{ANSWER}")
-        self._waiting: list[Text] = []  # questions that it made up
-        folder.mkdir(parents=True, exist_ok=True)
-        self._rows, self._list = (folder / FEATURES).open("ab"), (folder / TEXTS).open("a", encoding="utf-8")
-        self._place = self._rows.tell() // (2 * target.feature_size)
-        self.num_written = 0
+        self._waiting: list[Text] = []  # that its own texts led to
+        self._ready: list[list[Text]] = []
+        self._found: list[tuple[list[int], int, float]] = []
+        self._graph: Any = None
 
-    def write(self, data: Path | None, seed: int, seconds: float, own_questions: int = 6000) -> None:
-        """Until all prompts are answered or the time is over."""
-        groups = self._grouped(prompts(data, seed, own_questions))
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and (groups or self._waiting or any(self._texts)):
-            free = [place for place, text in enumerate(self._texts) if text is None]
-            if len(free) >= GROUP and (groups or self._waiting):
-                self._begin(
-                    free, self._from_waiting() if len(self._waiting) > 4 * GROUP or not groups else groups.pop()
-                )
-            features, states = self._target.step(self._next, self._ends)
-            self._features[torch.arange(len(self._texts)), self._ends] = features
-            self._advance(range(len(self._texts)), self._chosen(states, self._heat))
-        self._rows.close()
-        self._list.close()
+    def write(self, seconds: float, say: Say) -> Texts:
+        begun = said = time.monotonic()
+        steps = num_tokens = 0
+        while time.monotonic() - begun < seconds:
+            self._fill()
+            for _ in range(BETWEEN_LOOKS):
+                self._advance()
+            steps += BETWEEN_LOOKS
+            num_tokens += self._harvest()
+            if time.monotonic() - said > 20:
+                said = time.monotonic()
+                rate = num_tokens / (said - begun)
+                say(f"{said - begun:.0f} s: {len(self._found)} texts, {num_tokens} tokens of answers, {rate:.0f} a second, "
+                    f"{(said - begun) / steps * 1000:.1f} ms a step")  # fmt: skip
+        return self._texts_found()
 
-    def _grouped(self, asked: Sequence[Asked]) -> list[list[Text]]:
-        found = [Text(each, ids := self._encoded(each.text), len(ids)) for each in asked]
-        found = [text for text in found if len(text.ids) + LONGEST_QUESTION < self._target.room]
-        groups = []
-        for first in range(0, len(found), SORTED):
-            near = sorted(found[first : first + SORTED], key=lambda text: len(text.ids))
-            groups += [near[place : place + GROUP] for place in range(0, len(near), GROUP)]
-        self._rng.shuffle(groups)
-        return groups
+    def _advance(self) -> None:
+        if self._target.device.type != "cuda":
+            self._step()
+        elif self._graph is None:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._step()
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._step()
+        else:
+            self._graph.replay()
 
-    def _from_waiting(self) -> list[Text]:
-        self._waiting.sort(key=lambda text: len(text.ids))
-        first = self._rng.randrange(max(1, len(self._waiting) - GROUP + 1))
-        found = self._waiting[first : first + GROUP]
-        del self._waiting[first : first + GROUP]
-        return found
+    @torch.no_grad()
+    def _step(self) -> None:
+        """The next token of every open text."""
+        tokens = self._ids.gather(1, self._ends[:, None])[:, 0]
+        chosen = self._chosen(self._target.step(tokens, self._ends), self._heat)
+        self._append(torch.arange(self._places, device=self._ids.device), chosen)
 
-    def _begin(self, free: Sequence[int], texts: Sequence[Text]) -> None:
-        longest, places = max(len(text.ids) for text in texts), torch.tensor(free[: len(texts)])
-        padded = torch.tensor([text.ids + [0] * (longest - len(text.ids)) for text in texts])
-        features, states = self._target.begin(padded, places)
-        self._features[places, :longest] = features
-        self._heat[places] = torch.tensor([text.asked.temperature for text in texts])
-        last = states[torch.arange(len(texts)), torch.tensor([len(text.ids) - 1 for text in texts])]
-        for place, text in zip(places.tolist(), texts, strict=True):
-            self._texts[place], self._ends[place] = text, len(text.ids) - 1
-        self._advance(places.tolist(), self._chosen(last, self._heat[places]))
+    def _append(self, places: Tensor, chosen: Tensor) -> None:
+        is_open, ends = self._is_open[places], self._ends[places]
+        ends = torch.where(is_open, ends + 1, ends)
+        self._ids[places, ends] = torch.where(is_open, chosen, self._ids[places, ends])
+        is_last = (chosen[:, None] == self._stop_ids).any(dim=1) | (ends + 1 >= self._limits[places])
+        self._ends[places], self._is_open[places] = ends, is_open & ~is_last
 
-    def _chosen(self, states: Tensor, heat: Tensor) -> list[int]:
+    def _chosen(self, states: Tensor, heat: Tensor) -> Tensor:
         logits = self._target.logits(states)
-        found, warm = logits.argmax(dim=-1), heat > 0
-        if warm.any():
-            values, ids = (logits[warm] / heat[warm, None]).topk(LIKELIEST, dim=-1)
-            drawn = torch.multinomial(values.softmax(dim=-1), 1, generator=self._generator)
-            found[warm] = ids.gather(1, drawn)[:, 0]
-        chosen: list[int] = found.tolist()
-        return chosen
+        logits -= logits.amax(dim=-1, keepdim=True)
+        warm = logits / heat.clamp(min=1e-3)[:, None]
+        noise = torch.empty_like(warm).exponential_().log_().neg_()
+        warm = torch.where(warm < np.log(LEAST_SHARE), float("-inf"), warm + noise)
+        return torch.where(heat > 0, warm.argmax(dim=-1), logits.argmax(dim=-1))
 
-    def _advance(self, places: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Append a token to the texts at `places`, and end those that are finished."""
-        for place, token_id in zip(places, token_ids, strict=True):
-            text = self._texts[place]
-            if text is None:
-                continue
-            text.ids.append(token_id)
-            new, most = len(text.ids) - text.start, LONGEST_QUESTION if text.asked.is_question else self._longest
-            if (
-                token_id in self._stops
-                or len(text.ids) >= self._target.room
-                or new >= most
-                or (new % LOOKED_FOR == 0 and repeats(text.ids))
-            ):
-                self._finish(place, text)
-                self._texts[place], self._next[place], self._ends[place] = None, 0, 0
-            else:
-                self._next[place], self._ends[place] = token_id, len(text.ids) - 1
+    @torch.no_grad()
+    def _fill(self) -> None:
+        free = [place for place, text in enumerate(self._texts) if text is None]
+        while len(free) >= self._group:
+            texts = self._next_group()
+            longest = max(len(text.ids) for text in texts)
+            longest += -longest % 16
+            places = torch.tensor(free[: len(texts)], device=self._ids.device)
+            padded = torch.tensor([text.ids + [0] * (longest - len(text.ids)) for text in texts]).to(self._ids.device)
+            last = torch.tensor([len(text.ids) - 1 for text in texts], device=self._ids.device)
+            _, states = self._target.read(padded, places)
+            self._ids[places, :longest] = padded
+            self._heat[places] = torch.tensor([text.asked.temperature for text in texts], device=self._ids.device)
+            most = [LONGEST_QUESTION if text.asked.is_question else self._longest for text in texts]
+            limits = [min(len(text.ids) + count, self._target.room) for text, count in zip(texts, most, strict=True)]
+            self._limits[places] = torch.tensor(limits, device=self._ids.device)
+            self._ends[places], self._is_open[places] = last, True
+            rows = torch.arange(len(texts), device=self._ids.device)
+            self._append(places, self._chosen(states[rows, last], self._heat[places]))
+            for place, text in zip(free, texts, strict=False):
+                self._texts[place] = text
+            del free[: len(texts)]
 
-    def _finish(self, place: int, text: Text) -> None:
-        count = len(text.ids) - 1  # the last token was not read
+    def _next_group(self) -> list[Text]:
+        if not self._ready:
+            texts, self._waiting = self._waiting, []
+            while len(texts) < self._group * SORTED:
+                asked = islice(self._asked, self._group * SORTED - len(texts))
+                new = [Text(each, self._encoded(each.text)) for each in asked]
+                texts += [text for text in new if len(text.ids) + LONGEST_QUESTION < self._target.room]
+            texts.sort(key=lambda text: len(text.ids))
+            self._ready = [texts[place : place + self._group] for place in range(0, len(texts), self._group)]
+            self._rng.shuffle(self._ready)
+        return self._ready.pop()
+
+    def _harvest(self) -> int:
+        """Take finished texts; the number of tokens of their answers."""
+        self._is_open &= ~self._loops()
+        is_open, ends = self._is_open.cpu().numpy(), self._ends.cpu().numpy()
+        done = [place for place, text in enumerate(self._texts) if text is not None and not is_open[place]]
+        if not done:
+            return 0
+        rows, count = self._ids[torch.tensor(done, device=self._ids.device)].cpu().numpy(), 0
+        for place, row in zip(done, rows, strict=True):
+            text, ids = self._texts[place], row[: ends[place] + 1].tolist()
+            assert text is not None
+            self._texts[place] = None
+            count += self._finish(text, ids)
+        return count
+
+    def _loops(self) -> Tensor:
+        """Which texts end with a part that is there several times in a row."""
+        reach = 4 * LOOP_PERIOD
+        behind = (self._ends[:, None] - torch.arange(reach, device=self._ids.device)).clamp(min=0)
+        tail = self._ids.gather(1, behind)
+        found = torch.zeros_like(self._is_open)
+        for period in range(1, LOOP_PERIOD + 1):
+            count = max(3 * period, LOOP_PERIOD)
+            found |= (tail[:, :count] == tail[:, period : period + count]).all(dim=1)
+        return found & (self._ends > reach)
+
+    def _finish(self, text: Text, ids: list[int]) -> int:
+        new, has_ended = len(ids) - text.start, ids[-1] in self._stops
+        if new < LEAST_ANSWER:
+            return 0
         if text.asked.is_question:
-            if text.ids[-1] in self._stops and count - text.start > LEAST_ANSWER:
-                ids = text.ids[:-1] + self._between
-                asked = Asked(text.asked.kind, "", self._rng.choice((0.0, WARM)))
-                self._waiting.append(Text(asked, ids, len(ids)))
-        elif count - text.start >= LEAST_ANSWER:
-            self._features[place, :count].numpy().tofile(self._rows)
-            about = {"place": self._place, "start": text.start, "kind": text.asked.kind}
-            self._list.write(json.dumps({**about, "temperature": text.asked.temperature, "ids": text.ids}) + "\n")
-            for file in (self._rows, self._list):
-                file.flush()
-            self._place += count
-            self.num_written += count + 1 - text.start
+            if has_ended:
+                self._waiting.append(Text(self._answered(), ids[:-1] + self._between))
+            return 0
+        self._found.append((ids, text.start, text.asked.temperature))
+        if has_ended and self._rng.random() < FOLLOWED:
+            self._follow(ids[:-1])
+        if self._rng.random() < REUSED:
+            self._reuse(ids[text.start :])
+        return new
+
+    def _follow(self, ids: list[int]) -> None:
+        """A second question in the same conversation: the target's own, or one of a list."""
+        if len(ids) > MOST_ASKED_AGAIN:
+            return
+        if self._rng.random() < 0.5:
+            asked = Asked("own question", "", 1.0, is_question=True)
+            self._waiting.append(Text(asked, ids + self._encoded(f"{END_OF_TURN}{QUESTION}")))
+        else:
+            said = f"{END_OF_TURN}{QUESTION}{self._rng.choice(FOLLOW_UPS)}"
+            self._waiting.append(Text(self._answered(), ids + self._encoded(said) + self._between))
+
+    def _reuse(self, answer: list[int]) -> None:
+        """A prompt about an answer that was given elsewhere."""
+        matter: str = self._tokenizer.decode(answer[:MOST_ASKED_AGAIN], skip_special_tokens=True)
+        form = self._rng.choice(ABOUT_TEXTS)
+        ids = self._encoded(f"{SYSTEM}{QUESTION}{form.format(matter.strip())}") + self._between
+        self._waiting.append(Text(self._answered(), ids))
+
+    def _answered(self) -> Asked:
+        return Asked("answer", "", self._rng.choice((0.0, 0.0, WARM)))
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-
-def repeats(ids: Sequence[int]) -> bool:
-    """Whether the text ends with a part that is there several times in a row."""
-    for period in range(1, LOOP_PERIOD + 1):
-        count = max(3 * period, LOOP_PERIOD)
-        if len(ids) > count + period and ids[-count:] == ids[-count - period : -period]:
-            return True
-    return False
+    def _texts_found(self) -> Texts:
+        lengths = [len(ids) for ids, _, _ in self._found]
+        ids: NDArray[np.int32] = np.fromiter((each for found, _, _ in self._found for each in found), np.int32)
+        starts = np.array([start for _, start, _ in self._found], np.int32)
+        heat = np.array([heat for _, _, heat in self._found], np.float32)
+        return Texts(ids, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))), starts, heat)
