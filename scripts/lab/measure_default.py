@@ -11,7 +11,10 @@ automatic decoding learns of costs and drafters stays, as in use, from an empty 
 (`auto`), the base line loaded once more ("plain again": what is left of the machine's noise) and, with
 `--reproducible`, both in reproducible mode.
 `--natural-end` lets answers end where the model ends them; text past the end often repeats itself, which flatters
-lookups. `--loop` adds llama-cpp-python's own loop around `Llama.eval` for GGUF files.
+lookups. `--loop` adds llama-cpp-python's own loop around `Llama.eval` for GGUF files, on the same device. `--alone`
+adds the default without the draft of `--draft`.
+
+    python scripts/lab/measure_default.py TARGET --draft DRAFT --alone --gpu-layers -1 --data DATA
 """
 
 from __future__ import annotations
@@ -74,11 +77,18 @@ def answering(model: Model, sampling: Sampling, options: GenerateOptions) -> Ans
     return answer
 
 
-def own_loop(path: Path, tokens: int, threads: int, context_length: int) -> Answer:
+def own_loop(path: Path, tokens: int, threads: int, context_length: int, gpu_layers: int) -> Answer:
     """Greedy decoding as a user of llama-cpp-python writes it: `eval`, argmax, again."""
     from llama_cpp import Llama
 
-    llama = Llama(str(path), n_ctx=context_length, n_threads=threads, n_threads_batch=threads, verbose=False)
+    llama = Llama(
+        str(path),
+        n_ctx=context_length,
+        n_threads=threads,
+        n_threads_batch=threads,
+        n_gpu_layers=gpu_layers,
+        verbose=False,
+    )
 
     def answer(ids: list[int]) -> Tokens:
         llama.reset()
@@ -95,8 +105,9 @@ def own_loop(path: Path, tokens: int, threads: int, context_length: int) -> Answ
 
 def measure(path: str, chosen: argparse.Namespace) -> None:
     sampling = Sampling(temperature=chosen.temp, seed=1)
-    shared: dict[str, Any] = {"context_length": chosen.context}
-    drafts = {"draft": chosen.draft} if chosen.draft else {}
+    shared: dict[str, Any] = {"context_length": chosen.context, "gpu_layers": chosen.gpu_layers}
+    shared["provider"] = chosen.provider
+    drafts = {"draft": chosen.draft, "draft_gpu_layers": chosen.draft_gpu_layers} if chosen.draft else {}
     options = GenerateOptions(max_tokens=chosen.tokens, ignore_eos=not chosen.natural_end)
     with fresh_home(), ExitStack() as stack:
         models = {
@@ -104,6 +115,8 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
             "plain again": edgespec.load(path, **shared, reproducible=False, drafter="none"),
             "default": edgespec.load(path, **shared, **drafts),
         }
+        if chosen.alone:
+            models["default alone"] = edgespec.load(path, **shared)
         if chosen.reproducible:
             models["reproducible plain"] = edgespec.load(path, **shared, reproducible=True, drafter="none")
             models["reproducible"] = edgespec.load(path, **shared, **drafts, reproducible=True)
@@ -113,7 +126,10 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
         first = models["fastest plain"]
         target = first.pair.files["target"].path
         if chosen.loop and target.suffix == ".gguf":
-            settings["llama-cpp-python"] = own_loop(target, chosen.tokens, first.target.facts.threads, chosen.context)
+            threads = first.target.facts.threads
+            settings["llama-cpp-python"] = own_loop(
+                target, chosen.tokens, threads, chosen.context, chosen.gpu_layers
+            )
         asked = []
         for kind, text in prompts_of(chosen.data, 3 * chosen.prompts):
             try:
@@ -132,6 +148,7 @@ def seconds_to(last: int, answers: list[Tokens]) -> float:
 def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[int]]], repeats: int) -> None:
     taken: dict[str, list[float]] = defaultdict(list)
     same: dict[str, int] = defaultdict(int)
+    timed = 0
     for answer in settings.values():
         answer(asked[0][1][:20])  # pages and buffers are touched before anything counts
     for number, (kind, ids) in enumerate(asked):
@@ -140,6 +157,7 @@ def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[i
             for name in settings if turn % 2 else reversed(settings):
                 answers[name].append(settings[name](ids))
         last = min(len(answer) for each in answers.values() for answer in each)
+        timed += last
         texts = {name: [token_id for token_id, _ in each[0]] for name, each in answers.items()}
         for name in settings:
             taken[name].append(seconds_to(last, answers[name]))
@@ -147,7 +165,7 @@ def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[i
         found = "  ".join(f"{name} {taken['fastest plain'][-1] / taken[name][-1]:.2f}" for name in settings)
         print(f"  {kind:14} {len(ids):4} prompt tokens, {last} new  {found}", flush=True)
     base = taken["fastest plain"]
-    print(path)
+    print(f"{path}: plainly {timed / sum(base):.1f} tokens/s, the reading of the prompts included")
     for name, each in taken.items():
         ratios = [plain / own for plain, own in zip(base, each, strict=True)]
         error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
@@ -170,6 +188,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--natural-end", action="store_true", help="answers end where the model ends them")
     parser.add_argument("--reproducible", action="store_true", help="measure reproducible mode too")
+    parser.add_argument("--alone", action="store_true", help="measure the default without the draft too")
+    parser.add_argument("--gpu-layers", type=int, default=0, help="of the target, -1: all (default %(default)s)")
+    parser.add_argument("--draft-gpu-layers", type=int, help="of the draft (default: placed like the target)")
+    parser.add_argument("--provider", default="auto", help="of ONNX models (default %(default)s)")
     parser.add_argument("--loop", action="store_true", help="measure llama-cpp-python's own loop too")
     chosen = parser.parse_args()
     for path in chosen.models:

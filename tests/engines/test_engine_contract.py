@@ -83,6 +83,20 @@ def load_onnx(
     )
 
 
+def load_cuda(path: Path, *, reproducible: bool = False) -> Engine:
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    from edgespec.engines.onnx.library import installed_providers, unusable_providers
+
+    if "cuda" not in installed_providers() or "cuda" in unusable_providers():
+        pytest.skip("no onnxruntime-gpu, or no NVIDIA GPU")
+    try:
+        return load_onnx(path, reproducible=reproducible, provider="cuda")
+    except CapabilityError as exc:
+        if not reproducible:
+            raise
+        pytest.skip(f"the engine says: {exc}")
+
+
 def load_webgpu(path: Path, *, reproducible: bool = False, exit_layer: int | None = None) -> Engine:
     from edgespec.engines.onnx.library import installed_providers
 
@@ -126,6 +140,8 @@ KINDS = (
     "onnx-int8-cache",
     "onnx-exit",
     "onnx-concatenated",
+    "onnx-cuda",
+    "onnx-cuda-reproducible",
     "onnx-webgpu",
     "onnx-webgpu-reproducible",
     "onnx-webgpu-exit",
@@ -154,6 +170,8 @@ def loader(
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
         "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),
+        "onnx-cuda": lambda: load_cuda(onnx_path),
+        "onnx-cuda-reproducible": lambda: load_cuda(onnx_path, reproducible=True),
         "onnx-webgpu": lambda: load_webgpu(tiny_graph_path),
         "onnx-webgpu-reproducible": lambda: load_webgpu(tiny_graph_path, reproducible=True),
         "onnx-webgpu-exit": lambda: load_webgpu(tiny_graph_path, exit_layer=1),

@@ -138,7 +138,8 @@ def open_model(
         load = partial(llama.llama_model_load_from_file, files[0], params)
     model = uninterrupted(load, llama.llama_model_free)
     if not model and any(sign in complaints() for sign in _NO_MEMORY):
-        raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). Use a smaller model")
+        advice = "Put fewer layers on the GPU (-ngl auto: as many as fit), or use" if gpu_layers else "Use"
+        raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). {advice} a smaller model")
     if not model:
         raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
     return model

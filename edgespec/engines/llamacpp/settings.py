@@ -241,9 +241,10 @@ def create_context(model: Any, path: Path, settings: ContextSettings, cancel: Ca
     params.pooling_type = NO_POOLING  # hidden states are wanted by the row
     context = new_context(model, params, cancel, requires_flash=settings.flash_attention is not None)
     if not context:
+        fewer = ", fewer layers on the GPU (-ngl auto: as many as fit)" if settings.gpu_layers else ""
         raise CapabilityError(
             f"llama.cpp refused a context of {settings.cells} cells for {path.name}: {complaints()}. "
-            "Try a smaller --ctx-size, or other --cache-type-k/--cache-type-v"
+            f"Try a smaller --ctx-size{fewer}, or other --cache-type-k/--cache-type-v"
         )
     if not llama.llama_get_memory(context):
         llama.llama_free(context)
