@@ -160,6 +160,7 @@ def _measured(session: Session) -> list[Gain] | None:
 def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
     from edgespec.cli.export import check_lines
     from edgespec.export.accuracy import ExportRefused
+    from edgespec.export.given_heads import shipped_heads
     from edgespec.export.pair import export_pair
     from edgespec.export.request import ExportRequest
 
@@ -167,6 +168,7 @@ def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
         source=str(pair.target),
         output=_new_folder(pair, promised.quant),
         draft=None if pair.draft is None else str(pair.draft),
+        heads=None if pair.draft else shipped_heads(Path(pair.target), promised.quant),
         quants={"onnx": promised.quant},
         made_by=f"edgespec {__version__}",
     )

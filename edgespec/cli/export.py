@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from edgespec.export.stages import Reporter
     from edgespec.types import Progress
 
+NO_DRAFT = "--draft none"
 LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were made
 
 
@@ -43,7 +44,7 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     "--draft",
     metavar="HF",
     help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE; for a "
-    "SOURCE.gguf another .gguf. Or HEADS.npz of train-heads.",
+    "SOURCE.gguf another .gguf. Or HEADS.npz of train-heads; none: not those that edgespec has for SOURCE either.",
 )
 @click.option(
     "--draft-quant",
@@ -140,6 +141,7 @@ def _request(
     no_check: bool,
     **rest: Any,
 ) -> ExportRequest:
+    from edgespec.export.given_heads import shipped_heads
     from edgespec.export.request import (
         DEFAULT_QUANTS,
         Derivation,
@@ -157,10 +159,12 @@ def _request(
     if output is None:
         output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
     heads = expanded(draft) if draft is not None and draft.lower().endswith(".npz") else None
+    if draft is None and derivation is None and (heads := shipped_heads(expanded(source), chosen.get("onnx"))):
+        note(f"with the heads that edgespec has for this file, which draft for it ({NO_DRAFT} leaves them out)")
     return ExportRequest(
         source=source,
         output=expanded(output),
-        draft=draft if heads is None else None,
+        draft=draft if heads is None and draft != "none" else None,
         heads=heads,
         quants=chosen,
         draft_quants=parse_quants("--draft-quant", draft_quants, formats),

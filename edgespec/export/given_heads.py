@@ -1,4 +1,4 @@
-"""Heads that `edgespec train-heads` made, as the draft of a pair: the file goes into the pair as it is."""
+"""Heads as the draft of a pair, made by `edgespec train-heads` or shipped: the file goes into the pair as it is."""
 
 from __future__ import annotations
 
@@ -9,17 +9,35 @@ from pathlib import Path
 from edgespec.config import DrafterName, EngineName, LoadOptions
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.accuracy import ExportRefused
+from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.request import ExportRequest
 from edgespec.export.stages import Artefact, Stage
 from edgespec.export.workspace import Workspace
-from edgespec.formats.files import atomic_file
+from edgespec.formats.files import atomic_file, is_file, shipped_models
 from edgespec.formats.head_file import HeadFile, read_head_file
-from edgespec.formats.manifest import HEADS
+from edgespec.formats.manifest import HEADS, sha256_of
 from edgespec.loading.opening import open_models
 from edgespec.types import Progress
 
 STAGE = "heads"
 CHECK_CONTEXT = 64  # tokens; the probe of a heads file has fewer
+SHIPPED = "eagle.npz"
+PAID_BY = "w8a8"  # the type whose rows are cheap enough: int8's cost what half of the drafted tokens gain
+
+
+def shipped_heads(source: Path, quant: str | None) -> Path | None:
+    """The heads in `models/NAME` for the very file `source`, where it becomes an ONNX model of type `quant`.
+
+    None for other files and types. Raises ModelFileError for a GGUF that cannot be read.
+    """
+    if quant != PAID_BY or source.suffix.lower() != ".gguf" or not is_file(source):
+        return None
+    for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
+        manifest, config = read_head_file(path).manifest, open_gguf(source).config
+        sizes = config.hidden_size, config.vocab_size
+        if sizes == (manifest.hidden_size, manifest.vocabulary_size) and sha256_of(source) == manifest.target_sha256:
+            return path
+    return None
 
 
 def check_given_heads(path: Path, num_layers: int, vocabulary_size: int) -> HeadFile:

@@ -127,9 +127,7 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
         target = first.pair.files["target"].path
         if chosen.loop and target.suffix == ".gguf":
             threads = first.target.facts.threads
-            settings["llama-cpp-python"] = own_loop(
-                target, chosen.tokens, threads, chosen.context, chosen.gpu_layers
-            )
+            settings["llama-cpp-python"] = own_loop(target, chosen.tokens, threads, chosen.context, chosen.gpu_layers)
         asked = []
         for kind, text in prompts_of(chosen.data, 3 * chosen.prompts):
             try:

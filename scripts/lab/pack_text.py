@@ -10,10 +10,7 @@ Without --data the model makes up most questions, and the others are the script'
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-
-import numpy as np
 
 from edgespec.config import LoadOptions
 from edgespec.corpus.database import joined
@@ -22,16 +19,16 @@ from edgespec.corpus.shipped import write_shipped
 from edgespec.corpus.store import vocabulary_key
 from edgespec.loading.opening import open_vocabulary
 from edgespec.tuning.own_text import LEAST_ANSWER, without_loop
+from head_training.texts import read
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="the model, for its vocabulary")
-    parser.add_argument("--work", type=Path, required=True, help="folder with texts-*/texts.jsonl")
+    parser.add_argument("--work", type=Path, required=True, help="folder with texts-*.npz")
     parser.add_argument("--output", type=Path, required=True)
     chosen = parser.parse_args()
-    lines = [line for path in sorted(chosen.work.glob("texts-*/texts.jsonl")) for line in path.open(encoding="utf-8")]
-    written = [np.array(text["ids"][text["start"] :], np.int32) for text in map(json.loads, lines)]
+    written = read(sorted(chosen.work.glob("texts-*.npz"))).answers()
     answers = [ids for ids in map(without_loop, written) if ids.size >= LEAST_ANSWER]
     tokens = joined(answers)
     with open_vocabulary(LoadOptions(model=chosen.model)) as (_, vocabulary):

@@ -28,9 +28,9 @@ from head_training.texts import divided, read, save
 from head_training.training import START_TEXTS, Course, Trainer, save_weights
 from head_training.writing import Writer
 
-ROOM, LONGEST = 640, 256
+ROOM, LONGEST = 512, 256
 SCORED, ALL = 16_384, 24_576  # tokens that the loss is over, and that have an embedding
-PACKED, FREQUENT = 24_576, 8192
+PACKED, FREQUENT = 16_384, 8192
 READ_LAYERS = (3, 14, 24)
 HEAD = "head.pt"
 
@@ -52,6 +52,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.9, help="share of the time in which it falls (%(default)s)")
     parser.add_argument("--state-weight", type=float, default=0.0, help="of the distance of states (%(default)s)")
     parser.add_argument("--ffn", type=int, default=1536)
+    parser.add_argument("--packed", type=int, default=PACKED, help="tokens that it can draft (default %(default)s)")
+    parser.add_argument("--frequent", type=int, default=FREQUENT, help="of them, always scored (default %(default)s)")
     parser.add_argument("--name", default="SmolLM2-135M-Instruct")
     parser.add_argument("--head", default=HEAD, help="name of the checkpoint (default %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("eagle.npz"))
@@ -99,13 +101,17 @@ def train(given: argparse.Namespace) -> None:
     seen = 0 if before is None else before["runs"]
     course = Course(60 * given.minutes, given.depth, given.rate, given.decay, given.batch, given.state_weight)
 
+    figures: dict[str, float] = {}  # shares of held-out drafts of which so many tokens are accepted
+
     def keep() -> None:
-        save_weights(path, {"head": head.state_dict(), "counts": counts, "runs": seen + 1})
+        save_weights(path, {"head": head.state_dict(), "counts": counts, "runs": seen + 1, "figures": figures})
 
     trainer.train(texts, course, say, keep, seed=seen)
+    for name in ("greedy", "sampled"):
+        shares = trainer.accepted(held_out, is_greedy=name == "greedy")
+        say(f"{name}: {shares}")
+        figures |= {f"{name}_{place}": share for place, share in enumerate(shares, 1)}
     keep()
-    for is_greedy in (True, False):
-        print("greedy:" if is_greedy else "sampled:", trainer.accepted(held_out, is_greedy=is_greedy), flush=True)
 
 
 def say(text: str) -> None:
@@ -114,9 +120,11 @@ def say(text: str) -> None:
 
 def pack(given: argparse.Namespace) -> None:
     found = torch.load(given.work / given.head, map_location="cpu")
-    sizes = PACKED, FREQUENT
+    sizes = given.packed, given.frequent
     tokenizer, weights, counts = tokenizer_of(given), found["head"], found["counts"]
-    write_heads(given.output, given.model, given.name, weights, counts, READ_LAYERS, tokenizer, sizes, {})
+    learnt = torch.sort(torch.argsort(-counts, stable=True)[:ALL]).values
+    figures = found.get("figures", {})
+    write_heads(given.output, given.model, given.name, weights, learnt, counts, READ_LAYERS, tokenizer, sizes, figures)
     print(f"{given.output}: {given.output.stat().st_size / 1e6:.1f} MB")
 
 

@@ -30,6 +30,7 @@ PROVIDERS = {
 }
 ERRORS_ONLY = 3
 _TRIED_SIZE = 64
+NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
 
 
 @cache
@@ -159,6 +160,13 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = 
             raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
         if name == "cuda" and load_cuda():
             reason = f"{load_cuda()} ({reason})"
+        elif name == "cuda" and NO_FALLBACK in reason:
+            # Seen on an H100: GroupQueryAttention, whose CUDA kernel takes 16-bit values only.
+            reason = (
+                "ONNX Runtime would keep operators of it on the processor; its attention for CUDA takes 16-bit values "
+                "only. GGUF files run on NVIDIA's GPUs through llama.cpp (run.py install llamacpp --backend cuda), "
+                f"ONNX models through WebGPU ({install_command('webgpu')})"
+            )
         if WHOLE_PRODUCT.encode() in graph:
             reason = "w8a8 runs on processors only; export it with --quant int4, int8 or fp16"
         raise CapabilityError(f"this model cannot run on {name}: {reason}. Use --provider cpu") from exc

@@ -23,14 +23,15 @@ def write_heads(
     source: Path,
     name: str,
     weights: Mapping[str, Tensor],
+    learnt_ids: Tensor,
     counts: Tensor,
     read_layers: tuple[int, ...],
     tokenizer: Any,
     sizes: tuple[int, int],
     figures: Mapping[str, float],
 ) -> None:
-    """`counts` [vocabulary] of the texts learnt from; `sizes`: tokens of the draft vocabulary, and how many of them are
-    always scored."""
+    """`learnt_ids`: the draft vocabulary of the training; `counts` [vocabulary] of its texts; `sizes`: tokens of the
+    draft vocabulary that is written, and how many of them are always scored."""
     target = Weights(source, torch.float32)
     order = torch.argsort(-counts, stable=True)
     ids, frequent = torch.sort(order[: sizes[0]]).values, set(order[: sizes[1]].tolist())
@@ -54,9 +55,13 @@ def write_heads(
         layers=read_layers,
         figures=dict(figures),
     )
+    arrays = {name: weight.float().numpy() for name, weight in weights.items()}
+    # Embeddings are rows of unit size on average over the vocabulary, which is a smaller one now.
+    shrunk = target.head[ids].square().mean().sqrt() / target.head[learnt_ids].square().mean().sqrt()
+    arrays["fc"][:, facts.hidden :] *= float(shrunk)
     heads = HeadFile(
         manifest,
-        {name: weight.numpy() for name, weight in weights.items()},
+        arrays,
         target.head[ids].numpy(),
         ids.numpy().astype(np.int32),
         np.asarray(probe, np.int32),

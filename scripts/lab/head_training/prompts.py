@@ -62,7 +62,12 @@ TOPICS: Final = (
 
 FOLLOW_UPS: Final = (
     *("Make it shorter.", "Can you explain the second point in more detail?", "Give me an example.", "Why?"),
-    *("Summarize that in one sentence.", "Turn it into a table.", "Are you sure? Check it again.", "Thanks! What next?"),
+    *(
+        "Summarize that in one sentence.",
+        "Turn it into a table.",
+        "Are you sure? Check it again.",
+        "Thanks! What next?",
+    ),
     *("Now write it for children.", "Write it as a list of bullet points.", "What are the risks of that?"),
     *("Rewrite it in a more formal tone.", "Translate it into Spanish.", "Can you add a conclusion?", "Show the code."),
     *("Do the same for another case of your choice.", "Which of these matters most, and why?", "Continue."),
@@ -125,7 +130,9 @@ def prompts(data: Path | None, seed: int, own_questions: float = 0.5) -> Iterato
             heat = WARM if turn or programs is not PROGRAMS else 0.0
             found += [Asked("code", conversation(f"{how} {task}."), heat) for how in programs for task in TASKS]
         said = [request.format(topic) for request in REQUESTS for topic in TOPICS]
-        found += [Asked("topic", conversation(text), heat) for text in said for heat in {0.0 if turn == 0 else WARM, WARM}]
+        found += [
+            Asked("topic", conversation(text), heat) for text in said for heat in {0.0 if turn == 0 else WARM, WARM}
+        ]
         sentences = [f"{who} {does} {what}.{then}" for who in WHO for does in DOES for what in WHAT for then in THEN]
         for text in rng.sample(sentences, len(sentences) // 12):
             how = rng.choice(("Translate German to English: {}", "Translate into English: {}", "{}\n\nIn English?"))

@@ -109,8 +109,8 @@ class Trainer:
                 steps, seen, apart = steps + 1, seen + number, apart + variation
                 if time.monotonic() - said > BETWEEN_REPORTS:
                     said = time.monotonic()
-                    say(f"{said - begun:.0f} s: {steps} steps, {float(seen):.0f} drafts, total variation of first tokens "
-                        f"{float(apart / seen):.4f}")  # fmt: skip
+                    about = f"total variation of first tokens {float(apart / seen):.4f}"
+                    say(f"{said - begun:.0f} s: {steps} steps, {float(seen):.0f} drafts, {about}")
                     seen, apart = torch.zeros(()), torch.zeros(())
                     save()
 

@@ -47,7 +47,9 @@ class Text:
 class Writer:
     """Texts in the places of `target`; answers of up to `longest` tokens to `asked`, an endless list."""
 
-    def __init__(self, target: Llama, places: int, tokenizer: Any, asked: Iterator[Asked], longest: int, seed: int):
+    def __init__(
+        self, target: Llama, places: int, tokenizer: Any, asked: Iterator[Asked], longest: int, seed: int
+    ) -> None:
         self._target, self._tokenizer, self._asked, self._longest = target, tokenizer, asked, longest
         self._rng, self._places, self._group = random.Random(seed), places, max(8, places // 16)
         self._texts: list[Text | None] = [None] * places
@@ -75,9 +77,9 @@ class Writer:
             num_tokens += self._harvest()
             if time.monotonic() - said > 20:
                 said = time.monotonic()
-                rate = num_tokens / (said - begun)
-                say(f"{said - begun:.0f} s: {len(self._found)} texts, {num_tokens} tokens of answers, {rate:.0f} a second, "
-                    f"{(said - begun) / steps * 1000:.1f} ms a step")  # fmt: skip
+                passed = said - begun
+                rates = f"{num_tokens / passed:.0f} a second, {passed / steps * 1000:.1f} ms a step"
+                say(f"{passed:.0f} s: {len(self._found)} texts, {num_tokens} tokens of answers, {rates}")
         return self._texts_found()
 
     def _advance(self) -> None:
