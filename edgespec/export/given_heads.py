@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from edgespec.formats.manifest import HEADS, sha256_of
 from edgespec.loading.opening import open_models
 from edgespec.types import Progress
 
+logger = logging.getLogger("edgespec")
 STAGE = "heads"
 CHECK_CONTEXT = 64  # tokens; the probe of a heads file has fewer
 SHIPPED = "eagle.npz"
@@ -28,12 +30,18 @@ PAID_BY = "w8a8"  # the type whose rows are cheap enough: int8's cost what half 
 def shipped_heads(source: Path, quant: str | None) -> Path | None:
     """The heads in `models/NAME` for the very file `source`, where it becomes an ONNX model of type `quant`.
 
-    None for other files and types. Raises ModelFileError for a GGUF that cannot be read.
+    None for other files and types. Heads that cannot be read are logged and left out. Raises ModelFileError for a GGUF
+    that cannot be read.
     """
     if quant != PAID_BY or source.suffix.lower() != ".gguf" or not is_file(source):
         return None
     for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
-        manifest, config = read_head_file(path).manifest, open_gguf(source).config
+        try:
+            manifest = read_head_file(path).manifest
+        except ModelFileError as exc:
+            logger.warning("the heads are left out: %s", exc)
+            continue
+        config = open_gguf(source).config
         sizes = config.hidden_size, config.vocab_size
         if sizes == (manifest.hidden_size, manifest.vocabulary_size) and sha256_of(source) == manifest.target_sha256:
             return path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,13 @@ from test_gguf_conversion import export
 
 from demo import DEMO
 from edgespec.cli.main import cli
+from edgespec.export import given_heads
+from edgespec.export.given_heads import SHIPPED, shipped_heads
+from edgespec.formats.files import shipped_models
+from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
+from edgespec.loading.catalogue import entries
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"
 
@@ -76,3 +83,48 @@ def test_damaged_heads_and_those_of_another_target_are_refused(tmp_path: Path) -
     result = export(DEMO / "demo-draft-q8_0.gguf", tmp_path / "pair", "--draft", str(HEADS))
     assert result.exit_code != 0 and "heads for another target" in result.stderr
     assert not (tmp_path / "pair").exists()
+
+
+def shipped(folder: Path, sha256: str) -> Path:
+    """The demo's heads as those that edgespec has for a file with `sha256`."""
+    heads, path = read_head_file(HEADS), folder / "demo" / SHIPPED
+    path.parent.mkdir(parents=True)
+    write_head_file(path, replace(heads, manifest=replace(heads.manifest, target_sha256=sha256)))
+    return path
+
+
+def test_a_w8a8_pair_of_a_known_file_gets_its_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shipped(tmp_path / "models", sha256_of(TARGET))
+    monkeypatch.setattr(given_heads, "shipped_models", lambda: tmp_path / "models")
+    assert shipped_heads(TARGET, "w8a8") == path
+    assert shipped_heads(TARGET, "int8") is shipped_heads(TARGET, None) is None
+    assert shipped_heads(DEMO / "hf" / "target", "w8a8") is shipped_heads(tmp_path / "none.gguf", "w8a8") is None
+    for arguments, wanted in (((), {"eagle"}), (("--draft", "none"), set())):
+        output = tmp_path / f"pair-{len(arguments)}"
+        result = export(TARGET, output, "--quant", "w8a8", "--no-check", *arguments)
+        assert result.exit_code == 0, result.output
+        assert read_pair(output).heads.keys() == wanted
+        assert ("has for this file" in result.stderr) == bool(wanted)
+
+
+def test_heads_of_another_file_and_damaged_ones_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(given_heads, "shipped_models", lambda: tmp_path)
+    path = shipped(tmp_path, "0" * 64)
+    assert shipped_heads(TARGET, "w8a8") is None and not caplog.records
+    path.write_bytes(path.read_bytes()[:1000])
+    assert shipped_heads(TARGET, "w8a8") is None and "left out" in caplog.text
+
+
+def test_the_heads_that_are_shipped_can_be_read_and_are_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    found = sorted(shipped_models().glob(f"*/{SHIPPED}"))
+    assert found
+    for path in found:
+        manifest = read_head_file(path).manifest
+        assert manifest.kind == "eagle" and len(manifest.target_sha256) == 64
+        known = {file.sha256 for entry in entries().values() for file in entry.files}
+        assert manifest.target_sha256 in known
+        assert {f"models/{path.parent.name}/{name}" for name in (SHIPPED, "NOTICE")} <= set(included)

@@ -36,7 +36,9 @@ class _Rows:
         self._mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         self.texts = torch.arange(len(prompts), device=self.device)
         self._cache: Any = None
-        only_last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        takes = inspect.signature(model.forward).parameters
+        only_last = "logits_to_keep" in takes
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # its name in transformers before 5.24
         self._options = {"use_cache": True, **({"logits_to_keep": 1} if only_last else {})}
 
     def logits(self) -> Tensor:
@@ -46,10 +48,10 @@ class _Rows:
             input_ids=self._new,
             attention_mask=self._mask,
             position_ids=positions,
-            past_key_values=self._cache,
+            **{self._cache_name: self._cache},
             **self._options,
         )
-        self._cache = output.past_key_values
+        self._cache = getattr(output, self._cache_name)
         return output.logits[:, -1].float()
 
     def push(self, token_ids: Tensor) -> None:
