@@ -10,7 +10,6 @@ from pathlib import Path
 from edgespec.config import DrafterName, EngineName, LoadOptions
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.accuracy import ExportRefused
-from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.request import ExportRequest
 from edgespec.export.stages import Artefact, Stage
 from edgespec.export.workspace import Workspace
@@ -35,6 +34,8 @@ def shipped_heads(source: Path, quant: str | None) -> Path | None:
     """
     if quant != PAID_BY or source.suffix.lower() != ".gguf" or not is_file(source):
         return None
+    from edgespec.export.onnx.from_gguf import open_gguf  # imports onnx, which an export to GGUF does without
+
     for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
         try:
             manifest = read_head_file(path).manifest
