@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from edgespec.export.stages import Reporter
     from edgespec.types import Progress
 
-NO_DRAFT = "--draft none"
 LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were made
 
 
@@ -160,7 +159,7 @@ def _request(
         output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
     heads = expanded(draft) if draft is not None and draft.lower().endswith(".npz") else None
     if draft is None and derivation is None and (heads := shipped_heads(expanded(source), chosen.get("onnx"))):
-        note(f"with the heads that edgespec has for this file, which draft for it ({NO_DRAFT} leaves them out)")
+        note("with the heads that edgespec has for this file, which draft for it (--draft none leaves them out)")
     return ExportRequest(
         source=source,
         output=expanded(output),

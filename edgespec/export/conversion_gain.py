@@ -26,7 +26,7 @@ from edgespec.control import constants as c
 from edgespec.control.measure import quick_costs
 from edgespec.control.threads import Started
 from edgespec.engines.base import Engine
-from edgespec.engines.onnx.library import open_session
+from edgespec.engines.onnx.sessions import open_session
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.child import follow_parent, run_child
 from edgespec.export.onnx.from_gguf import open_gguf

@@ -16,9 +16,10 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.onnx import OnnxEngine, devices
 from edgespec.engines.onnx import engine as engine_module
 from edgespec.engines.onnx.devices import DeviceLimits, device_limits
-from edgespec.engines.onnx.library import Device, installed_providers
+from edgespec.engines.onnx.library import Device, failures_of_library, installed_providers, library, load_cuda
 from edgespec.engines.onnx.opening import open_passes
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
+from edgespec.engines.onnx.sessions import NO_FALLBACK, reason
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.types import Batch, Logits
 
@@ -113,6 +114,19 @@ def test_a_provider_that_is_not_there_is_refused(tiny_graph_path, provider, erro
         pytest.skip(f"{provider} is installed")
     with pytest.raises(error, match=provider):
         load(tiny_graph_path, provider)
+
+
+def test_a_graph_that_cuda_runs_in_part_only_is_explained(tiny_graph_path):
+    """The words are ONNX Runtime's own: a session that may not use the processor, and has nothing else."""
+    options = library().SessionOptions()
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    with pytest.raises(failures_of_library(), match=NO_FALLBACK) as refused:
+        library().InferenceSession(str(tiny_graph_path), options, providers=[])
+    graph, said = tiny_graph_path.read_bytes(), str(refused.value)
+    assert reason("webgpu", graph, said) == said
+    if not load_cuda():
+        assert "16-bit values only" in reason("cuda", graph, said) and "llama.cpp" in reason("cuda", graph, said)
+        assert reason("cuda", graph, "something else") == "something else"
 
 
 @NEEDS_WEBGPU

@@ -132,25 +132,24 @@ def test_weights_that_are_packed_are_let_go_and_change_no_bits(
     onnx_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unsigned weights are a second copy of the model; what a session packed of them is all that it reads."""
-    from edgespec.engines.onnx import OnnxEngine
-    from edgespec.engines.onnx import library as onnx_library
+    from edgespec.engines.onnx import OnnxEngine, sessions
 
     if "whole" not in str(onnx_target):
         pytest.skip("its weights are used as they are")
     made: list[weakref.ref[Any]] = []
-    make = onnx_library.make_unsigned
+    make = sessions.make_unsigned
 
     def make_unsigned(graph: bytes, folder: Path) -> Any:
         found = make(graph, folder)
         made.extend(weakref.ref(array) for array in found[1].values())
         return found
 
-    monkeypatch.setattr(onnx_library, "products_saturate", lambda: True)
-    monkeypatch.setattr(onnx_library, "make_unsigned", make_unsigned)
-    assert onnx_library.reads_packed_weights()
+    monkeypatch.setattr(sessions, "products_saturate", lambda: True)
+    monkeypatch.setattr(sessions, "make_unsigned", make_unsigned)
+    assert sessions.reads_packed_weights()
     found, kept = [], []
     for is_packed in (False, True):
-        monkeypatch.setattr(onnx_library, "reads_packed_weights", lambda is_packed=is_packed: is_packed)
+        monkeypatch.setattr(sessions, "reads_packed_weights", lambda is_packed=is_packed: is_packed)
         with OnnxEngine.load(onnx_target, context_length=800, threads=2, reproducible=False) as engine:
             gc.collect()
             kept.append([array() is not None for array in made])

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.head import LayerProducts, States
-from edgespec.engines.onnx.library import library, open_session, translated
+from edgespec.engines.onnx.library import library, translated
+from edgespec.engines.onnx.sessions import open_session
 from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.w8a8 import quantise_rows

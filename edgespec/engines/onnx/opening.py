@@ -17,9 +17,10 @@ from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, s
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import Device, device_identity, library, try_graph, version
+from edgespec.engines.onnx.library import Device, device_identity, library, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
+from edgespec.engines.onnx.sessions import try_graph
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.onnx.waiting import open_sessions

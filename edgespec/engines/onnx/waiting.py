@@ -17,7 +17,8 @@ from typing import Any
 
 from edgespec.engines.limits import spare_memory
 from edgespec.engines.onnx.graph import Graph
-from edgespec.engines.onnx.library import Device, open_session
+from edgespec.engines.onnx.library import Device
+from edgespec.engines.onnx.sessions import open_session
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import EdgespecError
 

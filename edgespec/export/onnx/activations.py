@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.engines.onnx.calibration import TEXT
-from edgespec.engines.onnx.library import open_session
+from edgespec.engines.onnx.sessions import open_session
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.forms import LlamaWeights, WholeNumbers

@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.library import library, open_session
+from edgespec.engines.onnx.library import library
+from edgespec.engines.onnx.sessions import open_session
 from edgespec.export.onnx.canonical import canonicalise, store_transposed
 from edgespec.export.onnx.child import follow_parent
 from edgespec.export.onnx.graph import read_graph

@@ -1,0 +1,205 @@
+"""Makes sessions of ONNX Runtime: on the device that is asked for, or on the best one that can run a whole model."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.engines.machine import products_saturate
+from edgespec.engines.onnx.edge import without_flash
+from edgespec.engines.onnx.library import (
+    ERRORS_ONLY,
+    PROVIDERS,
+    Device,
+    failures_of_library,
+    installed_providers,
+    is_hardware,
+    library,
+    load_cuda,
+)
+from edgespec.engines.onnx.plugins import failures, plugin_devices
+from edgespec.engines.onnx.unsigned import Weights, make_unsigned
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.installation import install_command
+
+_TRIED_SIZE = 64
+NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
+
+
+def open_session(
+    graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True, flash: bool = True
+) -> tuple[Any, Device]:
+    """A session of a serialised graph whose weights are in `folder`.
+
+    `provider` "auto" takes the best one that is installed and works; `spins`: see `waiting`; `flash` False: without
+    flash attention on the CPU, see `edge`.
+
+    Raises ConfigError for an unknown name, CapabilityError for one that is not installed or lacks an operator of this
+    model, ModelFileError for a bad model.
+    """
+    installed = installed_providers()
+    if provider != "auto" and provider not in PROVIDERS:
+        raise ConfigError(f"provider {provider!r} is not known; allowed: auto, {', '.join(PROVIDERS)}")
+    if provider != "auto" and provider not in installed:
+        reason = (
+            f"{provider} cannot be used: {failures[provider]}"
+            if provider in failures
+            else (f"provider {provider!r} is not in this build of ONNX Runtime")
+        )
+        raise CapabilityError(
+            f"{reason}. It has: {', '.join(installed)}. For an NVIDIA GPU: {install_command('gpu')}. "
+            f"For others: {install_command('webgpu')}"
+        )
+    for name in (provider,) if provider != "auto" else filter(is_hardware, installed):
+        try:
+            with nullcontext() if flash else without_flash():
+                return _open(graph, folder, threads, name, spins=spins), Device(name, PROVIDERS[name][1])
+        except CapabilityError:
+            if provider != "auto":
+                raise
+    raise AssertionError("the CPU raises ModelFileError, never CapabilityError")
+
+
+def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = True) -> Any:
+    ort = library()
+    options, graph, weights = _options(graph, folder, threads, name)
+    if not spins:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        if name == "cuda":
+            load_cuda()
+        if device := plugin_devices(ort).get(name):
+            options.add_provider_for_devices([device], {})
+        providers = None if device else [PROVIDERS[name][0]]
+        session = ort.InferenceSession(graph, options, providers=providers)
+        if weights and not reads_packed_weights():
+            session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
+        return session
+    except failures_of_library() as exc:
+        said = " ".join(str(exc).split())
+        if name == "cpu":
+            raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {said}. Export it again") from exc
+        raise CapabilityError(
+            f"this model cannot run on {name}: {reason(name, graph, said)}. Use --provider cpu"
+        ) from exc
+
+
+def reason(name: str, graph: bytes, said: str) -> str:
+    """Why `graph` cannot run on `name`, of which ONNX Runtime `said` something."""
+    if WHOLE_PRODUCT.encode() in graph:
+        return "w8a8 runs on processors only; export it with --quant int4, int8 or fp16"
+    if name != "cuda":
+        return said
+    if missing := load_cuda():
+        return f"{missing} ({said})"
+    if NO_FALLBACK not in said:
+        return said
+    # Seen on an H100: GroupQueryAttention would stay on the processor.
+    return (
+        "ONNX Runtime's attention for CUDA takes 16-bit values only. GGUF files run on NVIDIA's GPUs through llama.cpp "
+        f"(run.py install llamacpp --backend cuda), ONNX models through WebGPU ({install_command('webgpu')})"
+    )
+
+
+def try_graph(graph: bytes, folder: Path) -> None:
+    """Open a session without optimising the graph or packing its weights. Raises ModelFileError for a bad model."""
+    ort = library()
+    options = _plain_options(1)
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    graph, place = with_real_files(graph, folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
+    try:
+        ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    except failures_of_library() as exc:
+        reason = " ".join(str(exc).split())
+        raise ModelFileError(f"ONNX Runtime refused the model in {folder}: {reason}. Export it again") from exc
+
+
+def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
+    """The graph with symbolic links to weight files resolved, and the folder that their names are relative to.
+
+    ONNX Runtime reads nothing outside the folder it is given, links followed; caches of downloads keep every file as a
+    link into another folder.
+    """
+    if not any(entry.is_symlink() for entry in folder.iterdir()):
+        return graph, folder
+    import onnx
+
+    model = onnx.ModelProto.FromString(graph)
+    entries = [item for tensor in model.graph.initializer for item in tensor.external_data if item.key == "location"]
+    real = {item.value: Path(os.path.realpath(folder / item.value)) for item in entries}
+    if not real:
+        return graph, folder
+    place = Path(os.path.commonpath([file.parent for file in real.values()]))
+    for item in entries:
+        item.value = real[item.value].relative_to(place).as_posix()
+    return model.SerializeToString(), place
+
+
+@cache
+def reads_packed_weights() -> bool:
+    """Whether a session, once made, no longer reads the weights of integer products that it was given.
+
+    Tried on a small product: its weights are overwritten after the session is made.
+    """
+    from onnx import TensorProto, helper
+
+    weights = np.random.default_rng(0).integers(0, 256, (_TRIED_SIZE, _TRIED_SIZE), np.uint8)
+    given = TensorProto(name="weights", data_type=TensorProto.UINT8, dims=weights.shape)
+    given.data_location = TensorProto.EXTERNAL
+    given.external_data.add(key="location", value="weights")
+    sums = helper.make_tensor_value_info("sums", TensorProto.FLOAT, ["rows", _TRIED_SIZE])
+    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", _TRIED_SIZE])
+    one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])
+    middle = helper.make_tensor("middle", TensorProto.UINT8, [], [128])
+    product = helper.make_node(
+        WHOLE_PRODUCT, ["codes", "weights", "one", "one", "middle", "middle"], ["sums"], domain="com.microsoft"
+    )
+    graph = helper.make_graph([product], "packing", [codes], [sums], [given, one, middle])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = _plain_options(1)
+    options.add_external_initializers(["weights"], [library().OrtValue.ortvalue_from_numpy(weights)])
+    session = library().InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    exact = weights.astype(np.int64) - 128
+    weights[:] = 0
+    rows = (np.arange(count * _TRIED_SIZE, dtype=np.uint8).reshape(count, -1) for count in (1, 2, 5, 16, 64))
+    return all((session.run(None, {"codes": x})[0] == (x.astype(np.int64) - 128) @ exact).all() for x in rows)
+
+
+def _plain_options(threads: int) -> Any:
+    """Options of every session."""
+    options = library().SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = ERRORS_ONLY + 1
+    # Threads that spin after a pass slow the other model of the pair down: a round took 57 ms instead of 8.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
+    """Options of a session, its graph, and weights that must be kept at least until it is made."""
+    ort = library()
+    weights: Weights = {}
+    options = _plain_options(threads)
+    if name != "cpu":
+        # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
+        # Unsigned weights have exact kernels on every processor.
+        graph, weights, is_left = make_unsigned(graph, folder)
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+        options.add_external_initializers(list(weights), values)
+        if is_left:
+            options.add_session_config_entry("session.x64quantprecision", "1")
+    graph, place = with_real_files(graph, folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
+    return options, graph, weights
