@@ -20,7 +20,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.machine import products_saturate
-from edgespec.engines.onnx import OnnxEngine, library, unsigned
+from edgespec.engines.onnx import OnnxEngine, sessions, unsigned
 from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import compare, limits_of
 from edgespec.export.reference import Reference
@@ -114,7 +114,7 @@ def test_a_row_is_exact_at_every_width_and_beside_any_rows(tmp_path: Path, opset
     folder = product(tmp_path / "model", weights, opset)
     assert to_integer(folder, 64) == 1
     graph = (folder / "model.onnx").read_bytes()
-    session, _ = library.open_session(graph, folder, threads=threads, provider="cpu")
+    session, _ = sessions.open_session(graph, folder, threads=threads, provider="cpu")
     rows = strange_rows()
     expected = exact(rows, weights)
     assert np.isfinite(expected).all() and not expected[3].any()
@@ -139,7 +139,7 @@ def test_a_processor_that_saturates_takes_unsigned_weights(
         ids = text_ids(engine)[:24]
         expected = score(engine, ids)
     asked: list[bool] = []
-    monkeypatch.setattr(library, "products_saturate", lambda: asked.append(True) or True)
+    monkeypatch.setattr(sessions, "products_saturate", lambda: asked.append(True) or True)
     with open_engine(plain) as engine:
         assert not asked
     with open_engine(whole) as engine:
@@ -157,14 +157,14 @@ def test_signed_products_are_exact_where_the_machine_says_so(count: int) -> None
     node = helper.make_node("MatMulInteger", ["codes", "weights"], ["sums"])
     graph = helper.make_graph([node], "saturation", [codes], [sums], [weights])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    session, _ = library.open_session(model.SerializeToString(), Path(), threads=1, provider="cpu")
+    session, _ = sessions.open_session(model.SerializeToString(), Path(), threads=1, provider="cpu")
     assert (session.run(None, {"codes": np.full((count, INNER), 255, np.uint8)})[0] == 255 * 127 * INNER).all()
 
 
 def test_weights_made_unsigned_here_give_the_bits_of_onnx_runtimes_own(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "products_saturate", lambda: True)
+    monkeypatch.setattr(sessions, "products_saturate", lambda: True)
     left: list[bool] = []
 
     def watched(graph: bytes, folder: Path) -> tuple[bytes, unsigned.Weights, bool]:
@@ -172,12 +172,12 @@ def test_weights_made_unsigned_here_give_the_bits_of_onnx_runtimes_own(
         left.append(made[2] or not made[1])
         return made
 
-    monkeypatch.setattr(library, "make_unsigned", watched)
+    monkeypatch.setattr(sessions, "make_unsigned", watched)
     with open_engine(whole) as engine:
         ids = text_ids(engine)[:24]
         ours = score(engine, ids)
     assert left == [False]  # nothing is left to what takes ONNX Runtime long
-    monkeypatch.setattr(library, "make_unsigned", lambda graph, folder: (graph, {}, True))
+    monkeypatch.setattr(sessions, "make_unsigned", lambda graph, folder: (graph, {}, True))
     with open_engine(whole) as engine:
         np.testing.assert_array_equal(score(engine, ids), ours)
 
@@ -187,8 +187,8 @@ def test_weights_made_for_a_session_live_as_long_as_it_reads_them(
     whole: Path, monkeypatch: pytest.MonkeyPatch, reads_packed: bool
 ) -> None:
     """ONNX Runtime points at them unless it packed them: freed too early, reading them ends the process."""
-    monkeypatch.setattr(library, "products_saturate", lambda: True)
-    monkeypatch.setattr(library, "reads_packed_weights", lambda: reads_packed)
+    monkeypatch.setattr(sessions, "products_saturate", lambda: True)
+    monkeypatch.setattr(sessions, "reads_packed_weights", lambda: reads_packed)
     made: list[weakref.ref[np.ndarray]] = []
 
     def watched(graph: bytes, folder: Path) -> tuple[bytes, unsigned.Weights, bool]:
@@ -196,7 +196,7 @@ def test_weights_made_for_a_session_live_as_long_as_it_reads_them(
         made.extend(map(weakref.ref, found[1].values()))
         return found
 
-    monkeypatch.setattr(library, "make_unsigned", watched)
+    monkeypatch.setattr(sessions, "make_unsigned", watched)
     with open_engine(whole):
         gc.collect()
         assert made and all((each() is None) == reads_packed for each in made)
