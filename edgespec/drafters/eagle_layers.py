@@ -9,15 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.products import NumpyLayerProducts
+from edgespec.drafters.head_layer import numpy_layer
 from edgespec.drafters.scored import Array
-from edgespec.engines.head import LayerProducts
+from edgespec.engines.head import HeadLayer
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import TokenIds
 
 
 class LayersEagleDrafter(EagleDrafter):
-    """`heads` of generation 3; without `products` numpy computes them in float32."""
+    """`heads` of generation 3; without a `layer` numpy computes it in float32."""
 
     def __init__(
         self,
@@ -25,11 +25,11 @@ class LayersEagleDrafter(EagleDrafter):
         vocabulary_size: int,
         end_ids: frozenset[int],
         given_layers: tuple[int, ...] = (),
-        products: LayerProducts | None = None,
+        layer: HeadLayer | None = None,
     ) -> None:
-        # Its products have the rows of the head, and embeddings come from a table of their own.
+        # Its layer has the rows of the head, and embeddings come from a table of their own.
         rows = np.zeros((0, heads.manifest.hidden_size), np.float16)
-        super().__init__(heads, vocabulary_size, end_ids, given_layers, products or NumpyLayerProducts(heads), rows)
+        super().__init__(heads, vocabulary_size, end_ids, given_layers, layer or numpy_layer(heads), rows)
         self._fused_size = heads.manifest.fused_size
         assert heads.embedding is not None
         self._embedding = heads.embedding
@@ -37,7 +37,7 @@ class LayersEagleDrafter(EagleDrafter):
     def read(self, features: Array) -> Array:
         if self._columns is not None:
             features = features[:, self._columns]
-        return self._products.fuse(np.ascontiguousarray(features[:, : self._fused_size]))
+        return self._layer.fuse(np.ascontiguousarray(features[:, : self._fused_size]))
 
     def embed(self, token_ids: TokenIds) -> Array:
         return self._embedding.rows(token_ids)

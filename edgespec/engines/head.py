@@ -3,7 +3,7 @@
 A feature head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
 the target's passes into states; beyond those, the head's own last state is used as the next one. A block head caches
 the target's features of each token and drafts many tokens in one pass. A step head attends to the target's cache. For
-an EAGLE head, whose attention the drafter computes, an engine computes only the matrix products.
+an EAGLE head a layer reads pairs into a cache that the drafter keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import Closing
+from edgespec.formats.head_file import HeadFile, HeadManifest
 from edgespec.types import Logits, TokenIds
 
 BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
@@ -131,10 +132,25 @@ class BlockHead(CachedHead):
         """
 
 
-class LayerProducts(Closing, ABC):
-    """The matrix products of an EAGLE head: of its layer, and of the target's head cut down to m tokens.
+@dataclass(slots=True)
+class Pairs:
+    """The cache of an EAGLE head: `keys` and `values` [1, kv heads, capacity, head size] of the `length` pairs read."""
 
-    `num_bytes` of memory. Not thread safe.
+    keys: States
+    values: States
+    length: int = 0
+
+    @classmethod
+    def room(cls, sizes: HeadManifest, capacity: int) -> Self:
+        """An empty cache."""
+        shape = 1, sizes.kv_heads, capacity, sizes.head_dim
+        return cls(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+
+
+class HeadLayer(Closing, ABC):
+    """The layer of an EAGLE head, and the target's head cut down to m tokens; its weights take `num_bytes`.
+
+    Not thread safe; several texts may use it by turns, each with `Pairs` of its own.
     """
 
     num_bytes: int
@@ -144,13 +160,33 @@ class LayerProducts(Closing, ABC):
         """States [n, width] of `features` [n, all states read], for heads that read several. Raises EngineError."""
 
     @abstractmethod
-    def before(self, states: States, embedded: States) -> tuple[States, States]:
-        """Of pairs of `states` and `embedded` tokens [n, width]: what the layer starts with [n, width], and queries,
-        keys and values side by side [n, (heads + 2 * kv_heads) * head_dim], not rotated. Raises EngineError."""
+    def read(
+        self,
+        pairs: Pairs,
+        states: States,
+        embedded: States,
+        positions: NDArray[np.int64],
+        sees: NDArray[np.bool_] | None = None,
+        scored: int = 1,
+    ) -> tuple[States, States]:
+        """Append pairs of `states` and `embedded` tokens [n, width] to `pairs`, which have room for them.
 
-    @abstractmethod
-    def after(self, x: States, attended: States) -> tuple[States, States]:
-        """(states [n, width] that follow the pairs, their scores [n, m]).
-
-        `x` [n, width]: what the layer starts with; `attended` [n, heads * head_dim]. Raises EngineError.
+        Gives, for the last `scored` of them, the states [scored, width] that follow and their scores [scored, m], which
+        the next call overwrites.
+        `positions` [n] count from the first pair of the text that `pairs` began with: 0 where they are empty. `sees`
+        [n, length + n]: the pairs that each attends to, no later ones; None: all before it. Raises EngineError;
+        `pairs.length` is then as before.
         """
+
+
+def frequencies_of(heads: HeadFile) -> States:
+    """Those of the rotary embedding of an EAGLE head [head size / 2]."""
+    sizes = heads.manifest
+    half = np.arange(0, sizes.head_dim, 2, dtype=np.float32) / np.float32(sizes.head_dim)
+    return heads.arrays.get("frequencies", np.float32(sizes.rope_theta) ** -half)
+
+
+def rotary_tables(frequencies: States, positions: NDArray[np.int64]) -> tuple[States, States]:
+    """Cosines and sines [n, head size / 2] at `positions` [n]."""
+    angles = positions.astype(np.float32)[:, None] * frequencies
+    return np.cos(angles), np.sin(angles)

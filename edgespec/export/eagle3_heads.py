@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.eagle_layers import LayersEagleDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.onnx.eagle import OnnxLayerProducts
+from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import HEAD_TOKENS, Comparison, ExportRefused, Limits, compare_logits, limits_of
 from edgespec.export.checkpoint import Checkpoint
@@ -77,8 +77,8 @@ def check_heads(folder: Path, target_folder: Path, open_target: OpenTarget, path
     exact = _compared(reference, LayersEagleDrafter(floats, num_tokens, frozenset(), layers), states)
     _refuse(exact, limits_of("fp32"), folder)
     stored = read_head_file(path)
-    products = OnnxLayerProducts(stored, threads=1)
-    found = _compared(reference, LayersEagleDrafter(stored, num_tokens, frozenset(), layers, products), states)
+    layer = OnnxLayer(stored, threads=1)
+    found = _compared(reference, LayersEagleDrafter(stored, num_tokens, frozenset(), layers, layer), states)
     _refuse(found, STORED, folder)
     return {"onnx": found, "onnx_fp32": exact}
 

@@ -17,11 +17,12 @@ from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter, MtpDrafter
 from edgespec.drafters.eagle_layers import LayersEagleDrafter
 from edgespec.drafters.gemma4 import Gemma4ChainDrafter
+from edgespec.drafters.head_layer import numpy_layer
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
 from edgespec.engines.features import LAYERS_WINDOW, WINDOW
-from edgespec.engines.head import CachedHead
+from edgespec.engines.head import CachedHead, HeadLayer
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.kind import HEAD_NAMES
@@ -33,7 +34,7 @@ from edgespec.types import Batch
 if TYPE_CHECKING:
     from edgespec.engines.llamacpp.engine import AnyHead
 
-HEAD_THREADS = 1  # a second thread takes as long to wake as it saves, and is the target's
+HEAD_THREADS = 2  # reading the weights is most of a pass, and two cores read faster; more take longer to wake
 
 
 def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
@@ -68,16 +69,18 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
         )
     if manifest.kind == "medusa":
         return MedusaDrafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers)
-    from edgespec.engines.onnx.eagle import OnnxLayerProducts, OnnxProducts
+    layer = _layer_of(heads)
+    with closed_on_failure(layer):
+        drafter = LayersEagleDrafter if manifest.generation == 3 else EagleDrafter
+        return drafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers, layer)
 
-    about = heads, vocabulary.size, vocabulary.end_ids, target.state_layers
-    if manifest.generation == 3:
-        fused = OnnxLayerProducts(heads, threads=HEAD_THREADS)
-        with closed_on_failure(fused):
-            return LayersEagleDrafter(*about, fused)
-    products = OnnxProducts(heads, threads=HEAD_THREADS)
-    with closed_on_failure(products):
-        return EagleDrafter(*about, products)
+
+def _layer_of(heads: HeadFile) -> HeadLayer:
+    from edgespec.engines.onnx.eagle import OnnxLayer
+
+    if OnnxLayer.takes(heads):
+        return OnnxLayer(heads, threads=HEAD_THREADS)
+    return numpy_layer(heads)
 
 
 def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:

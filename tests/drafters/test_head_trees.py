@@ -263,8 +263,8 @@ def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, mon
     drafter, asked = drafter_of(heads, TOKENS), tree_request(16, 0.9)
     expected = drafter.draft(asked)
     with monkeypatch.context() as patch:
-        behind = drafter._behind
-        patch.setattr(drafter, "_behind", lambda *given: 1 / 0 if len(given) > 2 else behind(*given))
+        read = drafter._read
+        patch.setattr(drafter, "_read", lambda *given: 1 / 0 if len(given) > 3 else read(*given))
         with pytest.raises(ZeroDivisionError):
             drafter.draft(asked)
     again = drafter.draft(asked)

@@ -21,10 +21,11 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.drafters.eagle_layers import LayersEagleDrafter
-from edgespec.drafters.products import NumpyLayerProducts
+from edgespec.drafters.head_layer import numpy_layer
 from edgespec.engines.base import Engine
+from edgespec.engines.head import Pairs
 from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.onnx.eagle import OnnxLayerProducts
+from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.errors import ModelFileError
 from edgespec.export import eagle3_heads
 from edgespec.export.accuracy import ExportRefused, limits_of
@@ -141,18 +142,18 @@ def test_rules_that_compare_distributions_and_trees_run_on_it(heads: Path, rule:
     assert stats.drafted_tokens > 40 and stats.new_tokens == 48
 
 
-def test_quantised_products_are_those_of_numpy(heads: Path):
+def test_a_quantised_layer_is_that_of_numpy(heads: Path):
     given = read_head_file(heads)
     rng = np.random.default_rng(1)
     sizes = given.manifest
     states, embedded = rng.standard_normal((2, 3, sizes.hidden_size)).astype(np.float32)
     features = rng.standard_normal((3, sizes.fused_size)).astype(np.float32)
     found = []
-    for products in (NumpyLayerProducts(given), OnnxLayerProducts(given, threads=1)):
-        with products:
-            x, together = products.before(states, embedded)
-            attended = np.ascontiguousarray(together[:, : sizes.heads * sizes.head_dim])
-            found.append((products.fuse(features), x, together, *products.after(x, attended)))
+    for layer in (numpy_layer(given), OnnxLayer(given, threads=1)):
+        with layer:
+            pairs = Pairs.room(sizes, 8)
+            read = layer.read(pairs, states, embedded, np.arange(3), scored=3)
+            found.append((layer.fuse(features), *read, pairs.keys[:, :, :3], pairs.values[:, :, :3]))
     for exact, quantised in zip(*found, strict=True):
         assert exact.shape == quantised.shape
         assert np.corrcoef(exact.ravel(), quantised.ravel())[0, 1] > 0.999

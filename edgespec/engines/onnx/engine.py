@@ -24,7 +24,7 @@ from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import device_identity, first_choice, library, version
+from edgespec.engines.onnx.library import device_identity, first_choice, run_options, version
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses
@@ -44,7 +44,7 @@ class OnnxEngine(BookedEngine):
     def __init__(
         self, path: Path, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
     ) -> None:
-        self._options = library().RunOptions()
+        self._options = run_options()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         passes, device = open_passes(path, graph, settings, self._options)
         opened()

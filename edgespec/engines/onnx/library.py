@@ -123,6 +123,17 @@ def failures_of_library() -> tuple[type[Exception], ...]:
     return RuntimeError, *(getattr(state, name) for name in names.split())  # which a run with IO binding raises
 
 
+def run_options() -> Any:
+    """Options of a pass, which `terminate` ends.
+
+    The library's Python asks every pass for this entry and catches an exception where it is not set: .1 ms. -1 captures
+    no graph of a GPU, as without it.
+    """
+    found = library().RunOptions()
+    found.add_run_config_entry("gpu_graph_id", "-1")
+    return found
+
+
 @contextmanager
 def translated(run_options: Any) -> Iterator[None]:
     """Turn exceptions of a pass into ours: Cancelled if `run_options.terminate` ended it, else EngineError."""

@@ -17,7 +17,7 @@ from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, s
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import Device, device_identity, library, version
+from edgespec.engines.onnx.library import Device, device_identity, run_options, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.engines.onnx.sessions import try_graph
@@ -96,7 +96,7 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
 
 def _measured_scales(path: Path, graph: Graph, settings: OnnxSettings) -> Any:
     """In a session of its own, which is closed again."""
-    passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), library().RunOptions())
+    passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), run_options())
     assert isinstance(passes, SharedPasses)
     ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
     return measure_scales(passes, graph, np.array(ids, np.int32))
