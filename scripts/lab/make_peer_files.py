@@ -23,8 +23,8 @@ from edgespec.errors import EdgespecError
 from edgespec.export.manifest import write_manifest
 from edgespec.formats.files import atomic_folder
 from edgespec.formats.manifest import read_pair
+from expansion.checkpoint import genai_config
 from expansion.pair import entry_of
-from expansion.real import genai_config
 
 
 def link(files: list[Path], folder: Path) -> None:

@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-formats", default="int8", help="of the draft, by commas; none: targets only")
     made.add_argument("--draft-size", default=AS_IS, help="shape of the draft (default %(default)s: as it is)")
     made.add_argument("--sigma", type=float, default=0.0, help="noise in the draft's head, in standard deviations")
+    made.add_argument("--heads", type=Path, help="EAGLE heads of the source, to be expanded like the target")
     made.add_argument("--vocab-size", type=int, metavar="N", help="tokens of the target, the unused ones padding")
     made.add_argument("--seed", type=int, default=0, help="of the random weights (default %(default)s)")
     made.add_argument("--output", type=Path, help="folder for the result (default: in the user's cache folder)")
@@ -50,6 +51,8 @@ def main() -> int:
         targets = [bench.target(given.size, kind, given.vocab_size) for kind in listed(given.formats)]
         drafts = [bench.draft(given.draft_size, kind, given.sigma) for kind in listed(given.draft_formats)]
         made = targets + drafts
+        if given.heads:
+            print(bench.heads(given.heads, given.size))
         if given.peers:
             made += [bench.pair(target, draft_of(target, drafts)) for target in targets]
             bench.checkpoints(given.size, given.sigma)

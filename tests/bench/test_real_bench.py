@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("gguf", reason="expansion needs the package gguf: scripts/run.py install export")
@@ -12,10 +14,13 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.bench.expansion import Shape
+from edgespec.drafters.eagle import EagleDrafter
 from edgespec.errors import ConfigError
 from edgespec.export.accuracy import Comparison
+from edgespec.formats.head_file import read_head_file
 from expansion import real
 from expansion.real import AS_IS, RealBench, compared
+from head_tables import request
 
 SOURCE = DEMO / "demo-target-q8_0.gguf"
 SMALL = Shape(512, 1024, 10, 8, 2, vocab_size=4096)
@@ -33,12 +38,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> RealBench:
         for sigma in (0.0, 0.2):
             bench.draft(AS_IS, "int8", sigma)
         bench.draft("small", "int8", 0.2)
+        bench.heads(DEMO / "heads" / "eagle.npz", "small")
     return bench
 
 
 @pytest.fixture(scope="module")
 def found(bench: RealBench) -> dict[str, Comparison]:
-    made = [path for path in bench.output.iterdir() if path.name != "source"]
+    made = [path for path in bench.output.iterdir() if path.name != "source" and path.suffix != ".npz"]
     return compared(SOURCE, made, bench.output)
 
 
@@ -81,3 +87,25 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no format 'w4a4'; allowed: w8a8"):
         bench.target("1b", "w4a4")
     assert not bench.output.exists()
+
+
+def test_expanded_heads_draft_what_the_small_ones_draft(bench: RealBench) -> None:
+    path = bench.output / "heads-small.npz"
+    small, big = read_head_file(DEMO / "heads" / "eagle.npz"), read_head_file(path)
+    assert big.manifest.hidden_size == SMALL.hidden_size > small.manifest.hidden_size
+    scores = []
+    for heads in (small, big):
+        assert heads.manifest.is_projected == small.manifest.is_projected
+        with closing(EagleDrafter(heads, 4096, frozenset(), heads.manifest.layers)) as drafter:
+            text = np.append(heads.probe_ids, heads.probe_ids[-1])
+            asked = request(text, heads.probe_states, most=6)
+            scores.append(drafter.draft(asked).token_ids.tolist())
+    assert scores[0] == scores[1] and len(scores[0]) == 6
+
+
+def test_expanded_heads_draft_for_an_expanded_target(bench: RealBench) -> None:
+    target, path = bench.output / "target-small-w8a8", bench.output / "heads-small.npz"
+    options = GenerateOptions(max_tokens=48, draft_length=4, ignore_eos=True)
+    with edgespec.load(str(target), heads=path, drafter="eagle", threads=TEST_THREADS, context_length=256) as model:
+        stats = model.generate(PROMPT, Sampling(temperature=0), options).stats
+    assert stats.accepted_tokens > 0.3 * stats.drafted_tokens > 10

@@ -117,3 +117,37 @@ def write_tensors(path: Path, shapes: Mapping[str, Sequence[int]], blocks: Calla
                 if not np.isfinite(stored).all():
                     raise ModelFileError(f"a weight of {name} is too large for float16")
                 file.write(stored.tobytes())
+
+
+def genai_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What onnxruntime-genai wants to know of a graph of edgespec's own, given its config.json."""
+    names = {
+        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask"},
+        "outputs": {"logits": "logits"},
+    }
+    for part in ("key", "value"):
+        names["inputs"][f"past_{part}_names"] = f"past_key_values.%d.{part}"
+        names["outputs"][f"present_{part}_names"] = f"present.%d.{part}"
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": "model.onnx",
+        "head_size": config["head_dim"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        **names,
+    }
+    length = config["max_position_embeddings"]
+    return {
+        "model": {
+            "type": "llama",
+            "vocab_size": config["vocab_size"],
+            "context_length": length,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "decoder": decoder,
+        },
+        "search": {"max_length": length, "past_present_share_buffer": True},
+    }

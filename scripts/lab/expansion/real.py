@@ -3,6 +3,7 @@
     OUTPUT/source/                  tokenizer and configuration of the GGUF, which all that is made reads
     OUTPUT/target-FORMAT            the expanded target: a folder (ONNX) or a file (.gguf)
     OUTPUT/draft-SIZE-FORMAT-...    the small model again as a draft, at its own cost or at that of a bigger one
+    OUTPUT/heads-SIZE.npz           EAGLE heads of the GGUF, expanded like a target
     OUTPUT/FORMAT/                  a pair of both, as bench_peers.py takes it; with
     OUTPUT/checkpoints/ROLE/        the same as Hugging Face folders
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,14 +36,18 @@ from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
 from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.export.onnx.writer import smoothed
 from edgespec.formats.files import atomic_folder
+from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks
+from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
-from expansion.checkpoint import write_tensors
+from expansion.checkpoint import genai_config, write_tensors
+from expansion.heads import expanded_heads, spread
 from expansion.pair import entry_of
 from expansion.rows import ExpandedRows, NoisyHead, RowCheckpoint
 
@@ -91,6 +96,16 @@ class RealBench:
             self._write(path, kind, checkpoint if size == AS_IS else Expansion(checkpoint, _shape(size), self.seed))
         return path
 
+    def heads(self, path: Path, size: str) -> Path:
+        """EAGLE heads of the model, expanded like the target; their path. Raises as `expanded_heads`."""
+        made = self.output / f"heads-{size}.npz"
+        if not made.exists():
+            self.output.mkdir(parents=True, exist_ok=True)
+            expansion = Expansion(self._checkpoint(self._weights), _shape(size), self.seed)
+            # Rows with shares of two sizes would lose much in 8 bits with one scale.
+            write_head_file(made, expanded_heads(read_head_file(path), expansion), "f16")
+        return made
+
     def pair(self, target: Path, draft: Path) -> Path:
         """A folder named like the target's format, with both (as links to their files) and a manifest."""
         kind = target.name.removesuffix(".gguf").rpartition("-")[2]
@@ -138,7 +153,7 @@ class RealBench:
         return GgufWeights(self._model)
 
     @cached_property
-    def _smoothed(self) -> RowWeights:
+    def _smoothed(self) -> Untied:
         """Smoothing gives the head scales of its own, so it is a table of its own, too."""
         folder = self.output / "smoothing"
         shutil.copytree(self._companions, folder, dirs_exist_ok=True)
@@ -193,7 +208,19 @@ class RealBench:
                 LlamaConfig.from_hub(config),
                 _form(kind, made),
                 lambda done, total: told(done, total, "part"),
+                self._properties(made) if kind == "w8a8" else {},
             )
+
+    def _properties(self, made: Expansion | RowCheckpoint) -> dict[str, str]:
+        """What the states of a smoothed target were divided by, for heads; drafts are not smoothed."""
+        if isinstance(made, RowCheckpoint):
+            return {}
+        scales = self._smoothed.hidden_scales
+        if scales is None:
+            return {}
+        found = spread(scales[None], made, 1.0)[0]
+        found[made.dims < 0] = 1.0
+        return written(found)
 
     def _told(self, name: str) -> Progress:
         tell = self.progress
@@ -201,12 +228,13 @@ class RealBench:
 
 
 class Untied:
-    """`RowWeights` whose head is read as a table of its own."""
+    """Smoothed `RowWeights` whose head is read as a table of its own."""
 
     is_tied = False
 
-    def __init__(self, rows: RowWeights) -> None:
+    def __init__(self, rows: SmoothedWeights) -> None:
         self.vector, self.shape, self.rows = rows.vector, rows.shape, rows.rows
+        self.hidden_scales = rows.hidden_scales
 
 
 def _form(kind: str, made: Expansion | RowCheckpoint) -> Callable[[Nodes], Form]:
@@ -219,40 +247,6 @@ def _form(kind: str, made: Expansion | RowCheckpoint) -> Callable[[Nodes], Form]
     weights: LlamaWeights = ExpandedWeights(made) if isinstance(made, Expansion) else QuantisedRows(made.rows)
     whole = partial(WholeNumbers, weights, is_unsigned=products_saturate())
     return lambda nodes: Mixed(whole(nodes), Blocks(8, size, rows, nodes), GROUPED)
-
-
-def genai_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What onnxruntime-genai wants to know of a graph of edgespec's own, given its config.json."""
-    names = {
-        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask"},
-        "outputs": {"logits": "logits"},
-    }
-    for part in ("key", "value"):
-        names["inputs"][f"past_{part}_names"] = f"past_key_values.%d.{part}"
-        names["outputs"][f"present_{part}_names"] = f"present.%d.{part}"
-    decoder = {
-        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
-        "filename": "model.onnx",
-        "head_size": config["head_dim"],
-        "hidden_size": config["hidden_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "num_hidden_layers": config["num_hidden_layers"],
-        "num_key_value_heads": config["num_key_value_heads"],
-        **names,
-    }
-    length = config["max_position_embeddings"]
-    return {
-        "model": {
-            "type": "llama",
-            "vocab_size": config["vocab_size"],
-            "context_length": length,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 2,
-            "decoder": decoder,
-        },
-        "search": {"max_length": length, "past_present_share_buffer": True},
-    }
 
 
 def _shape(size: str) -> Shape:
