@@ -13,7 +13,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,9 +46,9 @@ WIDTHS = (1, 2, 4, 6)
 WRITTEN, HEAD_WRITTEN = 128 << 20, 32 << 20
 LARGEST_LAYER = 300 << 20  # weights; a layer of an 8B model has 218 million
 QUANTS = ("int8", "w8a8", "int4")
-_BYTES_OF_A_WEIGHT = 3  # of memory while they are written and timed
+_BYTES_OF_A_WEIGHT = 5  # of memory while all types are timed
 _TABLE_BYTES = 1 + 4 / 64  # a weight of the head or of the embeddings
-_TURNS, _MOST_S = 15, 1.0  # of each type
+_TURNS, _MOST_S = 15, 1.0  # for each type
 MOST_LACKING = c.CONTENDED  # cores that other programs took
 MOST_APART = 1.2  # the file's own times before and after, where the machine did the same all the while
 _BUSY = "other programs keep this machine busy: what a conversion would gain cannot be measured now"
@@ -147,16 +148,37 @@ def _quiet_costs(engine: Engine, draft: Engine | None, threads: int) -> tuple[Co
 
 
 def _print_estimates(path: Path, threads: int) -> None:
-    """What `measure_gains` reads: a line of JSON for each type."""
+    """What `measure_gains` reads: a line of JSON for each type.
+
+    All types take turns: where other programs or the processor's clock change its speed, they change that of all.
+    """
     model = open_gguf(path)
-    for quant in QUANTS:
-        if quant != "int4" or any(tensor.kind in STORED_TYPES for tensor, _ in model.tensors.values()):
-            with TemporaryDirectory(prefix="edgespec-") as folder:
-                print(json.dumps(_estimate(model, quant, Path(folder), threads)))
+    stores_four = any(tensor.kind in STORED_TYPES for tensor, _ in model.tensors.values())
+    with ExitStack() as folders:
+        written = [
+            _write(model, quant, Path(folders.enter_context(TemporaryDirectory(prefix="edgespec-"))), threads)
+            for quant in QUANTS
+            if quant != "int4" or stores_four
+        ]
+        for each, seconds in zip(written, _times([each.session for each in written], written[0].config), strict=True):
+            there = [each.scale * taken for taken in seconds]
+            print(json.dumps({"quant": each.quant, "there": there, "bytes": each.bytes, "seconds": each.seconds}))
 
 
-def _estimate(model: GgufModel, quant: str, folder: Path, threads: int) -> dict[str, Any]:
-    """Of one type: some layers and a part of the head are written to `folder`, and their time is scaled by bytes."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a model of some type, `scale` times as large as a whole; `bytes` and `seconds` of writing a whole."""
+
+    quant: str
+    config: LlamaConfig
+    session: Any
+    scale: float
+    bytes: int
+    seconds: float
+
+
+def _write(model: GgufModel, quant: str, folder: Path, threads: int) -> _Part:
+    """Some layers and a part of the head, written to `folder`; the whole is larger by the bytes of its weights."""
     config = model.config
     tables = 1 if model.is_tied and quant != "w8a8" else 2  # of the vocabulary
     number = min(math.ceil(WRITTEN / _layer_weights(model)), config.num_layers)
@@ -177,13 +199,11 @@ def _estimate(model: GgufModel, quant: str, folder: Path, threads: int) -> dict[
     part, whole = (_TABLE_BYTES * each.vocab_size * each.hidden_size for each in (few, config))
     layers = ((folder / DATA).stat().st_size - tables * part) * config.num_layers / number
     scale = (layers + whole) / (layers * number / config.num_layers + part)
-    there = [scale * seconds for seconds in _times(session, few)]
-    size = round(layers + tables * whole)
-    return {"quant": quant, "there": there, "bytes": size, "seconds": scale * written_s}
+    return _Part(quant, few, session, scale, round(layers + tables * whole), scale * written_s)
 
 
-def _times(session: Any, config: LlamaConfig) -> list[float]:
-    """Lower quartile of the seconds of a pass of each of WIDTHS, which take turns."""
+def _times(sessions: Sequence[Any], config: LlamaConfig) -> list[list[float]]:
+    """Lower quartile of the seconds of a pass of each session and of each of WIDTHS."""
     past = np.zeros((1, config.num_kv_heads, c.PREFIX, config.head_dim), np.float32)
     cache = {f"past_key_values.{layer}.{kind}": past for layer in range(config.num_layers) for kind in ("key", "value")}
     feeds = {
@@ -194,14 +214,17 @@ def _times(session: Any, config: LlamaConfig) -> list[float]:
         }
         for width in WIDTHS
     }
-    taken: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    deadline_s = perf_counter() + _MOST_S
-    while len(taken[1]) < 3 or (len(taken[1]) < _TURNS and perf_counter() < deadline_s):
-        for width in WIDTHS:
-            started_s = perf_counter()
-            session.run(["logits"], feeds[width])
-            taken[width].append(perf_counter() - started_s)
-    return [sorted(times)[len(times) // 4] for times in taken.values()]
+    taken: list[list[list[float]]] = [[[] for _ in WIDTHS] for _ in sessions]
+    deadline_s = perf_counter() + _MOST_S * len(sessions)
+    done = 0
+    while done < 3 or (done < _TURNS and perf_counter() < deadline_s):
+        for session, times in zip(sessions, taken, strict=True):
+            for width, seconds in zip(WIDTHS, times, strict=True):
+                started_s = perf_counter()
+                session.run(["logits"], feeds[width])
+                seconds.append(perf_counter() - started_s)
+        done += 1
+    return [[sorted(seconds)[done // 4] for seconds in times] for times in taken]
 
 
 class _SomeLayers:
