@@ -26,6 +26,7 @@ from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, TokenIds
 
 WINDOW = 512  # pairs that it looks back at
+MOST_READ = 128  # pairs in a pass: scores of attention take memory for each of them and all before
 
 
 class EagleDrafter(StateDrafter):
@@ -132,9 +133,11 @@ class EagleDrafter(StateDrafter):
         first = last + 1 - len(states)
         if not first <= self._end <= last:  # states are missing in between, or the text is asked for again
             self._forget(first)
-        new = last + 1 - self._end
-        found = self._predicted(self.read(states[-new:]), self.embed(token_ids[-new:]), self._end)
-        self._end = last + 1
+        for start in range(self._end, last + 1, MOST_READ):
+            end = min(start + MOST_READ, last + 1)
+            read = self.read(states[start - first : end - first])
+            found = self._predicted(read, self.embed(token_ids[start + 1 : end + 1]), start)
+            self._end = end
         return found
 
     def _predicted(self, states: Array, embedded: Array, position: int) -> tuple[Array, Array]:

@@ -2,11 +2,11 @@
 
     python scripts/lab/measure_formats.py FILE[=DRAFT] [FILE[=DRAFT] ...] --data DATA [--seconds N] [--temp T]
 
-Each FILE is the same model in another format, a GGUF or an ONNX folder, DRAFT what its default drafts with. Base line:
-plain decoding of the first file in the fastest mode. Of each of Spec-Bench's prompts (DATA), cut at `--prompt-tokens`,
-all settings write as many tokens as the first file's own answer has, at most `--tokens`, past their own end if need be;
-whole answers, with the reading of the prompt, each from an empty KV cache and in random order. An error is the standard
-error of the mean over prompts. Everything is loaded at once: mind the memory.
+Each FILE is the same model in another format, a GGUF or an ONNX folder, DRAFT the model or the heads (.npz) that its
+default drafts with. Base line: plain decoding of the first file in the fastest mode. Of each of Spec-Bench's prompts
+(DATA), cut at `--prompt-tokens`, all settings write as many tokens as the first file's own answer has, at most
+`--tokens`, past their own end if need be; whole answers, with reading the prompt, each from an empty KV cache and in
+random order. An error is the standard error of the mean over prompts. Everything is loaded at once: mind the memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Setting = tuple[str, str]  # the file's name, and PLAIN or DEFAULT
 def load(path: str, *, draft: str, is_plain: bool, context: int) -> Model:
     chosen: dict[str, Any] = {"reproducible": False, "drafter": "none"} if is_plain else {}
     if draft and not is_plain:
-        chosen["draft"] = draft
+        chosen["heads" if draft.endswith(".npz") else "draft"] = draft
     return edgespec.load(path, context_length=context, **chosen)
 
 

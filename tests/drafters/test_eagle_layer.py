@@ -111,6 +111,18 @@ def test_drafts_are_those_of_numpy(heads: HeadFile, branches: int) -> None:
     assert chosen[0] == chosen[1]
 
 
+@pytest.mark.parametrize("at_once", [1, 5, 1000])
+def test_a_long_text_is_read_in_parts(heads: HeadFile, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr("edgespec.drafters.eagle.MOST_READ", at_once)
+    text = np.append(np.tile(heads.probe_ids, 3), heads.probe_ids[-1])
+    states = np.tile(heads.probe_states, (3, 1))
+    with closing(EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset())) as drafter:
+        found = [drafter.draft(request(text[:at], states[: at - 1])).token_ids.tolist() for at in (20, len(text))]
+    with closing(EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset())) as other:
+        assert other.draft(request(text, states)).token_ids.tolist() == found[1]
+    assert len(found[0]) == len(found[1]) == 4
+
+
 def test_a_quantised_layer_takes_a_third_of_the_bytes(heads: HeadFile) -> None:
     drafters = [
         EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), layer=layer)
