@@ -21,7 +21,7 @@ from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.head_layer import numpy_layer
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import StateDrafter
-from edgespec.engines.head import HeadLayer, Pairs
+from edgespec.engines.head import HeadLayer, NewPairs, Pairs
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, TokenIds
 
@@ -121,7 +121,8 @@ class EagleDrafter(StateDrafter):
             depths = np.array([node.depth for node in nodes])
             embedded = self.embed(np.array([node.candidate.token_id for node in nodes], np.int32))
             above = np.stack([states[node.parent] for node in nodes])
-            found, scores_found = self._read(above, embedded, self._end + depths, sees, len(nodes))
+            new = NewPairs(above, embedded, self._end + depths, sees, len(nodes))
+            found, scores_found = self._read(new)
             states.update(zip(waiting, found, strict=True))
             return scores_found
 
@@ -144,19 +145,13 @@ class EagleDrafter(StateDrafter):
         """Append the pairs (states [n, hidden], embedded [n, hidden]); the state [hidden] that follows the last one,
         and its scores [m]. `position` of the first pair in the text.
         """
-        found, scores = self._read(states, embedded, np.arange(position, position + len(states)))
+        positions = np.arange(position, position + len(states))
+        found, scores = self._read(NewPairs(states, embedded, positions))
         return found[0], scores[0]
 
-    def _read(
-        self,
-        states: Array,
-        embedded: Array,
-        positions: NDArray[np.int64],
-        sees: NDArray[np.bool_] | None = None,
-        scored: int = 1,
-    ) -> tuple[Array, Array]:
-        """As HeadLayer.read, with text `positions`, and with the scores of all tokens that are scored."""
-        found, scores = self._layer.read(self._pairs, states, embedded, positions - self._start, sees, scored)
+    def _read(self, new: NewPairs) -> tuple[Array, Array]:
+        """As HeadLayer.read, with positions in the text, and with the scores of all tokens that are scored."""
+        found, scores = self._layer.read(self._pairs, new._replace(positions=new.positions - self._start))
         return found, self._scored.complete(found, scores)
 
     def _make_room(self, count: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import silu
-from edgespec.engines.head import HeadLayer, Pairs, frequencies_of, rotary_tables
+from edgespec.engines.head import HeadLayer, NewPairs, Pairs, frequencies_of, rotary_tables
 from edgespec.formats.head_file import PROJECT, HeadFile
 
 _UNSEEN = np.float32(-math.inf)  # a score of attention
@@ -36,28 +36,21 @@ class NumpyLayer(HeadLayer):
         found: Array = features @ self._arrays[PROJECT].T
         return found
 
-    def read(
-        self,
-        pairs: Pairs,
-        states: Array,
-        embedded: Array,
-        positions: NDArray[np.int64],
-        sees: NDArray[np.bool_] | None = None,
-        scored: int = 1,
-    ) -> tuple[Array, Array]:
-        first, count, sizes = pairs.length, len(states), self._sizes
-        x, found = self._before(states, embedded)
+    def read(self, pairs: Pairs, new: NewPairs) -> tuple[Array, Array]:
+        first, count, sizes = pairs.length, len(new.states), self._sizes
+        x, found = self._before(new.states, new.embedded)
         found = found.reshape(count, -1, sizes.head_dim)  # queries, keys, values
-        cos, sin = (table[:, None] for table in rotary_tables(self._frequencies, positions))
+        cos, sin = (table[:, None] for table in rotary_tables(self._frequencies, new.positions))
         rotated = _rotated(found[:, : -sizes.kv_heads], cos, sin)
         place = slice(first, first + count)
         pairs.keys[0, :, place] = rotated[:, sizes.heads :].swapaxes(0, 1)
         pairs.values[0, :, place] = found[:, -sizes.kv_heads :].swapaxes(0, 1)
         seen = np.tri(count, first + count, first, dtype=np.bool_)
-        seen = (seen if sees is None else seen & sees)[count - scored :]
-        attended = self._attended(rotated[count - scored :, : sizes.heads], pairs, seen)
+        asked = slice(count - new.scored, count)
+        seen = (seen if new.sees is None else seen & new.sees)[asked]
+        attended = self._attended(rotated[asked, : sizes.heads], pairs, seen)
         pairs.length += count
-        return self._after(x[count - scored :], attended)
+        return self._after(x[asked], attended)
 
     def _attended(self, queries: Array, pairs: Pairs, sees: NDArray[np.bool_]) -> Array:
         """Attention of `queries` [n, heads, size] over the pairs that each `sees` [n, pairs]: [n, heads * size]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +147,20 @@ class Pairs:
         return cls(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
 
+class NewPairs(NamedTuple):
+    """Pairs of `states` and `embedded` tokens [n, width], the last `scored` of which are followed by something.
+
+    `positions` [n] count from the first pair of the text that the cache began with: 0 where it is empty. `sees` [n,
+    length + n]: the pairs of the cache, these among them, that each attends to, no later ones; None: all before it.
+    """
+
+    states: States
+    embedded: States
+    positions: NDArray[np.int64]
+    sees: NDArray[np.bool_] | None = None
+    scored: int = 1
+
+
 class HeadLayer(Closing, ABC):
     """The layer of an EAGLE head, and the target's head cut down to m tokens; its weights take `num_bytes`.
 
@@ -160,22 +174,11 @@ class HeadLayer(Closing, ABC):
         """States [n, width] of `features` [n, all states read], for heads that read several. Raises EngineError."""
 
     @abstractmethod
-    def read(
-        self,
-        pairs: Pairs,
-        states: States,
-        embedded: States,
-        positions: NDArray[np.int64],
-        sees: NDArray[np.bool_] | None = None,
-        scored: int = 1,
-    ) -> tuple[States, States]:
-        """Append pairs of `states` and `embedded` tokens [n, width] to `pairs`, which have room for them.
+    def read(self, pairs: Pairs, new: NewPairs) -> tuple[States, States]:
+        """Append `new` to `pairs`, which have room for them.
 
-        Gives, for the last `scored` of them, the states [scored, width] that follow and their scores [scored, m], which
-        the next call overwrites.
-        `positions` [n] count from the first pair of the text that `pairs` began with: 0 where they are empty. `sees`
-        [n, length + n]: the pairs that each attends to, no later ones; None: all before it. Raises EngineError;
-        `pairs.length` is then as before.
+        Gives, for the last ones that are `scored`, the states [scored, width] that follow and their scores [scored, m],
+        which the next call overwrites. Raises EngineError; `pairs.length` is then as before.
         """
 
 

@@ -12,7 +12,7 @@ import pytest
 from demo import DEMO
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.head_layer import NumpyLayer, numpy_layer
-from edgespec.engines.head import HeadLayer, Pairs
+from edgespec.engines.head import HeadLayer, NewPairs, Pairs
 from edgespec.engines.onnx.eagle import FIRST_POSITIONS, OnnxLayer
 from edgespec.errors import EngineError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
@@ -47,7 +47,7 @@ def all_read(layer: HeadLayer, heads: HeadFile, *, is_tree: bool) -> list[np.nda
     def read(count: int, **asked: Any) -> list[np.ndarray]:
         states, embedded = rng.standard_normal((2, count, heads.manifest.hidden_size)).astype(np.float32)
         positions = asked.pop("positions", np.arange(pairs.length, pairs.length + count))
-        return [each.copy() for each in layer.read(pairs, states, embedded, positions, **asked)]
+        return [each.copy() for each in layer.read(pairs, NewPairs(states, embedded, positions, **asked))]
 
     found = read(6) + read(1) + read(1) + read(3, scored=2)
     if is_tree:
@@ -77,14 +77,15 @@ def test_a_window_goes_on_as_if_nothing_had_been_dropped(heads: HeadFile) -> Non
     places = np.arange(12) + FIRST_POSITIONS - 6
     with OnnxLayer(heads, threads=1) as layer:
         whole = Pairs.room(heads.manifest, 40)
-        layer.read(whole, states[:1], embedded[:1], np.zeros(1, np.int64))  # an empty cache counts from 0
+        layer.read(whole, NewPairs(states[:1], embedded[:1], np.zeros(1, np.int64)))  # an empty cache counts from 0
         for at in range(1, 9):
-            layer.read(whole, states[at : at + 1], embedded[at : at + 1], places[at : at + 1])
+            layer.read(whole, NewPairs(states[at : at + 1], embedded[at : at + 1], places[at : at + 1]))
         kept = Pairs.room(heads.manifest, 7)
         kept.keys[:, :, :5], kept.values[:, :, :5], kept.length = whole.keys[:, :, 4:9], whole.values[:, :, 4:9], 5
         sees = np.arange(10)[None] >= 4
-        expected = [x.copy() for x in layer.read(whole, states[9:10], embedded[9:10], places[9:10], sees)]
-        found = layer.read(kept, states[9:10], embedded[9:10], places[9:10])
+        new = NewPairs(states[9:10], embedded[9:10], places[9:10])
+        expected = [x.copy() for x in layer.read(whole, new._replace(sees=sees))]
+        found = layer.read(kept, new)
         for one, other in zip(expected, found, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-4)
 
@@ -139,9 +140,9 @@ def test_a_quantised_layer_takes_a_third_of_the_bytes(heads: HeadFile) -> None:
 def test_a_failure_of_the_library_is_translated(heads: HeadFile) -> None:
     rows, pairs = np.zeros((1, heads.manifest.hidden_size), np.float32), Pairs.room(heads.manifest, 1)
     with OnnxLayer(heads, threads=1) as layer:
-        layer.read(pairs, rows, rows, np.zeros(1, np.int64))
+        layer.read(pairs, NewPairs(rows, rows, np.zeros(1, np.int64)))
         with pytest.raises(EngineError):
-            layer.read(pairs, rows, rows, np.ones(1, np.int64))  # no room
+            layer.read(pairs, NewPairs(rows, rows, np.ones(1, np.int64)))  # no room
         assert pairs.length == 1
 
 

@@ -23,7 +23,7 @@ from edgespec.cli.main import cli
 from edgespec.drafters.eagle_layers import LayersEagleDrafter
 from edgespec.drafters.head_layer import numpy_layer
 from edgespec.engines.base import Engine
-from edgespec.engines.head import Pairs
+from edgespec.engines.head import NewPairs, Pairs
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.errors import ModelFileError
@@ -152,7 +152,7 @@ def test_a_quantised_layer_is_that_of_numpy(heads: Path):
     for layer in (numpy_layer(given), OnnxLayer(given, threads=1)):
         with layer:
             pairs = Pairs.room(sizes, 8)
-            read = layer.read(pairs, states, embedded, np.arange(3), scored=3)
+            read = layer.read(pairs, NewPairs(states, embedded, np.arange(3), scored=3))
             found.append((layer.fuse(features), *read, pairs.keys[:, :, :3], pairs.values[:, :, :3]))
     for exact, quantised in zip(*found, strict=True):
         assert exact.shape == quantised.shape

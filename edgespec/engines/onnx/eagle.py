@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.head import HeadLayer, Pairs, States, frequencies_of, rotary_tables
+from edgespec.engines.head import HeadLayer, NewPairs, Pairs, States, frequencies_of, rotary_tables
 from edgespec.engines.onnx.eagle_graph import Graph, fuse_graph, layer_graph, state_name
 from edgespec.engines.onnx.library import run_options, translated
 from edgespec.engines.onnx.sessions import open_session
@@ -53,21 +53,13 @@ class OnnxLayer(HeadLayer):
             found: States = self._fuse.run(None, {"features": features}, self._options)[0]
         return found
 
-    def read(
-        self,
-        pairs: Pairs,
-        states: States,
-        embedded: States,
-        positions: NDArray[np.int64],
-        sees: NDArray[np.bool_] | None = None,
-        scored: int = 1,
-    ) -> tuple[States, States]:
-        count, total = len(states), pairs.length + len(states)
-        self._reach(max(total, int(positions.max()) + 1))
-        bound = self._bound_for(count, scored)
-        bound.fill(states=states, embedded=embedded, places=positions, latest=total - 1, total=total)
+    def read(self, pairs: Pairs, new: NewPairs) -> tuple[States, States]:
+        count, total = len(new.states), pairs.length + len(new.states)
+        self._reach(max(total, int(new.positions.max()) + 1))
+        bound = self._bound_for(count, new.scored)
+        bound.fill(states=new.states, embedded=new.embedded, places=new.positions, latest=total - 1, total=total)
         bound.give(keys=pairs.keys, values=pairs.values, cos=self._tables[0], sin=self._tables[1])
-        bound.give(bias=self._bias(count, total, sees))
+        bound.give(bias=self._bias(count, total, new.sees))
         bound.take(new_keys=pairs.keys, new_values=pairs.values)
         with translated(self._options):
             self._session.run_with_iobinding(bound.binding, self._options)
