@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("gguf", reason="makes the models with the package gguf: scripts/run.py install export")
 
 from edgespec.engines import proof
-from edgespec.engines.onnx import OnnxEngine, library
+from edgespec.engines.onnx import OnnxEngine, sessions
 from edgespec.engines.onnx.edge import FLASH_OFF, end_of_pass, rows_before
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.export.gguf import convert
@@ -118,13 +118,13 @@ def test_an_early_exit_leaves_the_bits(wide: Path):
 
 def test_only_reproducible_sessions_go_without_flash_attention(wide: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[str | None] = []
-    inner = library._open
+    inner = sessions._open
 
     def watched(*given: object, **named: object) -> object:
-        seen.append(library.os.environ.get(FLASH_OFF))
+        seen.append(sessions.os.environ.get(FLASH_OFF))
         return inner(*given, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(library, "_open", watched)
+    monkeypatch.setattr(sessions, "_open", watched)
     for reproducible in (False, True, False):
         opened(wide, reproducible=reproducible).close()
     assert [value == "1" for value in seen] == [False, True, False]
