@@ -95,7 +95,7 @@ class Room:
         rows, outputs, branches = batch.width, 1, 0
         if rows > 1:
             outputs = rows if self.gives_states else int(np.count_nonzero(batch.outputs))
-            branches = rows - np.unique(batch.parents).size
+            branches = rows - len(set(batch.parents.tolist()))
         prompt_rows = rows if member.is_reading else 0
         fits = rows <= self.rows and outputs <= self.outputs
         fits = fits and branches <= self.branches and prompt_rows <= self.prompt_rows

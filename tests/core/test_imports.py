@@ -6,12 +6,16 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import edgespec
+from demo import DEMO
+from edgespec.formats.head_file import read_head_file, write_head_file
 
 PACKAGE = Path(edgespec.__file__).parent
 # A component (a module or a subpackage) imports only components of a lower rank, and itself. '' is the package root.
@@ -184,3 +188,19 @@ def test_the_package_itself_imports_next_to_nothing():
     code = f"import sys, edgespec\nsys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"loaded: {done.stderr}"
+
+
+def test_a_first_draft_waits_for_no_import_of_masked_arrays(tmp_path):
+    """numpy imports numpy.ma, 65 ms, when np.unique is first called."""
+    heads = read_head_file(DEMO / "heads" / "eagle.npz")
+    path = tmp_path / "some-frequent.npz"
+    write_head_file(path, replace(heads, frequent=np.arange(0, len(heads.token_ids), 2, dtype=np.int32)))
+    code = (
+        "import sys, edgespec\nfrom edgespec import GenerateOptions\n"
+        f"loaded = edgespec.load({str(DEMO / 'onnx' / 'target')!r}, heads={str(path)!r}, drafter='eagle', threads=1)\n"
+        "with loaded as model:\n"
+        "    stats = model.generate('Hi', options=GenerateOptions(max_tokens=12, draft_length=2)).stats\n"
+        "assert stats.drafted_tokens\nsys.exit('numpy.ma' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
