@@ -87,7 +87,7 @@ def test_a_window_goes_on_as_if_nothing_had_been_dropped(heads: HeadFile) -> Non
         expected = [x.copy() for x in layer.read(whole, new._replace(sees=sees))]
         found = layer.read(kept, new)
         for one, other in zip(expected, found, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-4)
+            assert cosine(one, other) > 0.999  # inputs of products are rounded to 8 bits
 
 
 def test_a_size_of_heads_that_onnx_runtime_refuses_is_read_by_numpy() -> None:
