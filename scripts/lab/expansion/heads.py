@@ -1,6 +1,7 @@
 """An EAGLE head of a small Llama, expanded like its target: the same drafts at the cost of a head for a bigger model.
 
-As in `edgespec.bench.expansion`, streams hold copies, readers give each copy a share, and norms make up for the mean
+`edgespec.bench.expanded_heads` keeps a head's own width, so that it costs next to nothing beside a bigger target. Here,
+as in `edgespec.bench.expansion`, streams hold copies, readers give each copy a share, and norms make up for the mean
 over other dimensions. States behind the target's last norm are an exception: its copies share the small one's out.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.bench.expanded_tensors import shares_of
 from edgespec.bench.expansion import Expansion
 from edgespec.errors import ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
@@ -119,5 +121,5 @@ def _of_heads(matrix: Matrix, heads: Indices, size: int) -> Matrix:
 
 def _shared(rows: Matrix, sources: Indices, size: int) -> Matrix:
     """Rows of copies of `sources`, `size` rows each, with a share of the whole each."""
-    counts = np.bincount(sources)[sources].astype(np.float32)
-    return rows / np.repeat(counts, size)[:, None]
+    found: Matrix = rows * np.repeat(shares_of(sources), size)[:, None]
+    return found
