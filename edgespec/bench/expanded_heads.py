@@ -15,7 +15,8 @@ import numpy as np
 from edgespec.bench.expanded_tensors import Floats
 from edgespec.bench.expansion import Expansion
 from edgespec.errors import ModelFileError
-from edgespec.formats.head_file import PROJECT, HeadFile, read_head_file, write_head_file
+from edgespec.formats.head_file import HeadFile, read_head_file, write_head_file
+from edgespec.formats.head_manifest import PROJECT
 
 
 def expand_heads(path: Path, expansion: Expansion, result: Path) -> None:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import silu
 from edgespec.engines.head import HeadLayer, NewPairs, Pairs, frequencies_of, rotary_tables
-from edgespec.formats.head_file import PROJECT, HeadFile
+from edgespec.formats.head_file import HeadFile
+from edgespec.formats.head_manifest import PROJECT
 
 _UNSEEN = np.float32(-math.inf)  # a score of attention
 

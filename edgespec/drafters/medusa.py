@@ -15,7 +15,8 @@ from edgespec.drafters.candidates import Candidates, MakeCandidates, candidates_
 from edgespec.drafters.growth import Growth
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import StateDrafter, silu
-from edgespec.formats.head_file import PROJECT, HeadFile
+from edgespec.formats.head_file import HeadFile
+from edgespec.formats.head_manifest import PROJECT
 from edgespec.types import Draft, Logits, TokenIds
 
 # Of logits: a head knows no token of its path, so the target differs from it by more than from a model that does.

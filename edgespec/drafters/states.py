@@ -20,7 +20,8 @@ from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.scored import Array, ScoredTokens
 from edgespec.errors import EngineError, ModelFileError
-from edgespec.formats.head_file import PROJECT, HeadFile
+from edgespec.formats.head_file import HeadFile
+from edgespec.formats.head_manifest import PROJECT
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 _LEAST_SQUARE = np.float32(1e-6)

@@ -26,7 +26,8 @@ from edgespec.export.eagle3_plan import HeadPlan, plan_head, shared_names
 from edgespec.export.eagle3_reference import NumpyHead, rotary_frequencies
 from edgespec.export.reference import Reference
 from edgespec.export.tokens import PROBE_TEXTS
-from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, read_head_file, write_head_file
+from edgespec.formats.head_file import HeadFile, Matrix, read_head_file, write_head_file
+from edgespec.formats.head_manifest import HeadManifest
 from edgespec.formats.table import Table
 from edgespec.types import Batch
 

@@ -14,25 +14,23 @@ import lzma
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.files import WRITE_FIX, atomic_file, is_file
+from edgespec.formats.head_manifest import FORMAT, HeadManifest, manifest_of
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.table import Table
 
-FORMAT = 1
 Matrix = NDArray[np.float32]
-HeadKind = Literal["medusa", "eagle"]
 MANIFEST, SCALE = "manifest", ".scale"
 VOCABULARY, TOKEN_IDS, PROBE_IDS, PROBE_STATES = "vocabulary", "token_ids", "probe_ids", "probe_states"
 FREQUENT = "frequent"
-PROJECT = "project"
 EMBEDDING = "embedding"
 # What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError, by zipfile, of an
 # archive marked as encrypted or, in a subclass, of a compression that it does not know; TypeError of a bare array,
@@ -42,99 +40,6 @@ UNREADABLE_NPZ = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
 )
 _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-_LIMITS = {
-    "depth": (1, 64),
-    "hidden_size": (1, 65_536),
-    "vocabulary_size": (1, 2**24),
-    "blocks": (0, 64),
-    "heads": (0, 4096),
-    "kv_heads": (0, 4096),
-    "head_dim": (0, 4096),
-    "ffn": (0, 2**20),
-    "feature_size": (1, 65_536),
-    "generation": (1, 3),
-}
-
-
-@dataclass(frozen=True)
-class HeadManifest:
-    """Sizes and origin. `depth`: tokens per draft it was trained for; `scale` on scores; `blocks` of a Medusa head;
-    `heads`, `kv_heads`, `head_dim`, `ffn`, `rope_theta` of EAGLE's layer; `figures`: measured by whoever trained it.
-    `layers` of the target, from 0, whose inputs precede its last state in what the heads read. `feature_size` is that
-    of all these states, 0 for `hidden_size` each: where it differs from `hidden_size`, the matrix `project` makes them
-    as wide as the heads.
-    `generation` 3: an EAGLE-3 head as its authors publish it. It reads the inputs of `layers`, fused by the matrix
-    `fc`, and not the last state, which still belongs to `feature_size`; `norms_features` before that, and
-    `norms_residual` of its layer, too. It has an embedding of its own.
-    """
-
-    kind: HeadKind
-    depth: int
-    hidden_size: int
-    vocabulary_size: int
-    target: str
-    target_sha256: str
-    scale: float = 1.0
-    blocks: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn: int = 0
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    figures: Mapping[str, float] = field(default_factory=dict)
-    feature_size: int = 0
-    layers: tuple[int, ...] = ()
-    generation: int = 1
-    norms_residual: bool = False
-    norms_features: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if self.feature_size == 0:
-            object.__setattr__(self, "feature_size", self.hidden_size * (len(self.layers) + 1))
-
-    @property
-    def is_projected(self) -> bool:
-        return self.feature_size != self.hidden_size and self.generation != 3
-
-    @property
-    def fused_size(self) -> int:
-        """The width of the inputs of all `layers` side by side."""
-        return self.feature_size // (len(self.layers) + 1) * len(self.layers)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every matrix but those of the vocabulary and the probe."""
-        projected = {PROJECT: (self.hidden_size, self.feature_size)} if self.is_projected else {}
-        return {**self._shapes_of_kind(), **projected}
-
-    def _shapes_of_kind(self) -> dict[str, tuple[int, ...]]:
-        width = self.hidden_size
-        if self.kind == "medusa":
-            places = [(head, block) for head in range(self.depth) for block in range(self.blocks)]
-            weights = {f"weight.{h}.{b}": (width, 2 * width if b == 0 else width) for h, b in places}
-            return {**weights, **{f"bias.{h}.{b}": (width,) for h, b in places}}
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        first: dict[str, tuple[int, ...]] = {"fc": (width, 2 * width), "attention_norm": (width,)}
-        pair = width
-        if self.generation == 3:  # embedding and state are normed and go into attention side by side
-            first = {"fc": (width, self.fused_size), "embedding_norm": (width,), "state_norm": (width,)}
-            first |= {"feature_norm": (self.fused_size,)} if self.norms_features else {}
-            first |= {"frequencies": (self.head_dim // 2,)}  # of the rotary positions
-            pair = 2 * width
-        return {
-            **first,
-            "q_proj": (queries, pair),
-            "k_proj": (keys, pair),
-            "v_proj": (keys, pair),
-            "o_proj": (width, queries),
-            "mlp_norm": (width,),
-            "gate_proj": (self.ffn, width),
-            "up_proj": (self.ffn, width),
-            "down_proj": (width, self.ffn),
-            "norm": (width,),
-        }
 
 
 @dataclass(frozen=True)
@@ -196,20 +101,30 @@ def _add(stored: dict[str, NDArray[Any]], name: str, table: Table) -> None:
         stored[name + SCALE] = table.scales
 
 
-def read_head_file(path: Path) -> HeadFile:
-    """Raises ModelNotFound, and ModelFileError for a file of another kind, or one that is damaged or inconsistent."""
+def read_head_manifest(path: Path) -> HeadManifest:
+    """Without reading the matrices. Raises as `read_head_file`."""
+    return _read(path, everything=False)[0]
+
+
+def _read(path: Path, *, everything: bool) -> tuple[HeadManifest, dict[str, NDArray[Any]]]:
+    """What a file says about itself, and its arrays if `everything` is to be read."""
     if path.suffix != ".npz" and (fix := eagle3_fix(path)) is not None:
         raise ModelFileError(fix)
     if not is_file(path):
         raise ModelNotFound(f"no file {str(path)!r}: give the .npz that edgespec train-heads has written")
     try:
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+            arrays = {name: stored[name] for name in (stored.files if everything else [MANIFEST])}
         described = json.loads(arrays.pop(MANIFEST).tobytes())
     except UNREADABLE_NPZ as exc:
         # for a file of another kind, numpy's message advises to trust it
         raise ModelFileError(f"{path} is not a heads file, or it is damaged: train the heads again") from exc
-    manifest = _manifest(path, described)
+    return manifest_of(path, described), arrays
+
+
+def read_head_file(path: Path) -> HeadFile:
+    """Raises ModelNotFound, and ModelFileError for a file of another kind, or one that is damaged or inconsistent."""
+    manifest, arrays = _read(path, everything=True)
     shapes = manifest.shapes()
     found = {name: _matrix(path, arrays, name, shape) for name, shape in shapes.items()}
     token_ids, probe_ids = (_ids(path, arrays, name, manifest.vocabulary_size) for name in (TOKEN_IDS, PROBE_IDS))
@@ -229,43 +144,6 @@ def read_head_file(path: Path) -> HeadFile:
         frequent,
         _table(path, arrays, (manifest.vocabulary_size, manifest.hidden_size)) if manifest.generation == 3 else None,
     )
-
-
-def _manifest(path: Path, described: Any) -> HeadManifest:
-    if not isinstance(described, dict) or described.pop("format", None) != FORMAT:
-        raise ModelFileError(f"{path} has another format; this edgespec reads {FORMAT}: train the heads again")
-    kinds = {entry.name: entry.type for entry in fields(HeadManifest)}
-    try:
-        manifest = HeadManifest(**described)
-    except TypeError as exc:
-        raise ModelFileError(f"{path} describes its heads in an unknown way ({exc}): train them again") from exc
-    for name, kind in kinds.items():
-        allowed = _TYPES.get(str(kind))
-        if allowed is not None and not isinstance(getattr(manifest, name), allowed):
-            raise ModelFileError(
-                f"{path}: {name} must be {kind}, got {getattr(manifest, name)!r}; train the heads again"
-            )
-    for name, (least, most) in _LIMITS.items():
-        if not least <= getattr(manifest, name) <= most:
-            raise ModelFileError(f"{path}: {name} {getattr(manifest, name)} is out of range; train the heads again")
-    layers = manifest.layers
-    if not all(type(layer) is int and layer >= 0 for layer in layers) or list(layers) != sorted(set(layers)):
-        raise ModelFileError(f"{path}: layers must be ascending layer numbers, got {layers}; train the heads again")
-    if manifest.feature_size % (count := len(layers) + 1):
-        raise ModelFileError(
-            f"{path}: feature_size {manifest.feature_size} is not that of {count} states; train it again"
-        )
-    sizes = (manifest.heads, manifest.kv_heads, manifest.head_dim, manifest.ffn)
-    if manifest.kind not in ("medusa", "eagle"):
-        raise ModelFileError(f"{path} holds heads of the kind {manifest.kind!r}; this edgespec runs medusa and eagle")
-    if manifest.generation not in (1, 3) or (manifest.generation == 3 and (manifest.kind != "eagle" or not layers)):
-        raise ModelFileError(
-            f"{path} holds {manifest.kind} heads of generation {manifest.generation} for layers {layers}: such heads "
-            "are not known; export or train them again"
-        )
-    if manifest.kind == "eagle" and (0 in sizes or manifest.heads % manifest.kv_heads or manifest.head_dim % 2):
-        raise ModelFileError(f"{path} gives its layer sizes that do not fit together: {sizes}; train the heads again")
-    return manifest
 
 
 def _matrix(path: Path, arrays: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]) -> Matrix:

@@ -13,7 +13,8 @@ from edgespec.engines.base import Engine
 from edgespec.engines.head import BlockHead, CachedHead, Confidences, FeatureHead, HeadFacts, States
 from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, ContextFull
-from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
+from edgespec.formats.head_file import HeadFile, write_head_file
+from edgespec.formats.head_manifest import HeadManifest
 from edgespec.types import Batch, Logits, TokenIds
 
 LAYERS = 0, 2  # whose inputs an OpenHead reads

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
+from edgespec.formats.head_file import HeadFile, Matrix
+from edgespec.formats.head_manifest import PROJECT, HeadManifest
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.w8a8 import quantise_rows
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from edgespec.bench.expanded_tensors import shares_of
 from edgespec.bench.expansion import Expansion
 from edgespec.errors import ModelFileError
-from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
+from edgespec.formats.head_file import HeadFile, Matrix
+from edgespec.formats.head_manifest import PROJECT, HeadManifest
 
 Indices = NDArray[np.intp]
 
