@@ -4,6 +4,9 @@ Each step reads a state and the token behind it, and predicts the next state, fr
 next token. For committed text it reads the target's own states, for its draft those that it predicted itself; only
 pairs of the former stay in the cache of keys and values. `edgespec train-heads --kind eagle` makes the head.
 
+Reading a long prompt at once would take as long as several of the target's passes. So the first draft reads its end,
+and each one behind it a part before that: with one layer a pair's keys and values do not depend on others.
+
 Its trees are dynamic (EAGLE-2, arXiv 2406.16858): nodes are read several at a time, each attending to the text and its
 own path, and grow best first, which selects the rows that EAGLE-2's ranking selects from a full tree.
 """
@@ -21,12 +24,13 @@ from edgespec.drafters.growth import ROOT, Growth
 from edgespec.drafters.head_layer import numpy_layer
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import StateDrafter
-from edgespec.engines.head import HeadLayer, NewPairs, Pairs
+from edgespec.engines.head import HeadLayer, NewPairs, Pairs, frequencies_of, rotary_tables
 from edgespec.formats.head_file import HeadFile
 from edgespec.types import Draft, TokenIds
 
 WINDOW = 512  # pairs that it looks back at
-MOST_READ = 128  # pairs in a pass: scores of attention take memory for each of them and all before
+AT_ONCE = 64  # pairs that a draft reads of a text whose end it has not read, and then of what is before them
+MOST_NEW = 2 * AT_ONCE  # with more at the end that it has not read, it begins anew there
 
 
 class EagleDrafter(StateDrafter):
@@ -51,13 +55,14 @@ class EagleDrafter(StateDrafter):
             rows = heads.vocabulary if layer is None else heads.vocabulary.astype(np.float16)
         super().__init__(heads, vocabulary_size, end_ids, given_layers, rows)
         self._layer, self._owns_layer = layer or numpy_layer(heads), True
-        self._sizes = heads.manifest
+        self._sizes, self._frequencies = heads.manifest, frequencies_of(heads)
         self._begin_cache()
 
     def _begin_cache(self) -> None:
         self._pairs = Pairs.room(self._sizes, 0)
-        self._start = 0  # text position of the first pair that the cache began with
-        self._end = 0  # of the first pair that is not in it
+        self._places = np.zeros(0, np.int64)  # in the text, of the pairs in the cache
+        self._known = 0  # of the first pair whose state was known at the last draft
+        self._forget(0, 0)
 
     def another(self, sequence: int) -> Self:
         found = super().another(sequence)
@@ -67,24 +72,30 @@ class EagleDrafter(StateDrafter):
 
     def begin(self, prompt_ids: TokenIds) -> None:
         super().begin(prompt_ids)
-        self._forget(0)
+        self._forget(0, 0)
 
-    def _forget(self, position: int) -> None:
-        """Begin the cache anew with the pair at a text `position`."""
-        self._pairs.length, self._start, self._end = 0, position, position
+    def _forget(self, place: int, origin: int) -> None:
+        """Begin the cache anew with the pair at `place` in the text; positions count from `origin`."""
+        self._pairs.length = 0
+        self._first = self._end = place  # those between are in the cache
+        self._origin = origin
 
     def projected(self, features: Array) -> Array:
         return self._layer.fuse(features)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
-        return min(token_ids.size - 1 - self._end, WINDOW)
+        new = token_ids.size - 1 - self._end
+        return new + len(self._earlier(token_ids.size - 1)) if new <= MOST_NEW else AT_ONCE
+
+    def _earlier(self, end: int) -> range:
+        """The pairs before those in the cache that the next draft reads, of a text with pairs up to `end`."""
+        return range(max(self._first - AT_ONCE, self._known, end - WINDOW), self._first)
 
     def drafted(self, request: DraftRequest, features: Array) -> Draft:
         try:
-            self._make_room(len(features) + request.max_tokens)
-            state, scores = self._catch_up(request.token_ids, features)
+            state, scores = self._catch_up(request.token_ids, features, request.max_tokens)
         except BaseException:
-            self._forget(0)  # its progress is unknown
+            self._forget(0, 0)  # its progress is unknown
             raise
         committed = self._pairs.length
         try:
@@ -95,13 +106,14 @@ class EagleDrafter(StateDrafter):
 
     def _chain(self, request: DraftRequest, state: Array, scores: Array) -> Draft:
         """A chain behind the text; `state` [hidden], `scores` [m]: those predicted at its end."""
-        position = self._end
+        place = self._end
 
         def scores_after(token_id: int | None) -> Array:
-            nonlocal state, scores, position
+            nonlocal state, scores, place
             if token_id is not None:
-                state, scores = self._predicted(state[None], self.embed(np.array([token_id], np.int32)), position)
-                position += 1
+                embedded = self.embed(np.array([token_id], np.int32))
+                state, scores = self._predicted(state[None], embedded, np.array([place]))
+                place += 1
             return scores
 
         return self.chain(request, request.max_tokens, scores_after)
@@ -128,46 +140,53 @@ class EagleDrafter(StateDrafter):
 
         return self.tree(request, candidates_for(request, request.sampler, like_chains=True), scores, scores_of)
 
-    def _catch_up(self, token_ids: TokenIds, states: Array) -> tuple[Array, Array]:
-        """Read the pairs that were committed since the last draft; returns the prediction from the last of them."""
-        last = token_ids.size - 2  # position of the state that the pending token was sampled from
-        first = last + 1 - len(states)
-        if not first <= self._end <= last:  # states are missing in between, or the text is asked for again
-            self._forget(first)
-        for start in range(self._end, last + 1, MOST_READ):
-            end = min(start + MOST_READ, last + 1)
-            read = self.read(states[start - first : end - first])
-            found = self._predicted(read, self.embed(token_ids[start + 1 : end + 1]), start)
-            self._end = end
+    def _catch_up(self, token_ids: TokenIds, features: Array, room: int) -> tuple[Array, Array]:
+        """Read the pairs that were committed since the last draft, and some earlier ones; see that `room` more fit.
+
+        Gives what follows the last pair: a state [hidden] and its scores [m].
+        """
+        end = token_ids.size - 1  # the last pair has the pending token
+        self._known = known = end - len(features)
+        earlier = self._earlier(end)
+        if not known <= self._end < end or end - self._end > MOST_NEW:  # states are missing, or the text is another
+            self._forget(max(end - AT_ONCE, known), max(end - WINDOW, 0))
+            earlier = range(0)
+        places = np.array([*earlier, *range(self._end, end)])
+        self._make_room(len(places) + room)
+        self._places[self._pairs.length : self._pairs.length + len(places)] = places
+        found = self._predicted(self.read(features[places - known]), self.embed(token_ids[places + 1]), places)
+        self._first, self._end = self._first - len(earlier), end
         return found
 
-    def _predicted(self, states: Array, embedded: Array, position: int) -> tuple[Array, Array]:
-        """Append the pairs (states [n, hidden], embedded [n, hidden]); the state [hidden] that follows the last one,
-        and its scores [m]. `position` of the first pair in the text.
+    def _predicted(self, states: Array, embedded: Array, places: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Append the pairs (states [n, hidden], embedded [n, hidden]) at `places` [n] in the text; the state [hidden]
+        that follows the last one, and its scores [m].
         """
-        positions = np.arange(position, position + len(states))
-        found, scores = self._read(NewPairs(states, embedded, positions))
+        found, scores = self._read(NewPairs(states, embedded, places))
         return found[0], scores[0]
 
     def _read(self, new: NewPairs) -> tuple[Array, Array]:
         """As HeadLayer.read, with positions in the text, and with the scores of all tokens that are scored."""
-        found, scores = self._layer.read(self._pairs, new._replace(positions=new.positions - self._start))
+        found, scores = self._layer.read(self._pairs, new._replace(positions=new.positions - self._origin))
         return found, self._scored.complete(found, scores)
 
     def _make_room(self, count: int) -> None:
-        """See that so many pairs fit; the oldest ones go."""
+        """See that so many pairs fit; where they do not, those go that are out of sight."""
         old = self._pairs
-        if old.length + count <= old.keys.shape[2]:
+        if old.length + count <= len(self._places):
             return
-        new, kept = Pairs.room(self._sizes, 2 * WINDOW + count), min(old.length, WINDOW)
-        latest = slice(old.length - kept, old.length)
-        new.keys[:, :, :kept], new.values[:, :, :kept] = old.keys[:, :, latest], old.values[:, :, latest]
-        new.length = kept
-        self._pairs = new
+        origin = max(self._end - WINDOW, 0)
+        kept = np.flatnonzero(self._places[: old.length] >= origin)
+        self._pairs = Pairs.room(self._sizes, 2 * WINDOW + count)
+        places = np.zeros(2 * WINDOW + count, np.int64)
+        places[: len(kept)] = self._places[kept]
+        # Positions begin anew, so that the tables of the rotary embedding do not grow with the text.
+        self._pairs.take(old, kept, rotary_tables(self._frequencies, np.array([origin - self._origin])))
+        self._places, self._origin, self._first = places, origin, max(self._first, origin)
 
     @property
     def bytes_used(self) -> int:
-        return super().bytes_used + self._layer.num_bytes + self._pairs.keys.nbytes + self._pairs.values.nbytes
+        return super().bytes_used + self._layer.num_bytes + self._pairs.num_bytes
 
     def close(self) -> None:
         if self._owns_layer:

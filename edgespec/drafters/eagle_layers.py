@@ -45,8 +45,7 @@ class LayersEagleDrafter(EagleDrafter):
     def scores_behind(self, token_ids: TokenIds, features: Array) -> Array:
         """Scores [the heads' vocabulary] of what follows the text `token_ids` [n], whose `features` [m] are known up to
         the last token but one; the next call overwrites them."""
-        self._make_room(len(features))
-        return self.row(self._catch_up(token_ids, features)[1])
+        return self.row(self._catch_up(token_ids, features, 0)[1])
 
     @property
     def bytes_used(self) -> int:

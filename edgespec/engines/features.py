@@ -1,6 +1,7 @@
-"""The hidden states of a sequence's latest tokens, at most WINDOW of them, for drafters that read them.
+"""The hidden states of a sequence's latest tokens, or the inputs of layers, for drafters that read them.
 
-They may begin anywhere in the text: earlier passes may have given none, and of a long prompt only the end is computed.
+At most WINDOW are kept. They may begin anywhere in the text: earlier passes may have given none, and of a long prompt
+only the end may be computed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Features = NDArray[np.float32]
-WINDOW = 256  # tokens; at a width of 4096 these are 4 MiB
-LAYERS_WINDOW = 512  # tokens of which the inputs of layers are kept; at three layers of 4096 these are 24 MiB
-PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are computed
+WINDOW = 512  # tokens; at three layers of 4096 these are 24 MiB
+PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are computed where that takes their logits, too
 
 
 class FeatureRows:
@@ -63,8 +63,8 @@ class KeptFeatures:
     `read` returns a copy [rows, size] of those of the engine's last pass.
     """
 
-    def __init__(self, read: Callable[[], Features], window: int = WINDOW) -> None:
-        self._read, self._window = read, window
+    def __init__(self, read: Callable[[], Features]) -> None:
+        self._read = read
         self._kept: FeatureRows | None = None
         self._scored: Features | None = None  # the rows that `keep` chooses from
         self.given: Features | None = None  # this sequence's rows of a shared pass; None: the whole pass is its own
@@ -75,7 +75,7 @@ class KeptFeatures:
 
     def switch(self, on: bool) -> None:
         """Keep rows from the next pass on, or drop them and stop."""
-        self._kept = FeatureRows(self._window) if on else None
+        self._kept = FeatureRows() if on else None
 
     def latest(self, length: int) -> Features | None:
         """Rows [n, size] of the last n of `length` tokens, a view; None unless they are kept."""

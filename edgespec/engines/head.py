@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import Closing
-from edgespec.formats.head_file import HeadFile, HeadManifest
+from edgespec.formats.head_file import HeadFile
+from edgespec.formats.head_manifest import HeadManifest
 from edgespec.types import Logits, TokenIds
 
 BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
@@ -146,12 +147,28 @@ class Pairs:
         shape = 1, sizes.kv_heads, capacity, sizes.head_dim
         return cls(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def take(self, other: Pairs, chosen: NDArray[np.intp], turn: tuple[States, States]) -> None:
+        """Hold those `chosen` [n] of another cache, at positions smaller by as much as keys `turn` in between.
+
+        `turn`: cosines and sines [1, head size / 2] of the rotary embedding at that distance.
+        """
+        (cos, sin), count, half = turn, len(chosen), self.keys.shape[3] // 2
+        first, second = other.keys[:, :, chosen, :half], other.keys[:, :, chosen, half:]
+        self.keys[:, :, :count, :half] = first * cos + second * sin
+        self.keys[:, :, :count, half:] = second * cos - first * sin
+        self.values[:, :, :count] = other.values[:, :, chosen]
+        self.length = count
+
 
 class NewPairs(NamedTuple):
     """Pairs of `states` and `embedded` tokens [n, width], the last `scored` of which are followed by something.
 
-    `positions` [n] count from the first pair of the text that the cache began with: 0 where it is empty. `sees` [n,
-    length + n]: the pairs of the cache, these among them, that each attends to, no later ones; None: all before it.
+    `positions` [n] count from a place in the text that all pairs of the cache share. `sees` [n, length + n]: the pairs
+    of the cache, these among them, that each attends to, no later ones; None: all before it.
     """
 
     states: States

@@ -10,13 +10,16 @@ from contextlib import contextmanager, suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine
+from edgespec.engines.base import Engine, StatesOf
 from edgespec.engines.cached_text import CachedText, GrowingText, whole_passes
-from edgespec.engines.features import LAYERS_WINDOW, PROMPT_FEATURES, Features, KeptFeatures
+from edgespec.engines.features import PROMPT_FEATURES, WINDOW, Features, KeptFeatures
 from edgespec.engines.pass_request import Passes, PassRequest, at_once
 from edgespec.engines.prompt_passes import PROMPT_END, PromptBlocks, borders, runs
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
+
+# Of the last tokens of a prompt; the very last one has logits anyway.
+_PROMPT_STATES: dict[StatesOf, int] = {"rows with logits": 1, "scored rows": PROMPT_FEATURES, "all rows": WINDOW}
 
 
 class CachedSequence:
@@ -37,7 +40,7 @@ class CachedSequence:
         self.num_fed = 0
         self._first_row = 0  # its first row in the last pass, which others may precede
         self._states = KeptFeatures(lambda: engine.hidden_states().copy())
-        self._inputs = KeptFeatures(engine.layer_inputs, LAYERS_WINDOW)
+        self._inputs = KeptFeatures(engine.layer_inputs)
         self.layers: tuple[int, ...] = ()  # whose inputs are kept; another sequence may stop the engine giving them
         if engine.length(sequence):
             self.rollback(0)
@@ -73,7 +76,7 @@ class CachedSequence:
     def keep_features(self, wanted: bool) -> None:
         """Keep the hidden states of the latest tokens from the next pass on, or stop doing so.
 
-        For a prompt they are computed for its last tokens only. Raises CapabilityError when the engine gives none.
+        Of a prompt its last tokens have them. Raises CapabilityError when the engine gives none.
         """
         if wanted != self._states.are_kept:
             self.engine.give_hidden_states(wanted)
@@ -106,7 +109,7 @@ class CachedSequence:
     def layer_inputs(self) -> Features | None:
         """Inputs [n, layers * hidden size] of the last n cached tokens, a view; None unless they are kept.
 
-        n is from 1 after a pass to LAYERS_WINDOW.
+        n is from 1 after a pass to WINDOW.
         """
         return self._inputs.latest(self.length)
 
@@ -240,8 +243,8 @@ class CachedSequence:
 
     @property
     def _prompt_features(self) -> int:
-        """Last tokens of a prompt whose hidden states are kept; the very last one has logits anyway."""
-        return 1 if self.engine.states_of == "rows with logits" else PROMPT_FEATURES
+        """Last tokens of a prompt whose hidden states are kept."""
+        return _PROMPT_STATES[self.engine.states_of]
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""

@@ -21,7 +21,7 @@ from edgespec.drafters.head_layer import numpy_layer
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
-from edgespec.engines.features import LAYERS_WINDOW, WINDOW
+from edgespec.engines.features import WINDOW
 from edgespec.engines.head import CachedHead, HeadLayer
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.head_reader import head_kind_of
@@ -125,9 +125,9 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
         return found
 
     if kind == "eagle3":
-        return Eagle3Drafter(opened(Eagle3Head), LAYERS_WINDOW)
+        return Eagle3Drafter(opened(Eagle3Head), WINDOW)
     if kind == "dflash":
-        return DFlashDrafter(opened(DFlashHead), LAYERS_WINDOW)
+        return DFlashDrafter(opened(DFlashHead), WINDOW)
     if head_class(file.path) is Gemma4Drafter:
         # It must be where the keys and values of the target's last layers are, which are offloaded first.
         where = options.draft_context_length, (0 if target.facts.device == "cpu" else -1)

@@ -17,7 +17,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.config import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.dflash import DFlashDrafter
-from edgespec.engines.features import LAYERS_WINDOW
+from edgespec.engines.features import WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
 from edgespec.engines.llamacpp import DFlashHead, LlamaCppEngine
 from edgespec.engines.model_use import MAX_BATCH
@@ -172,7 +172,7 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
 ) -> None:
     load = {"threads": TEST_THREADS, "context_length": 256, "reproducible": True}
     with LlamaCppEngine.load(target_path, **load) as target, target.load_head(DFlashHead, head_path) as head:
-        drafter, cached = DFlashDrafter(head, LAYERS_WINDOW), CachedSequence(target)
+        drafter, cached = DFlashDrafter(head, WINDOW), CachedSequence(target)
         cached.keep_layer_inputs(drafter.wants_layers)
         prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)
         run = Run(cached, prompt, Sampler(Sampling(temperature=0.8, seed=5), NUM_TOKENS), stop, logprobs=False)

@@ -10,18 +10,24 @@ import numpy as np
 import pytest
 
 from demo import DEMO
+from edgespec.drafters import eagle
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.head_layer import NumpyLayer, numpy_layer
 from edgespec.engines.head import HeadLayer, NewPairs, Pairs
 from edgespec.engines.onnx.eagle import FIRST_POSITIONS, OnnxLayer
 from edgespec.errors import EngineError
-from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
+from edgespec.formats.head_file import HeadFile, read_head_file
+from edgespec.formats.head_manifest import HeadManifest
 from head_tables import request
 
 
 @pytest.fixture(scope="module")
 def heads() -> HeadFile:
     return read_head_file(DEMO / "heads" / "eagle.npz")
+
+
+def drafter_of(heads: HeadFile) -> EagleDrafter:
+    return EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset())
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
@@ -112,16 +118,70 @@ def test_drafts_are_those_of_numpy(heads: HeadFile, branches: int) -> None:
     assert chosen[0] == chosen[1]
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 1000])
-def test_a_long_text_is_read_in_parts(heads: HeadFile, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr("edgespec.drafters.eagle.MOST_READ", at_once)
-    text = np.append(np.tile(heads.probe_ids, 3), heads.probe_ids[-1])
-    states = np.tile(heads.probe_states, (3, 1))
-    with closing(EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset())) as drafter:
-        found = [drafter.draft(request(text[:at], states[: at - 1])).token_ids.tolist() for at in (20, len(text))]
-    with closing(EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset())) as other:
-        assert other.draft(request(text, states)).token_ids.tolist() == found[1]
-    assert len(found[0]) == len(found[1]) == 4
+def long_text(heads: HeadFile, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and states that are the demo's own in another order, so that no two places look alike."""
+    rng = np.random.default_rng(4)
+    chosen = rng.integers(0, len(heads.probe_ids), count)
+    states = heads.probe_states[chosen] + rng.normal(0, 0.1, (count, heads.probe_states.shape[1])).astype(np.float32)
+    return np.append(heads.probe_ids[chosen], heads.probe_ids[-1]), states
+
+
+def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eagle, "AT_ONCE", 10_000)
+    monkeypatch.setattr(eagle, "MOST_NEW", 10_000)
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 64])
+def test_a_long_text_is_read_over_several_drafts(
+    heads: HeadFile, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    text, states = long_text(heads, 300)
+    with monkeypatch.context() as patched, closing(drafter_of(heads)) as drafter:
+        patched.setattr(eagle, "AT_ONCE", at_once)
+        patched.setattr(eagle, "MOST_NEW", 2 * at_once)
+        read, first = 0, 270
+        for end in range(first, 301):
+            before, expected = drafter._pairs.length, drafter.num_uncached(text[: end + 1])
+            found = drafter.draft(request(text[: end + 1], states[:end]))
+            assert drafter._pairs.length - before == expected <= 2 * at_once
+            read += expected
+        assert read == min(300, at_once + 30 * (at_once + 1))
+    known = states[300 - read :]  # what was not read yet is not seen either
+    all_at_once(monkeypatch)
+    with closing(drafter_of(heads)) as other:
+        whole = other.draft(request(text, known))
+        assert other._pairs.length == read
+    assert whole.token_ids.tolist() == found.token_ids.tolist()
+    np.testing.assert_allclose(whole.evidence, found.evidence, atol=1e-3)
+
+
+def test_what_is_out_of_sight_goes_and_positions_begin_anew(heads: HeadFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, states = long_text(heads, 400)
+    monkeypatch.setattr(eagle, "WINDOW", 30)
+    largest, dropped = 0, 0
+    with closing(drafter_of(heads)) as drafter:
+        read = drafter._layer.read
+
+        def watched(pairs: Pairs, new: NewPairs) -> Any:
+            nonlocal largest
+            largest = max(largest, int(new.positions.max()))
+            return read(pairs, new)
+
+        monkeypatch.setattr(drafter._layer, "read", watched)
+        for end in range(100, 401):
+            before = drafter._pairs
+            found = drafter.draft(request(text[: end + 1], states[max(end - 30, 0) : end]))
+            if drafter._pairs is not before and end > 100:
+                dropped += 1
+                with monkeypatch.context() as patched, closing(drafter_of(heads)) as other:
+                    all_at_once(patched)
+                    seen = drafter._pairs.length
+                    patched.setattr(eagle, "WINDOW", seen)
+                    afresh = other.draft(request(text[: end + 1], states[end - seen : end]))
+                assert afresh.token_ids.tolist() == found.token_ids.tolist()
+                np.testing.assert_allclose(afresh.evidence, found.evidence, atol=1e-3)
+    assert dropped > 3
+    assert largest < 150
 
 
 def test_a_quantised_layer_takes_a_third_of_the_bytes(heads: HeadFile) -> None:
@@ -131,8 +191,9 @@ def test_a_quantised_layer_takes_a_third_of_the_bytes(heads: HeadFile) -> None:
     ]
     exact, quantised = (drafter._layer.num_bytes for drafter in drafters)
     vocabulary = heads.vocabulary.nbytes  # which numpy's layer shares with the drafter
-    assert quantised < 0.34 * (exact + vocabulary)
-    assert quantised < drafters[1].bytes_used < 0.6 * drafters[0].bytes_used
+    tables = sum(table.nbytes for table in drafters[1]._layer._tables)  # of positions, which numpy computes
+    assert quantised - tables < 0.34 * (exact + vocabulary)
+    assert quantised < drafters[1].bytes_used < 0.6 * drafters[0].bytes_used + tables
     for drafter in drafters:
         drafter.close()
 

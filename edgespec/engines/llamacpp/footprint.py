@@ -169,7 +169,7 @@ def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
 
 def head_footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
-    from edgespec.engines.features import LAYERS_WINDOW, WINDOW  # imports numpy
+    from edgespec.engines.features import WINDOW  # imports numpy
     from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
     from edgespec.engines.llamacpp.heads import head_class
 
@@ -177,7 +177,7 @@ def head_footprint(path: Path, use: ModelUse) -> Footprint:
     assert head is not None  # the caller has asked
     sizes = head.read(path)
     context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
-    features = _feature_bytes(sizes.feature_width, min(context, LAYERS_WINDOW if sizes.layers else WINDOW))
+    features = _feature_bytes(sizes.feature_width, min(context, WINDOW))
     packed = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
     return Footprint(
         mapped=path.stat().st_size,

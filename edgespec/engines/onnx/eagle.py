@@ -37,6 +37,7 @@ class OnnxLayer(HeadLayer):
         self._bound: dict[tuple[int, int], _Bound] = {}
         self._tables = rotary_tables(self._frequencies, np.arange(FIRST_POSITIONS))
         self._sees_all = untouched_zeros(FIRST_POSITIONS, np.float32)
+        self.num_bytes += sum(table.nbytes for table in self._tables)
 
     @staticmethod
     def takes(heads: HeadFile) -> bool:

@@ -40,6 +40,7 @@ class OnnxEngine(BookedEngine):
     """One ONNX model. Make it with `load`. Logits stay valid until the next `forward`."""
 
     vocabulary: TokenizerFile
+    states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
 
     def __init__(
         self, path: Path, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
