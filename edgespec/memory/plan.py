@@ -19,12 +19,12 @@ from edgespec.engines.footprint import Footprint
 from edgespec.engines.machine import default_threads, is_apple_silicon
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
-from edgespec.formats.files import expanded
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, head_paths
 from edgespec.loading.uses import draft_use, target_use
+from edgespec.memory.heads import heads_bytes
 
 MIB = 1 << 20
 # Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.
@@ -181,12 +181,12 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         if role != "target"
     ]
     engines = {pair.files[role].engine for role in roles}
-    heads = sum(map(_file_bytes, head_paths(options, pair, is_cut=chosen.is_cut)))
+    heads = head_paths(options, pair, is_cut=chosen.is_cut)
     return Plan(
         pair.name,
         _without_shared((target, *drafts), pair, roles),
         _table_bytes(options, context),
-        2 * heads,  # stored in half precision
+        heads_bytes(heads, context, options.parallel),
         _process(engines),
         _threads(options, engines, len(roles)),
         _device(options),
@@ -277,11 +277,3 @@ def _threads(options: LoadOptions, engines: set[str], models: int) -> int:
 def _process(engines: set[str]) -> Part:
     sizes = [_PYTHON, *(_LIBRARIES[engine] for engine in engines)]
     return Part("Python and libraries", sum(own for own, _ in sizes), sum(mapped for _, mapped in sizes))
-
-
-def _file_bytes(path: Path) -> int:
-    """The size of a file; 0 for one that cannot be read, as reading it says best what is wrong."""
-    try:
-        return expanded(path).stat().st_size
-    except (OSError, ValueError):  # ValueError: a name with a zero byte
-        return 0

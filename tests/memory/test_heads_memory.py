@@ -1,0 +1,44 @@
+"""Draft heads in the plan: the file, and what is kept for each text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import edgespec
+from demo import DEMO
+from edgespec import GenerateOptions
+from edgespec.config import LoadOptions
+from edgespec.drafters.eagle import EagleDrafter
+from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.heads import heads_bytes
+from edgespec.memory.plan import planned
+
+EAGLE = DEMO / "heads" / "eagle.npz"
+SIZE = EAGLE.stat().st_size
+
+
+def test_each_text_has_states_and_a_cache_of_its_own() -> None:
+    one, two = (heads_bytes([EAGLE], 2048, texts) for texts in (1, 2))
+    assert 2 * SIZE + 4 * 256 * 1024 < one < two < 8 * SIZE
+    assert two - one == one - heads_bytes([EAGLE], 2048, 0)
+    assert heads_bytes([EAGLE], 100, 1) < one == heads_bytes([EAGLE], 4096, 1)
+    assert heads_bytes([EAGLE, EAGLE], 2048, 1) == 2 * one
+
+
+def test_a_file_that_cannot_be_read_takes_its_size(tmp_path: Path) -> None:
+    damaged = tmp_path / "heads.npz"
+    damaged.write_bytes(EAGLE.read_bytes()[:1000])
+    assert heads_bytes([damaged], 2048, 1) == 1000
+    assert heads_bytes([tmp_path / "none.npz", Path("a\0b")], 2048, 1) == 0
+
+
+def test_a_long_answer_takes_what_was_planned() -> None:
+    options = LoadOptions("demo", engine="onnx", heads=EAGLE, drafter="eagle", context_length=1400, threads=1)
+    with edgespec.load(options) as model:
+        ids = (model.encode("A table for two in San Jose, please. ") * 400)[:1300]
+        stats = model.generate(ids, options=GenerateOptions(max_tokens=60, draft_length=4, ignore_eos=True)).stats
+        assert stats.drafted_tokens
+        (drafter,) = (each for each in model._pool.drafters.values() if isinstance(each, EagleDrafter))
+        used = drafter.bytes_used
+    states = 2 * 512 * 256 * 4
+    assert used + states <= planned(options, resolve_pair(options)).heads
