@@ -196,10 +196,11 @@ def test_a_first_draft_waits_for_no_import_of_masked_arrays(tmp_path):
     path = tmp_path / "some-frequent.npz"
     write_head_file(path, replace(heads, frequent=np.arange(0, len(heads.token_ids), 2, dtype=np.int32)))
     code = (
-        "import sys, edgespec\nfrom edgespec import GenerateOptions\n"
+        "import sys, edgespec\nfrom edgespec import GenerateOptions, Sampling\n"
         f"loaded = edgespec.load({str(DEMO / 'onnx' / 'target')!r}, heads={str(path)!r}, drafter='eagle', threads=1)\n"
+        "options, sampling = GenerateOptions(max_tokens=12, draft_length=2), Sampling(repeat_penalty=1.1)\n"
         "with loaded as model:\n"
-        "    stats = model.generate('Hi', options=GenerateOptions(max_tokens=12, draft_length=2)).stats\n"
+        "    stats = model.generate('Hi', sampling, options).stats\n"
         "assert stats.drafted_tokens\nsys.exit('numpy.ma' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ from demo import DEMO, TEST_THREADS
 from edgespec.config import GenerateOptions
 from edgespec.engines.llamacpp import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.onnx.library import library
+from edgespec.engines.onnx.library import library, run_options
 from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, PromptError
 from edgespec.runtime import load
@@ -316,3 +316,11 @@ def test_nothing_is_reported_to_the_maker_of_the_library(onnx_path, tmp_path):
 
     assert files() == []
     assert files(ORT_DISABLE_TELEMETRY="0")  # whoever asks for it
+
+
+def test_a_pass_makes_the_library_raise_nothing_that_it_catches():
+    """Its Python asks each pass for an entry, and catches the exception where that is missing: .1 ms."""
+    options = run_options()
+    assert options.get_run_config_entry("gpu_graph_id") == "-1"
+    with pytest.raises(RuntimeError):
+        library().RunOptions().get_run_config_entry("gpu_graph_id")

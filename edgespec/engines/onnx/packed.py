@@ -91,7 +91,8 @@ class PackedCaches(Caches):
         """Move all used cells to the front when `count` new ones do not fit after them."""
         if self._end + count <= self._passes.capacity:
             return
-        owned = np.unique(np.concatenate((*self._cells, *self._waiting.values())))
+        owned = np.sort(np.concatenate((*self._cells, *self._waiting.values())))
+        owned = owned[np.flatnonzero(np.diff(owned, prepend=-1))]  # each once; np.unique would import numpy.ma, 65 ms
         self._passes.move(0, owned, slice(FIRST, FIRST + owned.size))
         self._cells = [FIRST + np.searchsorted(owned, cells) for cells in self._cells]
         self._waiting = {s: FIRST + np.searchsorted(owned, cells) for s, cells in self._waiting.items()}
