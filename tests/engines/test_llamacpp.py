@@ -273,6 +273,22 @@ def test_reproducible_is_refused_where_it_cannot_be(tiny_path, monkeypatch):
         assert engine.widest_pass == engine.facts.max_batch
 
 
+@pytest.mark.parametrize("num_before", [1, 14, 40])
+def test_a_state_that_is_loaded_behind_a_padded_pass_gives_the_same_bits(tiny_path, num_before):
+    """The padding row is still in the cache, and a state that lay behind it would be summed in other tiles."""
+    ids = np.random.default_rng(0).integers(5, 290, 140)
+    with load(tiny_path, reproducible=True, context_length=512) as engine:
+        for start in range(0, 134, 50):
+            chain(engine, ids[start : min(start + 50, 134)])
+        state = engine.save_state()
+        expected = chain(engine, ids[134:135]).copy()
+        engine.rollback(0)
+        for token_id in ids[60 : 60 + num_before]:
+            chain(engine, [token_id])
+        engine.load_state(state)
+        np.testing.assert_array_equal(chain(engine, ids[134:135]), expected)
+
+
 def test_padding_leaves_no_trace_in_the_cache(target_path, monkeypatch):
     ids = [5, 6, 7, 8, 9, 10, 11, 12]
     monkeypatch.setattr(proof, "survey", finding((1, 1), (2, 2), (3, 8)))

@@ -67,8 +67,7 @@ class Cells:
                 f"the trees of this batch have {sum(needed.values())} side branches, this engine was loaded for "
                 f"{len(self._branch_ids)}; draft fewer branches or load with a larger max_branches"
             )
-        if self._scratch_id >= 0:
-            self._trim(self._scratch_id, 0)
+        self._drop_padding()
         for sequence in placed:
             self.trim(sequence)
         free = list(self._branch_ids)
@@ -79,6 +78,11 @@ class Cells:
                 self._bring_up_to_date(branch, sequence)
             self._branches[sequence] = branches_through(part.parents, [sequence, *chosen])
         return {sequence: self._branches[sequence] for sequence in trees}
+
+    def _drop_padding(self) -> None:
+        """Remove the padding rows of the last pass, so that what comes next takes the cells behind its sequence."""
+        if self._scratch_id >= 0:
+            self._trim(self._scratch_id, 0)
 
     def _bring_up_to_date(self, branch: int, sequence: int) -> None:
         owner, mirrored = self._mirrors.pop(branch, (sequence, 0))
@@ -197,6 +201,9 @@ class Cells:
     def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError, and the sequence is then empty."""
         self._finish_copies()
+        # With a padding row left among the first cells, the state would lie behind it. Attention sums half precision in
+        # tiles of cells, so that this would change bits.
+        self._drop_padding()
         self.forget(sequence)
         if not length:
             return
