@@ -20,7 +20,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.bench.expanded_heads import expand_heads
-from edgespec.bench.expansion import Expansion
+from edgespec.bench.expansion import Expansion, Shape
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export import resources as room
 from edgespec.export.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ from expansion.pair import Builder
 from expansion.request import BenchRequest, check_needs, needs_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "lab" / "make_bench_pair.py"
-LITTLE = shapes.Shape(512, 1024, 10, 8, 2, vocab_size=4352)
+LITTLE = Shape(512, 1024, 10, 8, 2, vocab_size=4352)
 PROMPT = [{"role": "user", "content": "Hi, can you find me a restaurant in San Jose that serves Italian food?"}]
 
 

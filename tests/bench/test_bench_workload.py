@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import random
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_data_gives_held_out_prompts_of_every_domain(corpus_folder):
 
 
 def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     names = [f"module{index}.py" for index in range(80)]
     for name in names:
         code = f'def find_{name[:-3]}(text):\n    """Look for {name}.\n\n    More."""\n    return text.find("{name}")\n'
@@ -148,8 +149,8 @@ def test_a_folder_without_data_names_the_files(tmp_path):
     ],
 )
 def test_broken_data_names_the_file(tmp_path, contents, said):
-    (tmp_path / sources.SGD_DEV_FILE).write_bytes(contents)
-    with pytest.raises(ConfigError, match=f"{sources.SGD_DEV_FILE} {said}"):
+    (tmp_path / datasets.SGD_DEV_FILE).write_bytes(contents)
+    with pytest.raises(ConfigError, match=f"{datasets.SGD_DEV_FILE} {said}"):
         sources.read_data(tmp_path)
 
 

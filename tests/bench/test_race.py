@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -556,7 +557,7 @@ def test_the_engine_decides_which_pair_is_offered(little: Path, monkeypatch: pyt
     pytest.importorskip("gguf", reason="the GGUF is offered where the package gguf is")
     assert offer_module.find_offer("auto").engine == offer_module.find_offer("onnx").engine == "onnx"
     assert offer_module.find_offer("llamacpp").folder.name == "demo-1b-q8_0"
-    have = offer_module.find_spec
+    have = find_spec
     monkeypatch.setattr(offer_module, "find_spec", lambda name: None if name == "onnxruntime" else have(name))
     assert offer_module.find_offer("auto").engine == "llamacpp"
     with pytest.raises(CapabilityError, match=r"for onnx: needs onnxruntime: .* install "):

@@ -254,7 +254,7 @@ def test_a_model_that_does_not_keep_the_promise_is_removed(settings: Settings, m
 
 def test_a_converted_model_that_cannot_be_loaded_is_removed(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     limits(monkeypatch, 0.0)
-    opened = module.open_session
+    opened = open_session
 
     def open_file(given: Settings, **options: bool) -> Session:
         if given.values["model"] != settings.values["model"]:

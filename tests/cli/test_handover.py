@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_what_is_not_known_is_asked_for(target_path: Path, onnx_path: Path) -> N
 def test_a_server_that_is_here_is_asked_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that prints a help text stands in for the server."""
     program = tmp_path / "llama-server"
-    monkeypatch.setattr(module.shutil, "which", lambda name: str(program))
+    monkeypatch.setattr(shutil, "which", lambda name: str(program))
     given = module.Handover("llama-server", "t.gguf", "model", "d.gguf", 4, is_measured=False)
     program.write_text("#!/bin/sh\necho '--spec-type --model-draft --spec-draft-n-max'\n")
     program.chmod(0o755)
@@ -110,7 +111,7 @@ def test_a_server_that_is_here_is_asked_about_its_flags(tmp_path: Path, monkeypa
     program.write_text("#!/bin/sh\necho '--draft-max --model-draft'\n")
     with pytest.raises(CapabilityError, match="--spec-type, --spec-draft-n-max"):
         check(given)
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert not check(given)
 
 

@@ -515,6 +515,7 @@ def test_no_more_than_is_asked_for(most: int) -> None:
     controller = world.auto()
     world.run(controller, [text])
     model = controller.drafters["model"]
+    assert isinstance(model, TracedDrafter)
     model.take(text)
     controller.begin(text.token_ids[: text.prompt_tokens])
     assert proposed(controller, text, most) == most

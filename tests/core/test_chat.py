@@ -9,7 +9,8 @@ import pytest
 
 from demo import DEMO
 from edgespec.chat.conversation import Conversation, fit_context
-from edgespec.chat.template import MAX_PROMPT_CHARACTERS, answer_opening, render_chat
+from edgespec.chat.sandbox import MAX_PROMPT_CHARACTERS
+from edgespec.chat.template import answer_opening, render_chat
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, PromptError, StateError
 

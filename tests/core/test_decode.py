@@ -39,9 +39,14 @@ def target() -> CachedSequence:
     return CachedSequence(TableEngine.random(10, context_length=64, max_batch=16))
 
 
+def related(target: CachedSequence, sigma: float) -> TableEngine:
+    assert isinstance(target.engine, TableEngine)
+    return target.engine.related(sigma)
+
+
 @pytest.fixture
 def drafter(target: CachedSequence) -> ModelDrafter:
-    return ModelDrafter(target.engine.related(sigma=0.5))
+    return ModelDrafter(related(target, 0.5))
 
 
 class Recorder(FixedLength):
@@ -80,7 +85,7 @@ def test_counters_add_up(target: CachedSequence, drafter: ModelDrafter) -> None:
 def test_what_was_drafted_behind_the_end_of_an_answer_is_no_part_of_it(target: CachedSequence, stop: Any) -> None:
     behind = 0
     for seed in range(20):
-        recorder = Recorder(ModelDrafter(target.engine.related(sigma=0.1)), 6)
+        recorder = Recorder(ModelDrafter(related(target, 0.1)), 6)
         run = make_run(target, seed=seed, **{"max_tokens": None} | stop)
         events = list(speculative(run, recorder, coupled))
         assert run.stats.accepted_tokens == sum(event.drafter is not None for event in events)
@@ -225,7 +230,7 @@ def test_an_interrupted_pass_leaves_only_committed_tokens(fails_at: int, error: 
 
 @pytest.mark.parametrize("cancel_draft", [False, True])
 def test_cancel_raises_nothing_and_the_next_run_is_exact(target: CachedSequence, cancel_draft: bool) -> None:
-    draft_engine = target.engine.related(sigma=0.5)
+    draft_engine = related(target, 0.5)
     drafter = ModelDrafter(draft_engine)
     expected = [event.token_id for event in autoregressive(make_run(target))]
     run = make_run(target)
@@ -246,9 +251,7 @@ def test_a_small_draft_window_slides_without_a_cliff() -> None:
     expected = [event.token_id for event in autoregressive(make_run(target, max_tokens=1000))]
     rates = []
     for context_length in (32, 1024):
-        small = TableEngine(
-            target.engine.related(sigma=0.5)._table, order=2, context_length=context_length, max_sequences=1
-        )
+        small = TableEngine(related(target, 0.5)._table, order=2, context_length=context_length, max_sequences=1)
         run = make_run(target, max_tokens=1000)
         found = list(speculative(run, FixedLength(ModelDrafter(small), 4), coupled))
         assert [event.token_id for event in found] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -65,7 +66,7 @@ def test_a_family_is_named_where_its_smallest_model_is_small_enough(big, monkeyp
     ],
 )
 def test_families_are_told_by_architecture_name_and_tokenizer(described, family):
-    found = [name for pattern, name in hints._FAMILIES if hints.re.search(pattern, described)]
+    found = [name for pattern, name in hints._FAMILIES if re.search(pattern, described)]
     assert set(found) <= entries().keys()
     assert found[:1] == ([family] if family else [])
 

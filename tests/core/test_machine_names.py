@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ ARM = "processor\t: {}\nFeatures\t: fp asimd {}\nCPU implementer\t: 0x41\nCPU pa
 def name_of(monkeypatch: pytest.MonkeyPatch, path: Path, text: str) -> str:
     path.write_text(text)
     monkeypatch.setattr(machine, "_CPUINFO", path)
-    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(sys, "platform", "linux")
     machine.processor.cache_clear()
     try:
         return machine.processor()

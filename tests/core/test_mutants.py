@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ MUTANTS = runpy.run_path(str(ROOT / "scripts" / "lab" / "mutants.py"))["MUTANTS"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_changes_one_place_of_todays_code(mutant: object) -> None:
+def test_a_mutant_changes_one_place_of_todays_code(mutant: Any) -> None:
     source = (ROOT / "edgespec" / mutant.file).read_text(encoding="utf-8")
     assert source.count(mutant.original) == 1
     compile(source.replace(mutant.original, mutant.mutated), mutant.file, "exec")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.chat.conversation import Conversation
-from edgespec.cli.chat import Chat
+from edgespec.cli.dialogue import Chat
 from edgespec.cli.session import Session
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.config.sources import Settings

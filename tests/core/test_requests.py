@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def test_rows_that_hold_no_numbers(settings: Sampling, value: float, message: st
     row = np.full(6, -math.inf, np.float32)
     row[2] = value
     sampler = Sampler(settings, 6)
-    for use in (sampler.distribution, lambda *given: sampler.likeliest(*given, 3)):
+    for use in (sampler.distribution, partial(sampler.likeliest, count=3)):
         with pytest.raises(EngineError, match=message):
             use(row, NOTHING)
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path, PureWindowsPath
 
+import click
 import pytest
 
 from edgespec import installation
@@ -101,7 +102,7 @@ def test_a_pipe_that_nobody_reads_is_no_error(monkeypatch, capsys):
     def gone(*_: object, **__: object) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(main.click.Group, "main", gone)
+    monkeypatch.setattr(click.Group, "main", gone)
     with pytest.raises(SystemExit) as ended:
         main.cli.main(["ls"])
     assert ended.value.code == main.BROKEN_PIPE

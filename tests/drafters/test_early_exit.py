@@ -17,7 +17,8 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
-from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.hierarchical import HierarchicalDrafter
+from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, ContextFull
 from edgespec.export.gguf import EarlyExit, early_exit_gguf
@@ -321,6 +322,13 @@ def test_a_pair_whose_draft_is_an_exit_is_known_as_one(split: EarlyExit, onnx_pa
                 opened.generate("def f(", options=GenerateOptions(drafter="early-exit"))
 
 
+def small_of(model: edgespec.Model) -> object:
+    """What drafts for the medium."""
+    drafter = model._pool.drafters["hierarchical"]
+    assert isinstance(drafter, HierarchicalDrafter)
+    return drafter._small
+
+
 @pytest.mark.parametrize("drafter", ["auto", "hierarchical"])
 def test_an_exit_is_the_small_model_of_a_hierarchy(split: EarlyExit, drafter: str) -> None:
     """Its file is opened once, whatever a medium stands above it, and its weights are the target's."""
@@ -329,7 +337,7 @@ def test_an_exit_is_the_small_model_of_a_hierarchy(split: EarlyExit, drafter: st
     with edgespec.load(str(split.target), drafter=drafter, **options) as opened:
         drafters = opened._pool.drafters
         assert {"early-exit", "hierarchical"} == set(drafters) - {"ngram", "suffix", "cache"}
-        assert drafters["hierarchical"]._small is drafters["early-exit"]
+        assert small_of(opened) is drafters["early-exit"]
         assert set(opened.draft_costs) == {"early-exit", "hierarchical"}
         generate = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
         for temperature in (0.0, 0.8, 1.2):
@@ -346,8 +354,7 @@ def test_an_onnx_exit_is_the_small_model_of_a_hierarchy(onnx_path: Path) -> None
     medium = onnx_path.parent.parent / "medium" / "model.onnx"
     options = {"engine": "onnx", "threads": TEST_THREADS, "reproducible": True, "exit_layer": LAYERS}
     with edgespec.load(str(onnx_path), medium=medium, **options) as opened:
-        small = opened._pool.drafters["hierarchical"]._small
-        assert small is opened._pool.drafters["early-exit"]
+        assert small_of(opened) is opened._pool.drafters["early-exit"]
         generate = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
         for temperature in (0.0, 0.8, 1.2):
             sampling = Sampling(temperature=temperature, seed=3)
@@ -361,7 +368,8 @@ def test_a_draft_temperature_reaches_an_exit(split: EarlyExit) -> None:
     for options in ({"model": str(split.target), "draft": split.draft}, {"model": "demo", "engine": "onnx"}):
         exits = {"exit_layer": LAYERS} if "engine" in options else {}
         with edgespec.load(**options, **exits, drafter="early-exit", draft_temperature=0.7, threads=1) as opened:
-            assert opened._pool.drafters["early-exit"].temperature.factor == 0.7
+            drafter = opened._pool.drafters["early-exit"]
+            assert isinstance(drafter, ChainDrafter) and drafter.temperature.factor == 0.7
 
 
 def test_an_exit_that_is_not_there_is_refused(split: EarlyExit) -> None:

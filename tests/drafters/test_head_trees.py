@@ -18,6 +18,7 @@ from edgespec.control.cost import CostCurve
 from edgespec.control.length import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.chain import evidence_of
+from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import MAX_ROW_COST, StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
@@ -210,6 +211,7 @@ def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngin
     compared = 0
     for path, children in paths(draft):
         twin, told, known = drafter_of(heads, TOKENS), text, states
+        assert isinstance(twin, EagleDrafter)
         twin._make_room(len(text) + len(path))
         predicted, scores = twin._catch_up(told, known)
         for token_id in path:
@@ -249,7 +251,7 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
     asked = tree_request(24, 0.9)
     whole = drafter_of(heads, TOKENS).draft(asked)
     inner = int(whole.token_ids[0])
-    draft = type(drafter_of(heads, TOKENS))(heads, TOKENS, frozenset({inner})).draft(asked)
+    draft = drafter_of(heads, TOKENS, end_ids=frozenset({inner})).draft(asked)
     ends = np.flatnonzero(draft.token_ids == inner)
     assert ends.size and draft.num_tokens > 1
     assert not set(ends.tolist()) & set(draft.parents.tolist())
@@ -261,6 +263,7 @@ def test_nothing_follows_an_end_token_and_nothing_comes_of_no_state(tiny_engine:
 def test_an_error_inside_a_tree_leaves_no_trace(tiny_engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = random_heads("eagle", tiny_engine, HIDDEN)
     drafter, asked = drafter_of(heads, TOKENS), tree_request(16, 0.9)
+    assert isinstance(drafter, EagleDrafter)
     expected = drafter.draft(asked)
     with monkeypatch.context() as patch:
         read = drafter._read

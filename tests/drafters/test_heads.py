@@ -179,7 +179,7 @@ def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any
         assert drafter.draft(request(text, states)._replace(features=None)).num_tokens == 0
         assert drafter.draft(request(text, states, most=0)).num_tokens == 0
         first = int(drafter.draft(request(text, states)).token_ids[0])
-        ended = type(drafter)(heads, 299, frozenset({first})).draft(request(text, states))
+        ended = drafter_of(heads, 299, end_ids=frozenset({first})).draft(request(text, states))
         assert ended.token_ids.tolist() == [first]
         short = drafter.draft(request(text, states)._replace(should_continue=lambda count, _: count < 2))
         assert short.num_tokens == 2

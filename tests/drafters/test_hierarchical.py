@@ -96,6 +96,7 @@ def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor
     """
     medium = target.related(0.7, 2)
     medium.__class__ = Watched
+    assert isinstance(medium, Watched)
     medium.widths = []
     small = ModelDrafter(target.related(0.7, 2), temperature=factor)
     drafter = HierarchicalDrafter(small, medium, factor, ahead=5)

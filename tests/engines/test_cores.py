@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(machine, "CPUS", tmp_path)
     monkeypatch.setattr(cores, "INTEL_FAST", tmp_path / "cpu_core")
     monkeypatch.setattr(machine, "allowed_processors", lambda: None)
-    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     return tmp_path
 
 
@@ -28,7 +30,7 @@ def write(system: Path, cpu: int, name: str, text: str) -> None:
 
 
 def run_on(monkeypatch: pytest.MonkeyPatch, processors: set[int]) -> tuple[int, int]:
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: processors, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: processors, raising=False)
     return machine.default_threads(), machine.physical_cores()
 
 

@@ -308,8 +308,9 @@ def test_the_models_of_a_pair_share_one_child(tmp_path, started):
     one, other = (write_model(tmp_path / f"{name}.gguf", SHAPE) for name in ("one", "other"))
     options = LoadOptions(model=str(one), draft=str(other), reproducible=False, context_length=16)
     _, target, drafters = open_models(options)
-    for each in (*drafters.values(), target):
-        each.close()
+    for drafter in drafters.values():
+        drafter.close()
+    target.close()
     assert started == [[one, other]]
 
 

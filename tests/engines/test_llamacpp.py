@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -446,7 +447,9 @@ def test_a_recurrent_model_goes_on_after_an_interrupted_pass(tmp_path, number):
         ids, options = list(range(5, 15)), GenerateOptions(max_tokens=8, ignore_eos=True)
         expected = model.generate(ids, Sampling(), options)
         model.forget()
-        decode, passes = model.target._decode, []
+        engine, passes = model.target, list[Any]()
+        assert isinstance(engine, LlamaCppEngine)
+        decode = engine._decode
 
         def interrupted(*rows):
             passes.append(decode(*rows))
@@ -454,10 +457,10 @@ def test_a_recurrent_model_goes_on_after_an_interrupted_pass(tmp_path, number):
                 raise KeyboardInterrupt
             return passes[-1]
 
-        model.target._decode = interrupted
+        engine._decode = interrupted
         with pytest.raises(KeyboardInterrupt):
             model.generate(ids, Sampling(), options)
-        model.target._decode = decode
+        engine._decode = decode
         found = model.generate([*ids, *expected.token_ids[:4]], Sampling(), replace(options, max_tokens=4))
         assert found.token_ids == expected.token_ids[4:]  # read at once, so that only rounding may differ
         np.testing.assert_allclose(found.logprobs, expected.logprobs[4:], atol=1e-4)

@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from edgespec.chat.template import encode_messages
 from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.export.gguf.splitters import SPACE
 from edgespec.vocabulary import FimTokens
-from tiny_checkpoints import SPACE, SPECIALS, byte_level_tokenizer, spm_tokenizer
+from tiny_checkpoints import SPECIALS, byte_level_tokenizer, spm_tokenizer
 
 Open = Callable[..., TokenizerFile]
 TEMPLATE = "{% for m in messages %}<|start|>{{ m.content }}{% endfor %}"

@@ -133,19 +133,19 @@ def test_weights_that_are_packed_are_let_go_and_change_no_bits(
 ) -> None:
     """Unsigned weights are a second copy of the model; what a session packed of them is all that it reads."""
     from edgespec.engines.onnx import OnnxEngine, sessions
+    from edgespec.engines.onnx.unsigned import make_unsigned
 
     if "whole" not in str(onnx_target):
         pytest.skip("its weights are used as they are")
     made: list[weakref.ref[Any]] = []
-    make = sessions.make_unsigned
 
-    def make_unsigned(graph: bytes, folder: Path) -> Any:
-        found = make(graph, folder)
+    def watched(graph: bytes, folder: Path) -> Any:
+        found = make_unsigned(graph, folder)
         made.extend(weakref.ref(array) for array in found[1].values())
         return found
 
     monkeypatch.setattr(sessions, "products_saturate", lambda: True)
-    monkeypatch.setattr(sessions, "make_unsigned", make_unsigned)
+    monkeypatch.setattr(sessions, "make_unsigned", watched)
     assert sessions.reads_packed_weights()
     found, kept = [], []
     for is_packed in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_only_reproducible_sessions_go_without_flash_attention(wide: Path, monke
     inner = sessions._open
 
     def watched(*given: object, **named: object) -> object:
-        seen.append(sessions.os.environ.get(FLASH_OFF))
+        seen.append(os.environ.get(FLASH_OFF))
         return inner(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sessions, "_open", watched)

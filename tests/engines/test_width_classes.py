@@ -15,7 +15,8 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import progress, proof, sample_text, watch, width_bits, widths
+from edgespec.engines import disk_cache, progress, proof, sample_text, watch, width_bits, widths
+from edgespec.engines.base import EngineFacts
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
@@ -86,7 +87,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
         if len(heard) == 40:
             raise Enough
 
-    def prove(engine: LyingTable) -> widths.EngineFacts:
+    def prove(engine: LyingTable) -> EngineFacts:
         with progress.reporting_to(on_progress):
             return widths.pinned_facts(engine, "interrupted", widest=63, reproducible=True, advice="")
 
@@ -102,7 +103,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
     assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
     ends = [done for done, total, _ in heard if done == total]
     assert ends
-    assert widths.disk_cache.get("surveys", "interrupted", width_bits.Survey.schema(63)) is None
+    assert disk_cache.get("surveys", "interrupted", width_bits.Survey.schema(63)) is None
 
 
 def test_a_load_reports_the_progress_of_its_proof(

@@ -33,8 +33,9 @@ onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from edgespec.export.onnx.cut import early_exit_onnx  # noqa: E402
-from edgespec.export.onnx.integer import quantise_columns, to_integer  # noqa: E402
+from edgespec.export.onnx.integer import to_integer  # noqa: E402
 from edgespec.export.onnx.quantise import save  # noqa: E402
+from edgespec.formats.onnx.w8a8 import quantise_columns  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "models" / "demo"

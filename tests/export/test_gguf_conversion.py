@@ -2,78 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
-from demo import DEMO, TEST_THREADS
+from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.export import conversion, conversion_check
-from edgespec.export.accuracy import Limits, open_engine
+from edgespec.export.accuracy import Limits, limits_of
 from edgespec.export.gguf import convert
 from edgespec.export.onnx.gguf_model import KINDS
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.pair import export_pair
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import human
-from edgespec.formats.manifest import ModelPair, read_pair
+from edgespec.formats.manifest import read_pair
 from edgespec.installation import has_engine
-from edgespec.types import Batch, Progress, no_progress
+from gguf_conversions import Interrupted, agreement, answer, export, export_without
 from tiny_checkpoints import write_checkpoint
 from tiny_gguf import write_model
 
 TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
-CHILD = """
-import sys
-blocked, sys.argv = sys.argv[1].split(","), sys.argv[1:]
-sys.modules |= dict.fromkeys(blocked)
-from edgespec.__main__ import main
-main()
-"""
 HEAVY = ("torch", "transformers", "safetensors", "onnxruntime_genai")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def export(source: Path | str, output: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["export", str(source), "--to", "onnx", "-o", str(output), *arguments])
-
-
-def export_without(packages: tuple[str, ...], *arguments: str) -> str:
-    """What an export prints in a process that cannot import `packages`."""
-    command = [sys.executable, "-c", CHILD, ",".join(packages), "export", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def answer(model: Path) -> dict[str, object]:
-    options = ["-p", "I want a table for two.", "-n", "24", "--temp", "0", "--json"]
-    ran = CliRunner().invoke(cli, ["generate", str(model), *options])
-    assert ran.exit_code == 0, ran.output
-    found: dict[str, object] = json.loads(ran.stdout)
-    return found
-
-
-def agreement(pair: ModelPair) -> float:
-    """The share of a text's positions at which target and draft have the same likeliest token."""
-    assert pair.draft is not None
-    with open_engine("onnx", pair.target, 64, TEST_THREADS) as target:
-        ids = np.array(target.vocabulary.encode("I want a table for two people at seven, please."), np.int32)
-        likeliest = target.forward(Batch.chain(ids)).argmax(axis=1)
-    with open_engine("onnx", pair.draft, 64, TEST_THREADS) as draft:
-        return float((draft.forward(Batch.chain(ids)).argmax(axis=1) == likeliest).mean())
 
 
 @NEEDS_LLAMA
@@ -108,7 +65,7 @@ def test_it_needs_neither_torch_nor_llama_cpp(tmp_path: Path):
 @NEEDS_LLAMA
 def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A graph beyond the usual limit is right where the weights as float32 agree with llama.cpp."""
-    usual = conversion_check.limits_of
+    usual = limits_of
     monkeypatch.setattr(conversion_check, "limits_of", lambda q: Limits(None, 1.0, 1e-4) if q == "w8a8" else usual(q))
     result = export(TARGET, tmp_path / "pair", "--quant", "w8a8")
     assert result.exit_code == 0, result.output
@@ -137,7 +94,7 @@ def test_the_table_from_which_llama_cpp_reads_gelu_is_no_fault(tmp_path: Path, m
     """With the weights of Gemma 3 270M its 16 bits move logits by a tenth of their spread; a fault moves more."""
     source = write_checkpoint(tmp_path / "source", "gemma3")
     convert(source, tmp_path / "gemma.gguf", "f32")
-    usual, strict = conversion_check.limits_of, {"fp32": Limits(2e-5, 1.0, 1e-12), "int8": Limits(None, 1.0, 0.0)}
+    usual, strict = limits_of, {"fp32": Limits(2e-5, 1.0, 1e-12), "int8": Limits(None, 1.0, 0.0)}
     monkeypatch.setattr(conversion_check, "limits_of", lambda quant: strict.get(quant) or usual(quant))
     result = export(tmp_path / "gemma.gguf", tmp_path / "pair", "--quant", "int8")
     assert result.exit_code == 0, result.output
@@ -167,22 +124,6 @@ def test_without_room_for_floats_the_cause_stays_open(tmp_path: Path, monkeypatc
     result = export(TARGET, tmp_path / "pair")
     assert result.exit_code == 0, result.output
     assert f"the cause was not found: that needs {human(36667904)} of disk, 1 kB are free" in result.stderr
-
-
-class Interrupted:
-    """A reporter that stops an export when a stage begins; `notes` is what it was told."""
-
-    def __init__(self, at: str = "") -> None:
-        self._at, self.notes = at, list[str]()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Progress]:
-        if self._at and title.startswith(self._at):
-            raise KeyboardInterrupt
-        yield no_progress
 
 
 def test_an_interrupted_export_continues(tmp_path: Path):

@@ -15,7 +15,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
@@ -26,9 +25,8 @@ from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.accuracy import _log_softmax, open_engine
 from edgespec.export.gguf import check_tokenizer, convert, export_gguf
-from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.onnx.gguf_model import KINDS
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.tokens import check_round_trip
@@ -37,46 +35,16 @@ from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
 from edgespec.installation import has_engine
 from edgespec.types import Batch
 from tiny_checkpoints import CASES as SETTINGS
-from tiny_checkpoints import COLUMNS, LOGITS, TOKEN_IDS, write_checkpoint
+from tiny_checkpoints import COLUMNS, LOGITS, write_checkpoint
 from tiny_gguf import Shape, write_model
+from tiny_graphs import CASES, IDS, difference, graph, logits, mean_kl, tiny_files
 
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
-CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma3")
-IDS = np.array(TOKEN_IDS, np.int32)
-Floats = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Files by case and type of weights, each made once."""
-    folder, made = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
-
-    def make(case: str) -> Path:
-        if case not in made:
-            made[case] = folder / f"{case}.gguf"
-            convert(write_checkpoint(folder / case, case), made[case], "f32")
-        return made[case]
-
-    return make
-
-
-def graph(path: Path, folder: Path, quant: str = "fp32", group_size: int | None = None) -> Path:
-    folder.mkdir(parents=True)
-    return convert_gguf(open_gguf(path), folder, quant, group_size)
-
-
-def logits(path: Path, ids: NDArray[np.int32] = IDS) -> Floats:
-    with open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, 128, TEST_THREADS) as engine:
-        return engine.forward(Batch.chain(ids)).copy()
-
-
-def difference(found: Floats, wanted: Floats) -> float:
-    return float(np.abs(found - wanted).max() / wanted.std())
-
-
-def mean_kl(found: Floats, wanted: Floats) -> float:
-    p, q = _log_softmax(wanted), _log_softmax(found)
-    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return tiny_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,8 +13,6 @@ from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
-from test_gguf_conversion import export
-
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.export import given_heads
@@ -24,6 +22,7 @@ from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
 from edgespec.loading.catalogue import entries
+from gguf_conversions import export
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"
 

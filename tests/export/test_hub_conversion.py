@@ -11,16 +11,15 @@ import pytest
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
-from test_gguf_conversion import Interrupted, agreement, answer, export, export_without
-
 from demo import DEMO
 from edgespec.export import conversion_check, file_checks, plan
-from edgespec.export.accuracy import Limits
+from edgespec.export.accuracy import Limits, limits_of
 from edgespec.export.onnx.from_hub import HubWeights
 from edgespec.export.pair import export_pair
 from edgespec.export.request import ExportRequest
 from edgespec.formats.manifest import read_pair
 from edgespec.installation import has_engine, install_command
+from gguf_conversions import Interrupted, agreement, answer, export, export_without
 from tiny_checkpoints import write_checkpoint
 
 TARGET, DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
@@ -74,7 +73,7 @@ def test_it_needs_nothing_but_edgespec_itself(tmp_path: Path):
 
 @NEEDS_LLAMA
 def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    usual = conversion_check.limits_of
+    usual = limits_of
     monkeypatch.setattr(conversion_check, "limits_of", lambda q: Limits(None, 1.0, 1e-4) if q == "w8a8" else usual(q))
     result = export(TARGET, tmp_path / "pair", "--quant", "w8a8")
     assert result.exit_code == 0, result.output

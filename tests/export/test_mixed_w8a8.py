@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 import onnx
-from test_gguf_graphs import logits, mean_kl
 
 from demo import DEMO
 from edgespec.errors import ConfigError
@@ -20,6 +19,7 @@ from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.request import ExportRequest, parse_grouped
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.forms import GROUPABLE
+from tiny_graphs import logits, mean_kl
 
 SOURCE = DEMO / "demo-target-q8_0.gguf"
 

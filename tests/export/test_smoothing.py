@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
-from test_gguf_graphs import CASES, difference, graph, logits, mean_kl, tiny
-
 from demo import DEMO
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.export.onnx import from_gguf, writer
@@ -24,9 +22,14 @@ from edgespec.formats.onnx.forms import Plain, RowWeights
 from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.types import Batch
+from tiny_graphs import CASES, difference, graph, logits, mean_kl, tiny_files
 
-__all__ = ["tiny"]
 Floats = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return tiny_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -246,10 +246,10 @@ def test_a_smaller_draft_on_this_machine_is_taken_where_the_own_one_does_not_fit
     given: dict[str, Any] = {"draft": draft, "context_length": 512, "reproducible": True, "threads": 1}
     with edgespec.load(str(target), memory=taken[beside], **given) as model:
         assert any("draft small.gguf" in note for note in model.notes)
-        found = model.generate("a text to draft from", greedy, options)
-        assert found.stats.drafted_tokens
+        drafted = model.generate("a text to draft from", greedy, options)
+        assert drafted.stats.drafted_tokens
     with edgespec.load(str(target), **given) as model:
-        assert model.generate("a text to draft from", greedy, options).token_ids == found.token_ids
+        assert model.generate("a text to draft from", greedy, options).token_ids == drafted.token_ids
 
 
 # the context

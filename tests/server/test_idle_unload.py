@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from test_keep_alive import FIELDS as FIELDS_OF
-from test_keep_alive import PATHS, PINGS
 
 import edgespec
-from asgi_client import Client
+from asgi_client import FIELDS as FIELDS_OF
+from asgi_client import PATHS, PINGS, Client
 from demo import TEST_THREADS
 from edgespec.errors import CapabilityError
 from edgespec.server import web

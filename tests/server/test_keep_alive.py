@@ -10,23 +10,13 @@ from typing import Any
 
 import pytest
 
-from asgi_client import Client
+from asgi_client import FIELDS, PATHS, PINGS, Client
 from edgespec import Model
 from edgespec.errors import EngineError
 from edgespec.server import web
 from edgespec.server.app import create_app
 from edgespec.server.service import Service
 from waiting import reached
-
-PATHS = ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/responses", "/v1/messages", "/api/chat")
-FIELDS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "Once", "messages": None, "max_tokens": 4},
-    "/completion": {"prompt": "Once", "messages": None, "max_tokens": None, "n_predict": 4},
-    "/v1/responses": {"input": "hi", "messages": None, "max_tokens": None, "max_output_tokens": 4},
-    "/v1/messages": {"max_tokens": 4},
-    "/api/chat": {"model": "demo", "max_tokens": None, "options": {"num_predict": 4}},
-}
-PINGS = {"/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n', "/api/chat": b""}
 
 
 class Gate:

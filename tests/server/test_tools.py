@@ -7,7 +7,7 @@ import json
 import pytest
 
 from edgespec.chat.tool_forms import tool_parser
-from edgespec.chat.tools import ToolParser
+from edgespec.chat.tools import Enclosed, ToolParser
 
 HERMES = "{% if tools %}<tool_call>{% endif %}"
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
@@ -212,6 +212,7 @@ def test_whatever_a_model_writes_is_a_call_or_stays_text(template: str):
     begin = {XML: "<function=f><parameter=l>", GLM: "f<arg_key>l</arg_key><arg_value>", MINICPM: '"f"><param name="l">',
              GEMMA: "call:f{l:", LFM: "[f(l="}[template]  # fmt: skip
     end = {XML: "</parameter></function>", GLM: "</arg_value>", MINICPM: "</param>", GEMMA: "}", LFM: ")]"}[template]
+    assert issubclass(kind, Enclosed)
     for text in (f"{kind.opening}{begin}{each}{end}{kind.closing}" for each in junk):
         parser = kind(TOOLS)
         shown, calls = parser.push(text)

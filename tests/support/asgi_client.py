@@ -10,6 +10,17 @@ from starlette.applications import Starlette
 
 _MESSAGES = [{"role": "user", "content": "hi"}]
 
+# The protocols by path: the fields with which each asks for a short answer, and its pings where they are its own.
+PATHS = ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/responses", "/v1/messages", "/api/chat")
+FIELDS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Once", "messages": None, "max_tokens": 4},
+    "/completion": {"prompt": "Once", "messages": None, "max_tokens": None, "n_predict": 4},
+    "/v1/responses": {"input": "hi", "messages": None, "max_tokens": None, "max_output_tokens": 4},
+    "/v1/messages": {"max_tokens": 4},
+    "/api/chat": {"model": "demo", "max_tokens": None, "options": {"num_predict": 4}},
+}
+PINGS = {"/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n', "/api/chat": b""}
+
 
 class Client:
     """Sends a chat of at most 1,900 tokens, changed by `fields` (None: without it); `leave` closes the connection."""

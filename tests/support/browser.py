@@ -73,7 +73,8 @@ class Browser:
             answer = self._read()
             if answer.get("id") == self._number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
-                return answer["result"]
+                result: dict[str, Any] = answer["result"]
+                return result
             self._note(answer)
 
     def _read(self) -> dict[str, Any]:
@@ -82,7 +83,8 @@ class Browser:
             assert part, "the browser has ended"
             self._held += part
         message, _, self._held = self._held.partition(b"\0")
-        return json.loads(message)
+        found: dict[str, Any] = json.loads(message)
+        return found
 
     def _note(self, event: dict[str, Any]) -> None:
         method, given = event.get("method"), event.get("params", {})
@@ -141,7 +143,7 @@ class Browser:
 
     def text(self, selector: str) -> str:
         """The text of the first element that matches; empty if there is none."""
-        return self.value(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
+        return str(self.value(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''"))
 
     def click(self, selector: str) -> None:
         """Press the mouse on an element, as a person does: what covers it gets the click."""

@@ -41,8 +41,8 @@ class Timed(AutoController):
         super().observe(proposal, verdict, record)
         self.learning_s.append(perf_counter() - started_s)
 
-    def leave_out(self, drafter: Drafter) -> None:
-        """The time of this drafter's own work."""
+    def leave_out_work_of(self, drafter: Drafter) -> None:
+        """Its time is no part of deciding."""
         draft = drafter.draft
 
         def timed(request: DraftRequest) -> Draft:
@@ -71,7 +71,7 @@ def run() -> tuple[list[float], list[float]]:
     auto = Timed.of({drafter.name: drafter for drafter in drafters}, world.machine.curve(), costs, 0.02, world.clock)
     auto.deciding_s, auto.learning_s = [], []
     for drafter in drafters:
-        auto.leave_out(drafter)
+        auto.leave_out_work_of(drafter)
     for by_temperature in recorded().values():
         for text in by_temperature[0.0]:
             simulate(auto, text, world.machine, world.clock)

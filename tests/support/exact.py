@@ -72,7 +72,8 @@ def random_law(vocabulary: int, seed: int) -> Law:
 
 def sequence_probability(law: Law, sequence: Prefix, start: int = 0) -> Fraction:
     """Probability of `sequence[start:]` after `sequence[:start]`."""
-    return Fraction(np.prod([law(sequence[:i]).prob_of(sequence[i]) for i in range(start, len(sequence))], initial=1))
+    found: Any = np.prod([law(sequence[:i]).prob_of(sequence[i]) for i in range(start, len(sequence))], initial=1)
+    return Fraction(found)
 
 
 def assert_same_law(emitted: dict[Prefix, Fraction], target: Law, vocabulary: int, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +169,8 @@ def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArr
         return np.ones(size, np.float32)
     drawn = rng.standard_normal(size).astype(np.float32)
     if name.endswith("ssm_a"):  # how fast states fade: negative
-        return -np.abs(drawn) / np.float32(4)
-    scale = 8 if "embd" in name else 1.5 / np.sqrt(size[-1]) if len(size) > 1 else 1
+        return (-np.abs(drawn) / np.float32(4)).astype(np.float32)
+    scale = 8 if "embd" in name else 1.5 / math.sqrt(size[-1]) if len(size) > 1 else 1
     return drawn * np.float32(scale)
 
 

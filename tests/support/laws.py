@@ -140,7 +140,8 @@ def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int =
 def chi_square_score(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
     """Wilson-Hilferty: the statistic as a standard normal score."""
     statistic = float(((counts - expected) ** 2 / expected).sum())
-    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    root = math.cbrt(statistic / freedom)
+    return (root - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
 def main() -> int:

@@ -11,7 +11,8 @@ Array = NDArray[np.float64]
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+    found: Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+    return found
 
 
 def rotate(x: Array, theta: float) -> Array:
@@ -34,7 +35,7 @@ def attention(x: Array, weights: dict[str, Array], prefix: str, config: dict[str
     scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs /= probs.sum(axis=-1, keepdims=True)
-    mixed = np.einsum("hij,jhd->ihd", probs, v).reshape(length, heads * size)
+    mixed: Array = np.einsum("hij,jhd->ihd", probs, v).reshape(length, heads * size)
     return mixed @ weights[f"{prefix}o_proj.weight"].T
 
 

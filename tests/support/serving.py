@@ -36,7 +36,8 @@ def read_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert process.stdout is not None and process.stderr is not None
     line = process.stdout.readline()
     assert line, f"it has ended: {process.stderr.read().decode()}"
-    return json.loads(line)
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
 def errors_of(process: subprocess.Popen[bytes]) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -126,7 +127,7 @@ class TracedDrafter(Drafter):
     """A paid drafter that drafts what a text says it would; its time passes on the simulated clock."""
 
     name = "model"
-    evidence_kind = "scores"
+    evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
     prior = CHAIN_PRIOR
 
     def __init__(self, clock: Clock, token_s: float, read_s: float = 0.0, slowdown: Callable[[], float] = lambda: 1.0):
@@ -209,7 +210,8 @@ def simulate(
     prefill_s = text.prompt_tokens * PREFILL_SHARE * machine.plain_s if reads_prompts else 0.0
     num_read = text.prompt_tokens if reads_prompts else 0
     controller.begin(text.token_ids[: text.prompt_tokens], prefill_s, num_read=num_read)
-    records, resting = [], 0
+    records: list[RoundRecord] = []
+    resting = 0
     position = text.prompt_tokens + 1  # the prefill gave the first token
     while position < text.token_ids.size:
         context_ids, left = text.token_ids[:position], int(text.token_ids.size) - position
@@ -326,7 +328,8 @@ def recorded() -> dict[str, dict[float, list[Text]]]:
             scores = (kept[f"{name}.evidence"].astype(np.float64) / 32 - 4.0).tolist()
             ids, prompt = kept[f"{name}.text"].astype(np.int32), int(kept[f"{name}.prompt"])
             before = [0] * (prompt + 1)
-            evidence = [[] for _ in before] + [[tuple(token) for token in chain] for chain in scores]
+            evidence: list[list[Evidence]] = [[] for _ in before]
+            evidence += [[tuple(token) for token in chain] for chain in scores]
             text = Text(ids, prompt, before + kept[f"{name}.agreed"].tolist(), evidence)
             found.setdefault(domain, {}).setdefault(temperature, []).append(text)
     return found

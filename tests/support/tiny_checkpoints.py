@@ -316,7 +316,7 @@ def main() -> None:
         folders |= {each: write_variant(Path(name) / each, each) for each in VARIANTS}
         found = {each: logits_of_transformers(folder)[:, COLUMNS] for each, folder in folders.items()}
     LOGITS.parent.mkdir(exist_ok=True)
-    np.savez_compressed(LOGITS, **found)
+    np.savez_compressed(LOGITS, allow_pickle=False, **found)
 
 
 if __name__ == "__main__":

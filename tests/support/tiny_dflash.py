@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def _tensors(shape: HeadShape) -> dict[str, NDArray[Any]]:
     drafted = shape.drafted or NUM_TOKENS
 
     def draw(rows: int, columns: int) -> Array:
-        return (rng.standard_normal((rows, columns)) * (1.5 / np.sqrt(columns))).astype(np.float32)
+        return (rng.standard_normal((rows, columns)) * (1.5 / math.sqrt(columns))).astype(np.float32)
 
     def vector(length: int, middle: float = 1.0) -> Array:
         return (middle + rng.standard_normal(length) / 8).astype(np.float32)

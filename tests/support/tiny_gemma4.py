@@ -5,6 +5,7 @@ The target's last two layers are those whose keys and values the drafter reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class GemmaShape:
 
 
 def draw(rng: np.random.Generator, rows: int, columns: int, scale: float = 1.0) -> Floats:
-    return (rng.standard_normal((rows, columns)) * scale / np.sqrt(columns)).astype(np.float32)
+    return (rng.standard_normal((rows, columns)) * scale / math.sqrt(columns)).astype(np.float32)
 
 
 def _norm(rng: np.random.Generator, length: int) -> Floats:
@@ -169,12 +170,13 @@ def _finish(
 
 
 def _normed(x: Floats, weight: Floats | None = None) -> Floats:
-    found = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS)
+    found: Floats = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS)
     return found if weight is None else found * weight
 
 
 def _gelu(x: Floats) -> Floats:
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    found: Floats = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return found
 
 
 def _rotated(x: Floats, positions: NDArray[np.int64], shape: GemmaShape, layer: int) -> Floats:

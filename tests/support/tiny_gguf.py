@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def matrices(shape: Shape, tokens: int) -> dict[str, NDArray[np.float32]]:
     kv_width = shape.width // shape.heads * shape.kv_heads
 
     def draw(rows: int, columns: int) -> NDArray[np.float32]:
-        return (rng.standard_normal((rows, columns)) * (1.5 / np.sqrt(columns))).astype(np.float32)
+        return (rng.standard_normal((rows, columns)) * (1.5 / math.sqrt(columns))).astype(np.float32)
 
     found = {"token_embd.weight": draw(tokens, shape.width) * 8, "output_norm.weight": np.ones(shape.width, np.float32)}
     found["output.weight"] = draw(tokens, shape.width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def write_checkpoint(
     heads, kv_heads, size, hidden = 4, 2, width // 4, 96
 
     def draw(rows: int, columns: int) -> NDArray[np.float32]:
-        return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+        return (rng.standard_normal((rows, columns)) / math.sqrt(columns)).astype(np.float32)
 
     def norm(length: int) -> NDArray[np.float32]:
         return (1 + rng.standard_normal(length) / 8).astype(np.float32)
@@ -105,7 +106,7 @@ def head_tensors(shape: Shape, tokens: int) -> dict[str, NDArray[Any]]:
     norms = ("output_norm", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.ffn_norm")
     found: dict[str, NDArray[Any]] = {f"{name}.weight": np.ones(WIDTH, np.float32) for name in norms}
     for name, (rows, columns) in shapes.items():
-        found[name] = (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+        found[name] = (rng.standard_normal((rows, columns)) / math.sqrt(columns)).astype(np.float32)
     return found
 
 

@@ -73,9 +73,14 @@ def _heads(target: TableEngine, arrays: dict[str, np.ndarray], *, kind: str, dep
     return HeadFile(manifest, arrays, np.eye(size, dtype=np.float32), ids, ids[:4], states_of(target, ids[:4]))
 
 
-def drafter_of(heads: HeadFile, vocabulary_size: int, given_layers: tuple[int, ...] = ()) -> StateDrafter:
+def drafter_of(
+    heads: HeadFile,
+    vocabulary_size: int,
+    given_layers: tuple[int, ...] = (),
+    end_ids: frozenset[int] = frozenset(),
+) -> StateDrafter:
     kind = MedusaDrafter if heads.manifest.kind == "medusa" else EagleDrafter
-    return kind(heads, vocabulary_size, frozenset(), given_layers)
+    return kind(heads, vocabulary_size, end_ids, given_layers)
 
 
 def write(heads: HeadFile, path: Path) -> Path:

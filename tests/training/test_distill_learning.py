@@ -30,19 +30,14 @@ pytest.importorskip("tokenizers", reason="texts need tokenizers: scripts/run.py 
 
 from safetensors.torch import load_file  # noqa: E402
 
-from demo_training.vocabulary import save_hf_tokenizer, train_tokenizer  # noqa: E402
 from edgespec.export.training.card import write_folder  # noqa: E402
 from edgespec.export.training.inherit import new_student, principal_embedding  # noqa: E402
 from edgespec.export.training.on_policy import build_trainer, distill  # noqa: E402
 from edgespec.export.training.student_acceptance import OwnText, agreement  # noqa: E402
 from edgespec.export.training.writing import write  # noqa: E402
+from tiny_training import nothing, write_target  # noqa: E402
 from waiting import until  # noqa: E402
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-TALKS = [f"user {i} asks for {i * 7 % 13} tickets to town {i % 5}" for i in range(40)]
 SMALL: dict[str, Any] = {
     "layers": 1,
     "hidden": 32,
@@ -60,33 +55,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of three random layers with a tokenizer and a text file to prompt it with."""
-    path = tmp_path_factory.mktemp("tiny") / "target"
-    path.mkdir()
-    tokenizer = train_tokenizer(TALKS, 300)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():  # a habit that a student can learn: mostly it counts on
-        model.model.embed_tokens.weight.normal_()
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, dims=0) * 0.3)
-    model.save_pretrained(path)
-    save_hf_tokenizer(tokenizer, path, TEMPLATE)
-    (path.parent / "talks.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TALKS))
-    return path
+    return write_target(tmp_path_factory.mktemp("tiny") / "target")
 
 
 def run_command(*arguments: str | Path) -> Any:
@@ -96,10 +65,6 @@ def run_command(*arguments: str | Path) -> Any:
 
 def small(tiny: Path, output: Path, **changes: Any) -> DistillRequest:
     return DistillRequest(tiny, output, (tiny.parent / "talks.jsonl",), **{**SMALL, **changes})
-
-
-def nothing(*_: Any) -> None:
-    """No progress is shown."""
 
 
 def run(request: DistillRequest, advance: Any = nothing) -> Any:

@@ -17,7 +17,6 @@ pytest.importorskip("tokenizers", reason="texts need tokenizers: scripts/run.py 
 
 import torch
 import transformers
-from test_distill_learning import nothing, tiny  # noqa: F401 - a fixture
 
 from edgespec.cli import main as cli_main
 from edgespec.drafters.base import DraftRequest
@@ -39,6 +38,7 @@ from edgespec.export.training.preparation import prepare
 from edgespec.export.training.request import flag
 from edgespec.formats.head_file import read_head_file
 from edgespec.sampling import Sampler, Sampling
+from tiny_training import nothing, write_target
 
 KINDS = ("medusa", "eagle")
 SMALL: dict[str, Any] = {
@@ -52,6 +52,11 @@ SMALL: dict[str, Any] = {
     "held_out_prompts": 4,
     "patience": 9,
 }
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("tiny") / "target")
 
 
 def asked(target: Path, output: Path, kind: str, **changes: Any) -> HeadsRequest:
@@ -77,7 +82,7 @@ def shaken(trainer: HeadsTrainer) -> HeadsTrainer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_makes_a_file_that_drafts(kind: str, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_makes_a_file_that_drafts(kind: str, tiny: Path, tmp_path: Path) -> None:
     output = tmp_path / "heads.npz"
     options = [f"{flag(name)}={value}" for name, value in {**SMALL, "round_tokens": 4096}.items()]
     data = ["--data", str(tiny.parent / "talks.jsonl"), "-o", str(output), "--kind", kind]
@@ -96,7 +101,7 @@ def test_the_command_makes_a_file_that_drafts(kind: str, tiny: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_was_stopped_gives_the_heads_of_one_that_was_not(kind: str, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_that_was_stopped_gives_the_heads_of_one_that_was_not(kind: str, tiny: Path, tmp_path: Path) -> None:
     run(asked(tiny, tmp_path / "whole.npz", kind))
     whole = read_head_file(tmp_path / "whole.npz")
     calls: list[int] = []
@@ -121,7 +126,7 @@ def test_a_run_that_was_stopped_gives_the_heads_of_one_that_was_not(kind: str, t
 
 @pytest.mark.parametrize("changes", [{}, {"draft_vocabulary": 40}, {"read_layers": (0, 1)}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, Any], tiny: Path) -> None:  # noqa: F811
+def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, Any], tiny: Path) -> None:
     """The run-time goes token by token with a cache; training unrolls all roots at once: the same tokens."""
     trainer = shaken(trainer_of(tiny, kind, **changes, **({"layers": 2} if kind == "medusa" else {})))
     trainer.write_held_out(trainer.corpus, nothing)
@@ -143,7 +148,7 @@ def test_numpy_drafts_what_torch_predicts(kind: str, changes: dict[str, Any], ti
             assert drafted.tolist() == wanted, length
 
 
-def test_the_commonest_tokens_of_the_target_are_always_scored(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_commonest_tokens_of_the_target_are_always_scored(tiny: Path, tmp_path: Path) -> None:
     request = asked(tiny, tmp_path / "heads.npz", "eagle", read_layers=(1,), draft_vocabulary=60, frequent=20)
     run(request)
     heads = read_head_file(request.output)
@@ -166,13 +171,13 @@ def test_the_commonest_tokens_of_the_target_are_always_scored(tiny: Path, tmp_pa
         ({"read_layers": (99,)}, "--read-layers 99"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str, tiny: Path) -> None:  # noqa: F811
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str, tiny: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(asked(tiny, tiny / "unused", "eagle", **changes), "", heads_shape)
 
 
 @pytest.mark.parametrize("layers", [(), (0, 1)])
-def test_an_eagle_head_starts_at_the_best_linear_prediction(layers: tuple[int, ...], tiny: Path) -> None:  # noqa: F811
+def test_an_eagle_head_starts_at_the_best_linear_prediction(layers: tuple[int, ...], tiny: Path) -> None:
     """Its layer left out, no other matrix predicts the states better; and it drafts better than random weights."""
     trainer = trainer_of(tiny, "eagle", round_prompts=24, read_layers=layers)
     trainer.write_held_out(trainer.corpus, nothing)
@@ -210,7 +215,7 @@ def test_an_eagle_head_starts_at_the_best_linear_prediction(layers: tuple[int, .
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_equals_the_reference(kind: str, tiny: Path) -> None:  # noqa: F811
+def test_the_loss_equals_the_reference(kind: str, tiny: Path) -> None:
     """Root by root, token by token: the k-th token of root i against the target's choice of token i + 2 + k."""
     trainer = shaken(trainer_of(tiny, kind, draft_vocabulary=50))
     ids = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -268,7 +273,7 @@ def test_the_gradient_written_by_hand_is_the_one_of_autograd(share: float, draft
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_the_most_frequent_tokens_can_be_drafted(tiny: Path) -> None:  # noqa: F811
+def test_the_most_frequent_tokens_can_be_drafted(tiny: Path) -> None:
     trainer = trainer_of(tiny, "eagle", draft_vocabulary=40)
     ids = trainer.student.vocabulary.token_ids.tolist()
     assert ids == sorted(set(ids)) and len(ids) == 40
@@ -278,7 +283,7 @@ def test_the_most_frequent_tokens_can_be_drafted(tiny: Path) -> None:  # noqa: F
     assert trainer_of(tiny, "eagle").student.vocabulary.token_ids.numel() == trainer.facts.size("vocab_size")
 
 
-def test_a_head_that_scales_its_scores_is_measured_and_another_refused(tiny: Path) -> None:  # noqa: F811
+def test_a_head_that_scales_its_scores_is_measured_and_another_refused(tiny: Path) -> None:
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
     config = transformers.GraniteConfig(**sizes, logits_scaling=4.0)

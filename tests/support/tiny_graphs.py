@@ -1,0 +1,52 @@
+"""Graphs written of tiny random GGUF files of every architecture, and how far their logits lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from demo import TEST_THREADS
+from edgespec.export.accuracy import _log_softmax, open_engine
+from edgespec.export.gguf import convert
+from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+from edgespec.types import Batch
+from tiny_checkpoints import TOKEN_IDS, write_checkpoint
+
+CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma3")
+IDS = np.array(TOKEN_IDS, np.int32)
+Floats = NDArray[np.float32]
+
+
+def tiny_files(folder: Path) -> Callable[[str], Path]:
+    """Files by case, each made once, in `folder`."""
+    made = dict[str, Path]()
+
+    def make(case: str) -> Path:
+        if case not in made:
+            made[case] = folder / f"{case}.gguf"
+            convert(write_checkpoint(folder / case, case), made[case], "f32")
+        return made[case]
+
+    return make
+
+
+def graph(path: Path, folder: Path, quant: str = "fp32", group_size: int | None = None) -> Path:
+    folder.mkdir(parents=True)
+    return convert_gguf(open_gguf(path), folder, quant, group_size)
+
+
+def logits(path: Path, ids: NDArray[np.int32] = IDS) -> Floats:
+    with open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, 128, TEST_THREADS) as engine:
+        return engine.forward(Batch.chain(ids)).copy()
+
+
+def difference(found: Floats, wanted: Floats) -> float:
+    return float(np.abs(found - wanted).max() / wanted.std())
+
+
+def mean_kl(found: Floats, wanted: Floats) -> float:
+    p, q = _log_softmax(wanted), _log_softmax(found)
+    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
