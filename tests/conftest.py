@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from edgespec.tuning import datasets
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
 
+os.environ.setdefault("OMP_NUM_THREADS", str(TEST_THREADS))  # of torch, which reads it when it is first imported
+
 
 @pytest.fixture(scope="session", autouse=True)
 def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -26,6 +29,9 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("EDGESPEC_HOME", str(home))
         patch.setenv("ORT_DISABLE_TELEMETRY", "1")
+        patch.setenv("EDGESPEC_THREADS", str(TEST_THREADS))
+        for engine in ("llamacpp", "onnx"):
+            patch.setattr(f"edgespec.engines.{engine}.settings.default_threads", lambda: TEST_THREADS)
         patch.setattr("edgespec.generation.advisor.LEAST_S", math.inf)  # a busy machine must not decide about notes
         yield home
 
