@@ -6,6 +6,7 @@ import json
 import lzma
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("EDGESPEC_HOME", str(home))
         patch.setenv("ORT_DISABLE_TELEMETRY", "1")
+        if sys.dont_write_bytecode:  # as containers have it: children would compile all that they import, each anew
+            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+            patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("bytecode")))
         patch.setenv("EDGESPEC_THREADS", str(TEST_THREADS))
         for engine in ("llamacpp", "onnx"):
             patch.setattr(f"edgespec.engines.{engine}.settings.default_threads", lambda: TEST_THREADS)
