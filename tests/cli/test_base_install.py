@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,10 @@ def test_generate_and_chat_answer(base: Environment):
 
 def test_every_command_starts(base: Environment):
     """What a command imports lies in the package: the checkout's scripts do not come with it."""
-    for command in COMMANDS:
-        done = base.run(base.edgespec, command, "--help")
-        assert done.returncode == 0, (command, done.stderr)
+    with ThreadPoolExecutor() as pool:  # each is a process of its own: as many at once as there are cores
+        ran = pool.map(lambda name: base.run(base.edgespec, name, "--help"), COMMANDS)
+        for command, done in zip(COMMANDS, ran, strict=True):
+            assert done.returncode == 0, (command, done.stderr)
 
 
 def test_doctor_is_content(base: Environment):
