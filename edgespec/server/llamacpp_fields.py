@@ -5,6 +5,9 @@ Values that would change the text are refused: samplers that are not built in, a
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.server.fields import Fields
@@ -14,28 +17,59 @@ from edgespec.types import PromptProgress
 
 OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
 _THEIR_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")  # llama.cpp's default
-_OFF: dict[str, tuple[Any, ...]] = {  # samplers that are not built in, and the values that turn them off
-    "dynatemp_range": (0,),
-    "mirostat": (0,),
-    "typical_p": (1,),
-    "typ_p": (1,),
-    "top_n_sigma": (-1, 0),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "min_keep": (0, 1),
-}
-_OF_THESE = (  # they change nothing while their sampler is off
-    *("dynatemp_exponent", "mirostat_tau", "mirostat_eta", "xtc_threshold"),
-    *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """Samplers that clients of one protocol know and that are not built in.
+
+    `off`: the values that turn each one off, its default first; `others`: fields that change nothing while it is off,
+    and those of the protocol that never do.
+    """
+
+    off: Mapping[str, tuple[Any, ...]]
+    others: tuple[str, ...]
+
+
+LLAMACPP = Unbuilt(
+    {
+        "dynatemp_range": (0,),
+        "mirostat": (0,),
+        "typical_p": (1,),
+        "typ_p": (1,),
+        "top_n_sigma": (-1, 0),
+        "xtc_probability": (0,),
+        "dry_multiplier": (0,),
+        "min_keep": (0, 1),
+        "adaptive_target": (-1, -0.01),  # llama-server's and SillyTavern's default
+    },
+    (
+        *("dynatemp_exponent", "mirostat_tau", "mirostat_eta", "xtc_threshold", "adaptive_decay", "backend_sampling"),
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "n_keep"),
+    ),
+)
+OLLAMA = Unbuilt(
+    {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "penalize_newline": (True,)},
+    (
+        *("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep"),
+        *("main_gpu", "use_mmap", "numa"),
+    ),
 )
 _OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
+_NAMES = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"]
+_LETTERS = dict(zip("edskypmxta", _NAMES, strict=True))  # llama.cpp's short form of a list of samplers
+
+
+def read_unbuilt(fields: Fields, samplers: Unbuilt) -> None:
+    """Accept samplers that are turned off. Raises HttpError for others."""
+    for name, off in samplers.off.items():
+        fields.refuse(name, f"this sampler is not built in; {json.dumps(off[0])} turns it off", off)
+    fields.ignore(*samplers.others)
 
 
 def read_llamacpp(fields: Fields, loaded: Loaded, *, any_order: bool = False) -> None:
     """Accept what changes nothing. Raises HttpError for what would. `any_order`: `samplers` is not looked at."""
-    for name, off in _OFF.items():
-        fields.refuse(name, f"this sampler is not built in; {off[0]} turns it off", off)
-    fields.ignore(*_OF_THESE, "backend_sampling", "n_keep")
+    read_unbuilt(fields, LLAMACPP)
     if not fields.flag("cache_prompt", True):
         fields.note("cache_prompt", "a prompt that begins as an earlier one is always read from there on")
     slot = fields.whole("id_slot", -1, loaded.model.options.parallel - 1)
@@ -48,7 +82,9 @@ def read_llamacpp(fields: Fields, loaded: Loaded, *, any_order: bool = False) ->
 
 
 def _check_samplers(fields: Fields) -> None:
-    given = fields.listed("samplers", 64)
+    given = fields.given("samplers")
+    is_short = isinstance(given, str) and {*given} <= {*_LETTERS}
+    given = [_LETTERS[letter] for letter in given] if is_short else fields.listed("samplers", 64)
     if not given:
         return
     order = tuple(name for name in given if name not in _OTHER_NAMES)

@@ -18,26 +18,21 @@ from edgespec.server.exchange import Exchange, compact
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.keep_alive import read_keep_alive
+from edgespec.server.llamacpp_fields import OLLAMA, read_unbuilt
 from edgespec.server.ollama_facts import require_served
+from edgespec.server.options import MOST_TOKENS, SAMPLING
 from edgespec.server.service import Loaded, Names
 from edgespec.server.ticket import Ticket
 from edgespec.types import TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 _EFFORTS = ("low", "medium", "high")
-_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-    *("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n"),
-)
-_SENT_AS = {name: f"options.{name}" for name in _SAMPLING} | {
+_OPTIONS = (*SAMPLING, "stop")
+_SENT_AS = {name: f"options.{name}" for name in _OPTIONS} | {
     "max_tokens": "options.num_predict",
     "json_schema": "format",
     "reasoning_effort": "think",
 }
-_WITHOUT_EFFECT = ("num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap", "numa", "num_keep")
-# Settings that are off unless they have another value; those of what is off have no effect.
-_OFF: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "penalize_newline": (True,)}
-_OF_WHAT_IS_OFF = ("mirostat_tau", "mirostat_eta")
 
 
 class OllamaExchange(Exchange):
@@ -214,17 +209,13 @@ def _read_common(loaded: Loaded, fields: Fields) -> tuple[float | None, bool, di
     body |= {"speculative": fields.given("speculative"), "json_schema": _format(fields)}
     options = fields.fields("options")
     if options is not None:
-        body |= {name: options.given(name) for name in _SAMPLING}
-        limit = options.whole("num_predict", -2, 2**31 - 1)
-        if limit == 0:
-            raise options.wrong("num_predict", "must be at least 1, or -1 for no limit", limit)
-        body["max_tokens"] = None if limit is None or limit < 0 else limit
-        context = options.whole("num_ctx", 1, 2**31 - 1)
+        body |= {name: options.given(name) for name in _OPTIONS} | {"max_tokens": options.given("num_predict")}
+        if body["max_tokens"] == 0:
+            raise options.wrong("num_predict", "must be at least 1, or -1 for no limit", 0)
+        context = options.whole("num_ctx", 1, MOST_TOKENS)
         if context is not None and context > loaded.model.context_length:  # many clients send 8192 with every request
             options.note("num_ctx", f"the context has {loaded.model.context_length} tokens, the server's --ctx-size")
-        for name, neutral in _OFF.items():
-            options.refuse(name, "this server has no such sampling", neutral)
-        options.ignore(*_WITHOUT_EFFECT, *_OF_WHAT_IS_OFF)
+        read_unbuilt(options, OLLAMA)
         options.finish()
     return keep_s, fields.flag("stream", True), body
 

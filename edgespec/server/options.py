@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.service import Limits, Loaded, Names
 
-_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")} | {
+# What requests call the settings of sampling, in every protocol.
+SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")} | {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "repeat_last_n": "penalty_window",
@@ -51,7 +53,7 @@ def unknown_model(served: str) -> HttpError:
 
 def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:
     """The request's sampling over the server's. Raises SamplingError and HttpError."""
-    given = {name: value for key, name in _SAMPLING.items() if (value := fields.given(key)) is not None}
+    given = {name: value for key, name in SAMPLING.items() if (value := fields.given(key)) is not None}
     biases = fields.fields("logit_bias")
     if biases is not None:
         given["logit_bias"] = _read_biases(fields, loaded.limits)
@@ -64,7 +66,7 @@ def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:
 def _as_sent(error: SamplingError, fields: Fields) -> Exception:
     """`error`, which begins with a setting's name, with the name that the client used for it."""
     name, _, rest = str(error).partition(" ")
-    sent = next((fields.path(key) for key, setting in _SAMPLING.items() if setting == name), None)
+    sent = next((fields.path(key) for key, setting in SAMPLING.items() if setting == name), None)
     return error if sent is None else bad_request(f"{sent} {rest}", sent)
 
 
@@ -96,7 +98,12 @@ def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
     """The limit of new tokens under any of `names`; None without any. Raises HttpError if two of them differ."""
     limits = [name for name in names if fields.given(name) not in UNLIMITED]
-    given = {name: value for name in limits if (value := fields.whole(name, 1, MOST_TOKENS)) is not None}
+    return read_alike(fields, limits, 1, MOST_TOKENS)
+
+
+def read_alike(fields: Fields, names: Sequence[str], low: int, high: int) -> int | None:
+    """One setting that has several `names`; None without any. Raises HttpError if two of them differ."""
+    given = {name: value for name in names if (value := fields.whole(name, low, high)) is not None}
     if len(set(given.values())) > 1:
         raise bad_request(f"{' and '.join(given)} are the same setting: give one", names[0])
     return next(iter(given.values()), None)

@@ -45,6 +45,8 @@ def test_what_the_page_sends(client: TestClient):
         ({"id_slot": 0}, "id_slot"),
         ({"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}, ""),
         ({"samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"]}, "samplers"),
+        ({"samplers": "edkypmxt"}, "samplers"),
+        ({"samplers": "etkpm", "adaptive_target": -1.0, "adaptive_decay": 0.9}, ""),
     ],
 )
 def test_fields_that_change_nothing(client: TestClient, path: str, fields: dict[str, Any], noted: str):
@@ -68,6 +70,8 @@ def text_of(answer: dict[str, Any]) -> str:
         ({"dry_multiplier": 0.8}, "dry_multiplier", "not built in"),
         ({"samplers": ["top_k", "temperature"]}, "samplers", "in this order: penalties, temperature"),
         ({"samplers": "kfypmt"}, "samplers", "must be a list"),
+        ({"samplers": "kt"}, "samplers", "in this order: penalties, temperature"),
+        ({"adaptive_target": 0.5}, "adaptive_target", "-1 turns it off"),
         ({"id_slot": 1}, "id_slot", "from -1 to 0"),
         ({"cache_prompt": "yes"}, "cache_prompt", "true or false"),
         ({"n_predict": 5}, "max", "give one"),
