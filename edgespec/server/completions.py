@@ -170,7 +170,7 @@ def _read_prompts(fields: Fields, loaded: Loaded, encode: Callable[[str], list[i
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise fields.wrong("prompt", "must be a text, a list of token ids, or a list of either", prompt)
-    _check_count(prompt, loaded.limits)
+    check_count(prompt, loaded.limits)
     encoded = []
     for each in prompt:
         if isinstance(each, str) and each:
@@ -189,7 +189,8 @@ def raw_ids(loaded: Loaded, text: str) -> list[int]:
     return ids[1:] if vocabulary.adds_bos and ids[:2] == [vocabulary.bos_id] * 2 else ids
 
 
-def _check_count(prompts: list[Any], limits: Limits) -> None:
+def check_count(prompts: list[Any], limits: Limits) -> None:
+    """Raise HttpError for more prompts than one request may have answers."""
     if len(prompts) > limits.max_choices:
         raise bad_request(f"prompt holds {len(prompts)} prompts; at most {limits.max_choices} are allowed", "prompt")
 

@@ -33,7 +33,7 @@ class Exchange(ABC):
         """The answer of one of the tickets of `jobs`."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any] | list[dict[str, Any]]:
         """The body for answers that are complete."""
 
     @abstractmethod

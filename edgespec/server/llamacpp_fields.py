@@ -32,17 +32,9 @@ class Unbuilt:
 
 
 LLAMACPP = Unbuilt(
-    {
-        "dynatemp_range": (0,),
-        "mirostat": (0,),
-        "typical_p": (1,),
-        "typ_p": (1,),
-        "top_n_sigma": (-1, 0),
-        "xtc_probability": (0,),
-        "dry_multiplier": (0,),
-        "min_keep": (0, 1),
-        "adaptive_target": (-1, -0.01),  # llama-server's and SillyTavern's default
-    },
+    dict.fromkeys(("dynatemp_range", "mirostat", "xtc_probability", "dry_multiplier"), (0,))
+    | {"typical_p": (1,), "typ_p": (1,), "top_n_sigma": (-1, 0), "min_keep": (0, 1)}
+    | {"adaptive_target": (-1, -0.01)},  # llama-server's default and SillyTavern's
     (
         *("dynatemp_exponent", "mirostat_tau", "mirostat_eta", "xtc_threshold", "adaptive_decay", "backend_sampling"),
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "n_keep"),
@@ -50,10 +42,7 @@ LLAMACPP = Unbuilt(
 )
 OLLAMA = Unbuilt(
     {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "penalize_newline": (True,)},
-    (
-        *("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep"),
-        *("main_gpu", "use_mmap", "numa"),
-    ),
+    ("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "use_mmap", "numa"),
 )
 _OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
 _NAMES = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"]

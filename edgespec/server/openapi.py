@@ -104,35 +104,38 @@ _COMPLETION = _object(
     },
     ("prompt",),
 )
-_NATIVE = _object(
-    {
-        **_COMMON,
-        "prompt": {"oneOf": [_TEXT, {"type": "array", "items": {"oneOf": [_TEXT, {"type": "integer"}]}}]},
-        "n_predict": {"anyOf": [_whole(1, 2**31 - 1), {"enum": [-1, -2]}]},
-        "n_probs": _whole(0, 20),
-        "return_tokens": _FLAG,
-        "timings_per_token": _FLAG,
+_BIAS: Schema = {"anyOf": [{"type": "number"}, {"const": False}]}
+_PAIR: Schema = {"prefixItems": [{"type": ["integer", "string"]}, _BIAS], "type": "array", "minItems": 2, "maxItems": 2}
+_NATIVE: Schema = {
+    **{name: value for name, value in _COMMON.items() if name != "stream_options"},
+    "logit_bias": {
+        "type": ["array", "object", "null"],
+        "items": _PAIR,
+        "additionalProperties": _BIAS,
+        "maxItems": 1024,
+        "description": "Token ids or texts with the number to add, false: never",
     },
-    ("prompt",),
+    "n_predict": {**_whole(-2, 2**31 - 1), "description": "0: only read the prompt"},
+    "n_cmpl": _whole(1, 16),
+    "n_probs": _whole(0, 20),
+    "n_indent": {**_whole(0, 2**20), "description": "End at the first line that is indented less"},
+    "t_max_predict_ms": _whole(-1, 2**31),
+    "return_tokens": _FLAG,
+    "response_fields": {"type": ["array", "null"], "items": _TEXT, "maxItems": 64},
+}
+_PART: Schema = {"oneOf": [_TEXT, {"type": "integer"}]}
+_NATIVE_PROMPT: Schema = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
+_COMPLETION_NATIVE = _object(
+    {**_NATIVE, "prompt": {"anyOf": [_NATIVE_PROMPT, {"type": "array", "items": _NATIVE_PROMPT}]}}, ("prompt",)
 )
-for _name in ("max_tokens", "n", "stream_options"):
-    del _NATIVE["properties"][_name]
 _FILE = _object({"filename": {"type": ["string", "null"]}, "text": _TEXT}, ("text",))
 _INFILL = _object(
     {
-        **_MODEL,
-        **_SAMPLING,
+        **_NATIVE,
         "input_prefix": _TEXT,
         "input_suffix": _TEXT,
         "input_extra": {"type": ["array", "null"], "items": _FILE, "maxItems": 1024},
         "prompt": {"type": ["string", "null"], "description": "The begin of what fills the gap"},
-        "n_predict": _whole(-2, 2**31 - 1),
-        "n_indent": _whole(0, 2**20),
-        "t_max_predict_ms": _whole(-1, 2**31),
-        "stop": _TEXTS,
-        "stream": _FLAG,
-        "response_fields": {"type": ["array", "null"], "items": _TEXT, "maxItems": 64},
-        "speculative": _SPECULATIVE,
     },
     ("input_prefix", "input_suffix"),
 )
@@ -179,8 +182,8 @@ _POSTS: dict[str, tuple[str, Schema]] = {
     "/v1/chat/completions": ("Answer a conversation (OpenAI)", _CHAT),
     "/v1/completions": ("Continue a text or token ids (OpenAI)", _COMPLETION),
     "/chat/completions": ("The same as /v1/chat/completions", _CHAT),
-    "/completion": ("Continue a text or token ids (llama-server)", _NATIVE),
-    "/completions": ("The same as /completion", _NATIVE),
+    "/completion": ("Continue a text or token ids (llama-server)", _COMPLETION_NATIVE),
+    "/completions": ("The same as /completion", _COMPLETION_NATIVE),
     "/apply-template": ("The prompt of a conversation as text (llama-server)", _CHAT),
     "/v1/responses/input_tokens": ("Count a prompt's tokens (OpenAI)", _RESPONSES),
     "/v1/responses": ("Answer a conversation (OpenAI's newer protocol, stateless)", _RESPONSES),

@@ -20,10 +20,12 @@ from edgespec.server.app import create_app
 from edgespec.server.completions import read_completion
 from edgespec.server.fields import Fields
 from edgespec.server.fim import ExtraFile, fill_prompt, fitted
-from edgespec.server.infill import _end_of_block, read_infill
+from edgespec.server.infill import read_infill
 from edgespec.server.native import read_native
+from edgespec.server.native_answer import end_of_block
 from edgespec.server.ollama import read_generate_request
 from edgespec.server.service import Limits, Loaded, Service
+from edgespec.server.web import NOTES
 from edgespec.vocabulary import FimTokens
 from serving import BASE_URL
 from tiny_gguf import SPECIALS, Shape, write_model
@@ -216,6 +218,112 @@ def test_chosen_fields_and_a_prompt_that_is_only_read(coder: TestClient) -> None
     assert read["tokens_evaluated"] > 20
 
 
+FORMS: dict[str, dict[str, Any]] = {"/completion": {"prompt": "a = "}, "/infill": GAP}
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_both_paths_take_the_same_fields_and_answer_in_one_form(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"grammar": writing("a + b"), "seed": 5, "n_predict": 32, "lora": [], "t_max_prompt_ms": 500}
+    body |= {"n_probs": 2, "return_tokens": True, "logit_bias": [[5, -1.5]], "post_sampling_probs": False, "n_cmpl": 1}
+    whole = coder.post(path, json=body)
+    assert whole.headers[NOTES].startswith("t_max_prompt_ms: the whole prompt is read")
+    answer = whole.json()
+    parts = streamed(coder, path, **body, timings_per_token=True)
+    probs, tokens = answer.pop("completion_probabilities"), answer["tokens"]
+    assert answer.keys() == parts[-1].keys() and answer["generation_settings"] == parts[-1]["generation_settings"]
+    assert len(probs) == len("a + b") and all(len(each["top_logprobs"]) == 2 for each in probs)
+    same = [each for part in parts[:-1] for each in part["completion_probabilities"]]
+    assert [each["id"] for each in same] == [each["id"] for each in probs]
+    sent = [token for part in parts[:-1] for token in part["tokens"]]
+    assert sent == tokens[: len(sent)] and [each["id"] for each in probs] == tokens[: len(probs)]
+    assert all(part["timings"]["predicted_n"] for part in parts)
+    shown = answer["generation_settings"]
+    assert (shown["seed"], shown["n_predict"], shown["n_probs"], shown["repeat_last_n"]) == (5, 32, 2, 64)
+    assert answer["prompt"] == FORMS[path].get("prompt", f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}")
+
+
+def streamed(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = client.post(path, json=body | {"stream": True}).text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_both_paths_only_read_a_prompt(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"n_predict": 0, "return_tokens": True, "n_probs": 1}
+    answer = post(coder, path, **body)
+    said = ("content", "tokens", "tokens_predicted", "completion_probabilities", "stop_type", "stopping_word")
+    assert [answer[name] for name in said] == ["", [], 0, [], "limit", ""]
+    assert answer["generation_settings"]["n_predict"] == 0 == answer["timings"]["predicted_n"]
+    assert answer["tokens_evaluated"] > 3 and not answer["truncated"]
+    again = streamed(coder, path, **body, return_progress=True)
+    assert [part["stop"] for part in again] == [False] * (len(again) - 1) + [True]
+    assert all("prompt_progress" in part and part["content"] == "" for part in again[:-1])
+    assert again[-1]["tokens_cached"] >= answer["tokens_evaluated"] - 1, "the next request finds it in the cache"
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_both_paths_end_with_a_block_and_choose_fields(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"grammar": writing("a\n    b\nc"), "n_indent": 4, "response_fields": ["content", "stop_type"]}
+    assert post(coder, path, **body) == {"content": "a\n    b\n", "stop_type": "limit"}
+    *parts, last = streamed(coder, path, **body)
+    assert "".join(part["content"] for part in parts) == "a\n    b\n"
+    assert last == {"content": "", "stop_type": "limit"}
+    long = FORMS[path] | {"grammar": writing("a\n" + "b" * 200), "t_max_predict_ms": 1}
+    answer = post(coder, path, **long)
+    assert len(answer["content"]) < 200 and (answer["stop_type"], answer["truncated"]) == ("limit", False)
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_several_answers_are_a_list(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"n_cmpl": 2, "seed": 7, "grammar": writing("a + b")}
+    found: Any = post(coder, path, **body)
+    assert [(each["index"], each["content"], each["generation_settings"]["seed"]) for each in found] == [
+        (0, "a + b", 7),
+        (1, "a + b", 8),
+    ]
+    parts = streamed(coder, path, **body)
+    for index in (0, 1):
+        assert "".join(part["content"] for part in parts if part["index"] == index) == "a + b"
+    assert [part["index"] for part in parts if part["stop"]] == [0, 1]
+
+
+@pytest.mark.parametrize("path", FORMS)
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora is not supported: this server applies no adapters"),
+        ({"lora": {}}, "lora is not supported"),
+        ({"n_probs": 1, "post_sampling_probs": True}, "false asks for these"),
+        ({"post_sampling_probs": 1}, "post_sampling_probs must be true or false"),
+        ({"n_predict": -3}, "n_predict must be a whole number from -2"),
+        ({"n_predict": 1.5}, "n_predict must be"),
+        ({"n_predict": False}, "n_predict must be"),
+        ({"n_predict": 2**63}, "n_predict must be"),
+        ({"n_predict": 4, "max_tokens": 5}, "the same setting"),
+        ({"n_probs": True}, "n_probs must be"),
+        ({"n_cmpl": 0}, "n_cmpl must be"),
+        ({"n_cmpl": 17}, "n_cmpl must be"),
+        ({"t_max_predict_ms": 2**40}, "t_max_predict_ms must be a whole number from -1 to"),
+        ({"t_max_prompt_ms": "soon"}, "t_max_prompt_ms must be"),
+        ({"n_indent": -1}, "n_indent must be"),
+        ({"response_fields": "content"}, "response_fields must be a list"),
+        ({"return_tokens": "yes"}, "return_tokens must be"),
+        ({"logit_bias": 5}, "logit_bias must be a list"),
+        ({"logit_bias": [["a", True]]}, "a number or false"),
+        ({"logit_bias": {"5": None}}, "a number or false"),
+        ({"logit_bias": [[True, 1]]}, "a number or false"),
+        ({"logit_bias": [[-1, 1]]}, "token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "token ids"),
+        ({"logit_bias": [[5, 1]] * 1025}, "at most 1024"),
+        ({"suffix": "b"}, "unknown field 'suffix'"),
+        ({"return_token": True}, "did you mean 'return_tokens'"),
+    ],
+)
+def test_both_paths_refuse_the_same(coder: TestClient, path: str, fields: dict[str, Any], said: str) -> None:
+    answered = coder.post(path, json=FORMS[path] | fields)
+    assert answered.status_code == 400 and said in answered.json()["error"]["message"], answered.text
+
+
 def test_an_answer_ends_with_its_block(coder: TestClient) -> None:
     body = GAP | {"grammar": writing("a\n    b\n\n      c\n  d\n    e"), "n_indent": 4}
     answer = post(coder, **body)
@@ -230,7 +338,7 @@ def test_an_answer_ends_with_its_block(coder: TestClient) -> None:
     ("text", "end"), [("a", None), ("a\n", None), ("a\n  ", None), ("a\n  b", 4), ("a\n    b\n\n", None), ("\nb", 1)]
 )
 def test_where_a_block_ends(text: str, end: int | None) -> None:
-    assert _end_of_block(text, 4) == end and _end_of_block(text, 0) is None
+    assert end_of_block(text, 4) == end and end_of_block(text, 0) is None
 
 
 def test_an_answer_may_have_a_limit_of_time_once_it_has_a_line(coder: TestClient) -> None:

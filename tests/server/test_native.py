@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from asgi_client import Client
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
 from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
 from serving import BASE_URL
+from waiting import reached
 
 MESSAGES = [{"role": "user", "content": "Find a hotel in Paris."}]
 GREEDY = {"temperature": 0, "n_predict": 24}
@@ -98,14 +101,56 @@ def test_biases_as_pairs(client: TestClient, expected: Any):
     assert biased["tokens"][0] != first
 
 
+def test_biases_as_texts_and_as_an_object(client: TestClient, model: Model, expected: Any):
+    """As in llama-server: the bias of a text is that of each of its tokens, and those of a token add up."""
+    first = expected.token_ids[0]
+    text = model.target.vocabulary.piece(first).decode()
+    assert model.target.vocabulary.encode(text) == [first]
+    given: tuple[Any, ...] = ([[text, False]], {text: -50}, {str(first): False}, [[first, -25], [text, -25]])
+    for biases in given:
+        biased = native(client, prompt="The capital of", logit_bias=biases, return_tokens=True, **GREEDY)
+        assert first not in biased["tokens"], biases
+    undone = native(client, prompt="The capital of", logit_bias=[[first, -50], [text, 50]], **GREEDY)
+    assert undone["content"] == expected.text
+
+
+def test_several_prompts_have_an_answer_each(client: TestClient, model: Model, expected: Any):
+    ids = list(expected.prompt_token_ids)
+    found: Any = native(client, prompt=["One two", ids, ["The capital", " of"]], **GREEDY)
+    assert [each["index"] for each in found] == [0, 1, 2]
+    assert found[0]["content"] == native(client, prompt="One two", **GREEDY)["content"]
+    assert found[1]["content"] == found[2]["content"] == expected.text
+    assert [each["prompt"] for each in found] == ["One two", "The capital of", "The capital of"]
+    drawn = {"prompt": "One two", "n_predict": 12, "temperature": 1, "seed": 7, "ignore_eos": True}
+    first, second = native(client, n_cmpl=2, **drawn)
+    assert first["content"] != second["content"] == native(client, **drawn | {"seed": 8})["content"]
+
+
+def test_what_a_client_gets_that_hangs_up(service: Service, scheduler: Scheduler):
+    """Both answers end: the one that runs and the one that waits."""
+
+    async def main() -> None:
+        fields = {"prompt": "Once", "n_cmpl": 2, "ignore_eos": True, "n_indent": 2, "t_max_predict_ms": 60_000}
+        for is_stream in (True, False):
+            client = Client(create_app(service), "/completion", messages=None, stream=is_stream, **fields)
+            await reached(lambda: scheduler.num_running == 1)
+            client.leave()
+            await client.task
+            await reached(lambda: scheduler.num_running == scheduler.num_waiting == 0)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"prompt": ["a", "b"]}, "prompt must be one prompt"),
+        ({"prompt": ["a", ""]}, "prompt must not be empty"),
+        ({"prompt": ["a", None]}, "prompt must be one prompt"),
+        ({"prompt": ["a"] * 17}, "at most 16 are allowed"),
+        ({"prompt": ["a"] * 9, "n_cmpl": 2}, "at most 16 answers"),
         ({"prompt": [True]}, "prompt must be one prompt"),
         ({"prompt": None}, "prompt must be one prompt"),
         ({"prompt": {"prompt_string": "x"}}, "prompt must be one prompt"),
-        ({"prompt": "x", "n_predict": 0}, "n_predict must be at least 1"),
         ({"prompt": "x", "n_probs": 99}, "n_probs must be"),
         ({"prompt": "x", "mirostat": 2}, "mirostat is not supported"),
         ({"prompt": "x", "typical_p": 0.5}, "typical_p is not supported"),
