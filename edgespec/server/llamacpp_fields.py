@@ -47,6 +47,25 @@ OLLAMA = Unbuilt(
 _OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
 _NAMES = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"]
 _LETTERS = dict(zip("edskypmxta", _NAMES, strict=True))  # llama.cpp's short form of a list of samplers
+# SillyTavern sends every setting under the names of all servers that it knows; llama-server reads one of them.
+_OTHER_FIELDS = {
+    **dict.fromkeys(("max_new_tokens", "num_predict"), "n_predict"),
+    **dict.fromkeys(("rep_pen", "repetition_penalty"), "repeat_penalty"),
+    **dict.fromkeys(("rep_pen_range", "repetition_penalty_range"), "repeat_last_n"),
+    "typical": "typical_p",
+    "nsigma": "top_n_sigma",
+    "mirostat_mode": "mirostat",
+    "sampler_seed": "seed",
+    "stopping_strings": "stop",
+    "ban_eos_token": "ignore_eos",
+}
+# And settings that llama-server does not have.
+_OF_OTHERS = (
+    *("skew", "top_a", "tfs", "smoothing_factor", "smoothing_curve", "guidance_scale", "negative_prompt"),
+    *("min_tokens", "max_tokens_second", "rep_pen_slope", "custom_token_bans", "banned_strings"),
+    *("add_bos_token", "skip_special_tokens", "include_reasoning"),
+)
+_NOTHING: tuple[Any, ...] = (0, 1, "", [])  # what they are when they ask for nothing; 0 and 1: false and true too
 
 
 def read_unbuilt(fields: Fields, samplers: Unbuilt) -> None:
@@ -68,6 +87,15 @@ def read_llamacpp(fields: Fields, loaded: Loaded, *, any_order: bool = False) ->
         fields.ignore("samplers")
     else:
         _check_samplers(fields)
+
+
+def read_other_names(fields: Fields) -> None:
+    """Accept what SillyTavern sends besides. Raises HttpError where a setting comes only under another name."""
+    for name, known in _OTHER_FIELDS.items():
+        fields.refuse(name, f"use {known}", (fields.given(known),))
+    for name in _OF_OTHERS:
+        fields.without_effect(name, "as in llama-server there is no such setting", _NOTHING)
+    fields.ignore("api_type", "api_server", "truncation_length", "num_ctx")  # to itself
 
 
 def _check_samplers(fields: Fields) -> None:

@@ -13,7 +13,7 @@ from edgespec.server.completions import MOST_LOGPROBS, check_count, raw_ids, rea
 from edgespec.server.exchange import Exchange
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.llamacpp_fields import read_llamacpp
+from edgespec.server.llamacpp_fields import read_llamacpp, read_other_names
 from edgespec.server.native_answer import Form, NativeExchange, Prompt, settings
 from edgespec.server.options import MOST_TOKENS, SAMPLING, read_alike
 from edgespec.server.scheduler import Ticket
@@ -46,6 +46,7 @@ def read_form(loaded: Loaded, fields: Fields, read_prompts: ReadPrompts, *, any_
     form = _read_form(fields, reads_only=limit == 0)
     read_llamacpp(fields, loaded, any_order=any_order)
     _check_features(fields, num_probs or 0)
+    read_other_names(fields)
     body = {name: value for name in _SAME if (value := fields.given(name)) != "" or name not in _MAY_BE_EMPTY}
     body |= {"max_tokens": max_tokens, "logprobs": num_probs or None, "n": count}
     body |= {"logit_bias": _read_biases(loaded, fields)}

@@ -317,6 +317,7 @@ def test_several_answers_are_a_list(coder: TestClient, path: str) -> None:
         ({"logit_bias": [[5, 1]] * 1025}, "at most 1024"),
         ({"suffix": "b"}, "unknown field 'suffix'"),
         ({"return_token": True}, "did you mean 'return_tokens'"),
+        ({"rep_pen": 1.2}, "rep_pen is not supported: use repeat_penalty"),
     ],
 )
 def test_both_paths_refuse_the_same(coder: TestClient, path: str, fields: dict[str, Any], said: str) -> None:

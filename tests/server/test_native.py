@@ -17,6 +17,7 @@ from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
 from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
+from edgespec.server.web import NOTES
 from serving import BASE_URL
 from waiting import reached
 
@@ -139,6 +140,36 @@ def test_what_a_client_gets_that_hangs_up(service: Service, scheduler: Scheduler
             await reached(lambda: scheduler.num_running == scheduler.num_waiting == 0)
 
     asyncio.run(main())
+
+
+# What SillyTavern sends to llama-server with its settings untouched but for the temperature and the length.
+SILLYTAVERN: dict[str, Any] = {
+    "prompt": "The capital of", "max_new_tokens": 24, "max_tokens": 24, "logprobs": 10, "temperature": 0, "top_p": 1,
+    "typical_p": 1, "typical": 1, "min_p": 0, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
+    "top_k": 0, "skew": 0, "min_tokens": 0, "add_bos_token": True, "smoothing_factor": 0, "smoothing_curve": 1,
+    "dry_allowed_length": 2, "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": ["\n", ":"],
+    "dry_penalty_last_n": 0, "max_tokens_second": 0, "stopping_strings": ["\nUser:"], "stop": ["\nUser:"],
+    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    "truncation_length": 8192, "ban_eos_token": False, "skip_special_tokens": True, "include_reasoning": True,
+    "top_a": 0, "tfs": 1, "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1, "custom_token_bans": "",
+    "banned_strings": [], "api_type": "llamacpp", "api_server": "http://127.0.0.1:8080", "xtc_threshold": 0.1,
+    "xtc_probability": 0, "nsigma": 0, "top_n_sigma": 0, "min_keep": 0, "adaptive_target": -0.01,
+    "adaptive_decay": 0.9, "rep_pen": 1, "rep_pen_range": 0, "repetition_penalty_range": 0, "guidance_scale": 1,
+    "negative_prompt": "", "repeat_penalty": 1, "repeat_last_n": 0, "n_predict": 24, "num_predict": 24,
+    "num_ctx": 8192, "mirostat": 0, "ignore_eos": False, "n_probs": 10, "rep_pen_slope": 1, "n": 1, "logit_bias": [],
+    "grammar": "", "cache_prompt": True, "model": "", "stream": False,
+}  # fmt: skip
+
+
+def test_what_sillytavern_sends(client: TestClient, expected: Any):
+    answered = client.post("/completion", json=SILLYTAVERN)
+    assert answered.status_code == 200, answered.text
+    assert answered.json()["content"] == expected.text and answered.headers[NOTES].startswith("samplers: ")
+    assert len(answered.json()["completion_probabilities"][0]["top_logprobs"]) == 10
+    banned = client.post("/completion", json=SILLYTAVERN | {"banned_strings": ["Paris"]})
+    assert "banned_strings: as in llama-server there is no such setting" in banned.headers[NOTES]
+    longer = client.post("/completion", json=SILLYTAVERN | {"max_new_tokens": 25})
+    assert longer.status_code == 400 and "use n_predict" in longer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
