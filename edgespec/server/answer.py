@@ -257,6 +257,18 @@ def token_logprob(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict
     return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(piece)}
 
 
+def logprobs_of(
+    vocabulary: Vocabulary, events: Sequence[TokenEvent], *, with_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Tokens with their `top_logprobs` in OpenAI's shape; `with_ids`: and with ids, as in llama-server."""
+    found = []
+    for event in events:
+        pairs = ((event.token_id, event.logprob or 0.0), *event.top_logprobs)
+        own, *top = [({"id": pair[0]} if with_ids else {}) | token_logprob(vocabulary, *pair) for pair in pairs]
+        found.append(own | {"top_logprobs": top})
+    return found
+
+
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Token counts of a request; the prompt counts once, however many answers it got."""
     prompt, new = answers[0].stats.prompt_tokens, sum(answer.stats.new_tokens for answer in answers)

@@ -11,7 +11,7 @@ from typing import Any
 from edgespec import __version__
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
-from edgespec.server.answer import Answer, Piece, token_logprob, usage
+from edgespec.server.answer import Answer, Piece, logprobs_of, usage
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.service import Loaded
@@ -140,15 +140,9 @@ class ChatExchange(Exchange):
         """Those of the answer as `content`; those of its reasoning apart, so that `content` joins to the text."""
         if not self._has_logprobs:
             return None
-        found = {"content": [self._token(event) for event in tokens], "refusal": None}
-        return found | (
-            {"reasoning_content": [self._token(event) for event in reasoning_tokens]} if reasoning_tokens else {}
-        )
-
-    def _token(self, event: TokenEvent) -> dict[str, Any]:
-        own = token_logprob(self._vocabulary, event.token_id, event.logprob or 0.0)
-        top = [token_logprob(self._vocabulary, token_id, logprob) for token_id, logprob in event.top_logprobs]
-        return own | {"top_logprobs": top}
+        found: dict[str, Any] = {"content": logprobs_of(self._vocabulary, tokens), "refusal": None}
+        reasoned = logprobs_of(self._vocabulary, reasoning_tokens)
+        return found | ({"reasoning_content": reasoned} if reasoned else {})
 
 
 def _deltas(piece: Piece, num_calls: int) -> list[dict[str, Any]]:

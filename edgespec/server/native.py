@@ -44,8 +44,13 @@ def read_form(loaded: Loaded, fields: Fields, read_prompts: ReadPrompts, *, any_
     count = read_alike(fields, ("n_cmpl", "n"), 1, loaded.limits.max_choices)
     max_tokens = None if limit is None or limit < 0 else max(limit, 1)
     form = _read_form(fields, reads_only=limit == 0)
+    fields.refuse("lora", "this server applies no adapters; an empty list asks for none", ([],))
+    if fields.flag("post_sampling_probs") and num_probs:
+        fields.refuse("post_sampling_probs", "n_probs gives probabilities before sampling; false asks for these")
+    if (fields.whole("t_max_prompt_ms", -1, _MOST_MS) or 0) > 0:
+        fields.note("t_max_prompt_ms", "the whole prompt is read, as in llama-server")
+    fields.ignore(*_WITHOUT_EFFECT)
     read_llamacpp(fields, loaded, any_order=any_order)
-    _check_features(fields, num_probs or 0)
     read_other_names(fields)
     body = {name: value for name in _SAME if (value := fields.given(name)) != "" or name not in _MAY_BE_EMPTY}
     body |= {"max_tokens": max_tokens, "logprobs": num_probs or None, "n": count}
@@ -69,16 +74,6 @@ def _read_form(fields: Fields, *, reads_only: bool) -> Form:
         n_indent=fields.whole("n_indent", 0, _MOST_BLANKS) or 0,
         most_s=most_ms / 1000 if most_ms > 0 else None,
     )
-
-
-def _check_features(fields: Fields, num_probs: int) -> None:
-    """Accept what changes nothing; raise HttpError for features that are not built in."""
-    fields.refuse("lora", "this server applies no adapters; an empty list asks for none", ([],))
-    if fields.flag("post_sampling_probs") and num_probs:
-        fields.refuse("post_sampling_probs", "n_probs gives probabilities before sampling; false asks for these")
-    if (fields.whole("t_max_prompt_ms", -1, _MOST_MS) or 0) > 0:
-        fields.note("t_max_prompt_ms", "the whole prompt is read, as in llama-server")
-    fields.ignore(*_WITHOUT_EFFECT)
 
 
 def _read_biases(loaded: Loaded, fields: Fields) -> dict[str, Any] | None:

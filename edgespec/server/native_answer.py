@@ -12,7 +12,7 @@ from typing import Any
 
 from edgespec.config import GenerateOptions
 from edgespec.sampling import Sampling
-from edgespec.server.answer import Answer, Piece, timings, token_logprob
+from edgespec.server.answer import Answer, Piece, logprobs_of, timings
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.options import SAMPLING
@@ -161,14 +161,8 @@ class NativeExchange(Exchange):
     def _probs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
         if not self.jobs[0].options.logprobs:
             return {}
-        return {"completion_probabilities": [] if self._form.reads_only else [self._prob(event) for event in tokens]}
-
-    def _prob(self, event: TokenEvent) -> dict[str, Any]:
-        own = self._token(event.token_id, event.logprob or 0.0)
-        return own | {"top_logprobs": [self._token(*pair) for pair in event.top_logprobs]}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"id": token_id} | token_logprob(self._vocabulary, token_id, logprob)
+        shown = () if self._form.reads_only else tokens
+        return {"completion_probabilities": logprobs_of(self._vocabulary, shown, with_ids=True)}
 
 
 def _picked(found: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:

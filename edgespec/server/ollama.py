@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
-from edgespec.server.answer import Answer, token_logprob
+from edgespec.server.answer import Answer, logprobs_of
 from edgespec.server.call_grammar import ANY_OBJECT
 from edgespec.server.chat_request import MOST_TOP_LOGPROBS, read_chat
 from edgespec.server.completions import read_completion
@@ -24,7 +24,6 @@ from edgespec.server.options import MOST_TOKENS, SAMPLING
 from edgespec.server.service import Loaded, Names
 from edgespec.server.ticket import Ticket
 from edgespec.types import TokenEvent
-from edgespec.vocabulary import Vocabulary
 
 _EFFORTS = ("low", "medium", "high")
 _OPTIONS = (*SAMPLING, "stop")
@@ -75,7 +74,10 @@ class OllamaExchange(Exchange):
         self, text: str, calls: list[dict[str, Any]], reasoning: str = "", tokens: Sequence[TokenEvent] = ()
     ) -> dict[str, Any]:
         head: dict[str, Any] = {"model": self._name, "created_at": _now()}
-        head |= {"logprobs": [_logprob(self._vocabulary, event) for event in tokens]} if tokens else {}
+        found = logprobs_of(self._vocabulary, tokens)
+        for each in found if not self.jobs[0].options.top_logprobs else ():
+            del each["top_logprobs"]  # Ollama leaves an empty list out
+        head |= {"logprobs": found} if found else {}
         thinking = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
             return head | {"response": text} | thinking
@@ -107,12 +109,6 @@ class Preload(Exchange):
 
 def _calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls]
-
-
-def _logprob(vocabulary: Vocabulary, event: TokenEvent) -> dict[str, Any]:
-    own = token_logprob(vocabulary, event.token_id, event.logprob or 0.0)
-    top = [token_logprob(vocabulary, *pair) for pair in event.top_logprobs]
-    return own | ({"top_logprobs": top} if top else {})
 
 
 def _end(answer: Answer) -> dict[str, Any]:

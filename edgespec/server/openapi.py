@@ -104,17 +104,9 @@ _COMPLETION = _object(
     },
     ("prompt",),
 )
-_BIAS: Schema = {"anyOf": [{"type": "number"}, {"const": False}]}
-_PAIR: Schema = {"prefixItems": [{"type": ["integer", "string"]}, _BIAS], "type": "array", "minItems": 2, "maxItems": 2}
 _NATIVE: Schema = {
     **{name: value for name, value in _COMMON.items() if name != "stream_options"},
-    "logit_bias": {
-        "type": ["array", "object", "null"],
-        "items": _PAIR,
-        "additionalProperties": _BIAS,
-        "maxItems": 1024,
-        "description": "Token ids or texts with the number to add, false: never",
-    },
+    "logit_bias": {"type": ["array", "object", "null"], "description": "Pairs of a token id or text and a number"},
     "n_predict": {**_whole(-2, 2**31 - 1), "description": "0: only read the prompt"},
     "n_cmpl": _whole(1, 16),
     "n_probs": _whole(0, 20),

@@ -14,12 +14,8 @@ from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.service import Limits, Loaded, Names
 
 # What requests call the settings of sampling, in every protocol.
-SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")} | {
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repeat_last_n": "penalty_window",
-    "seed": "seed",
-}
+_NAMED_ALIKE = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING = {name: name for name in _NAMED_ALIKE} | {"repeat_last_n": "penalty_window", "seed": "seed"}
 _SPECULATIVE = ("drafter", "draft_length", "verify")
 MOST_TOKENS = 2**31 - 1
 UNLIMITED = (-1, -2)  # as max_tokens: LM Studio's examples and llama-server's clients send -1; -2: as the context holds
