@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,9 @@ from edgespec.server.infill import read_infill
 from edgespec.server.openapi import document
 from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
+from edgespec.server.services import Services
 from edgespec.server.waking import WakingStream
-from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_body, respond
+from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_body, respond, use_model
 
 Handler = Callable[[Request], Awaitable[Response]]
 _GENERATING: dict[str, Read] = {
@@ -74,22 +76,26 @@ _EMBEDDING: dict[str, embeddings.Read] = {
 }
 
 
-def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> Starlette:
+def create_app(
+    served: Service | Services, *, origins: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK
+) -> Starlette:
     """The application. `origins`: web pages that may call it; `hosts`: allowed Host headers, empty for any. Pages and
     names of this machine are allowed besides.
 
-    It does not load or close the model: the owner of `service` does.
+    It does not load or close the models: the owner of `served` does.
     """
-    handlers = {path: _generating(service, path, read) for path, read in _GENERATING.items()}
+    services = Services.of(served)
+    handlers = {path: _generating(services, path, read) for path, read in _GENERATING.items()}
     routes = [Route(path, _caught(handle), methods=["POST"]) for path, handle in handlers.items()]
-    routes += [Route(path, _caught(_replying(service, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
-    routes += [Route(path, _caught(_telling(service, tell)), methods=["POST"]) for path, tell in _TELLING.items()]
-    routes += [Route(path, _caught(_embedding(service, read)), methods=["POST"]) for path, read in _EMBEDDING.items()]
-    routes += _readable(service)
+    routes += [Route(path, _caught(_replying(services, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
+    routes += [Route(path, _caught(_telling(services, tell)), methods=["POST"]) for path, tell in _TELLING.items()]
+    routes += [Route(path, _caught(_embedding(services, read)), methods=["POST"]) for path, read in _EMBEDDING.items()]
+    routes += _readable(services)
     shown = page.routes()
     paths = [route.path for route in (*routes, *shown)]
     open_paths = ["/health", "/v1/health", *(route.path for route in shown)]  # the page asks for the key itself
-    middleware = [Middleware(Guard, service=service, paths=paths, open_paths=open_paths, hosts=hosts, origins=origins)]
+    rules: dict[str, Any] = {"paths": paths, "open_paths": open_paths, "hosts": hosts, "origins": origins}
+    middleware = [Middleware(Guard, services=services, **rules)]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -105,77 +111,87 @@ def create_app(service: Service, *, origins: Sequence[str] = (), hosts: Sequence
     return app
 
 
-def _generating(service: Service, path: str, read: Read) -> Handler:
+def _generating(services: Services, path: str, read: Read) -> Handler:
     form, at_rest = _FORMS.get(path, ChatExchange), _AT_REST.get(path)
 
     async def handle(request: Request) -> Response:
-        body = await read_body(request, service.limits)
+        body = await read_body(request, services.limits)
+        service = services.asked_by(body, path)
         answer = partial(respond, request, service, read, body)
-        if service.loaded is not None or service.unloaded is None:
+        if service.is_new or (service.answers_at_once and not services.are_several):
             return await answer()
         given = parse_object(body)
-        found = None if at_rest is None else at_rest(service.names, Fields(given))
+        found = None if at_rest is None or service.answers_at_once else at_rest(service.names, Fields(given))
         if found is not None:
             return json_response(found)
+        # Of several models the one that answers at once may have to make way for another before the stream begins.
         is_stream = given.get("stream", form.streams_by_default) is True
         return WakingStream(answer(), form) if is_stream else await answer()
 
     return handle
 
 
-def _embedding(service: Service, read: embeddings.Read) -> Handler:
+def _embedding(services: Services, read: embeddings.Read) -> Handler:
     async def handle(request: Request) -> Response:
-        body = await read_body(request, service.limits)
-        async with service.using() as loaded:
+        body = await read_body(request, services.limits)
+        async with AsyncExitStack() as use:
+            loaded = await use_model(request, services.asked_by(body, request.url.path), use)
             return await embeddings.respond_embeddings(request, loaded, read, body)
 
     return handle
 
 
-def _replying(service: Service, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
+def _replying(services: Services, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
     async def handle(request: Request) -> Response:
-        body = await read_body(request, service.limits)
-        async with service.using() as loaded:
+        body = await read_body(request, services.limits)
+        async with AsyncExitStack() as use:
+            loaded = await use_model(request, services.asked_by(body, request.url.path), use)
             return json_response(await asyncio.to_thread(lambda: reply(loaded, Fields(parse_object(body)))))
 
     return handle
 
 
-def _telling(service: Service, tell: Callable[[Service, Fields], dict[str, Any]]) -> Handler:
+def _telling(services: Services, tell: Callable[[Service, Fields], dict[str, Any]]) -> Handler:
     async def handle(request: Request) -> Response:
-        body = await read_body(request, service.limits)
+        body = await read_body(request, services.limits)
+        service = services.asked_by(body, request.url.path)
         return json_response(await asyncio.to_thread(lambda: tell(service, Fields(parse_object(body)))))
 
     return handle
 
 
-def _readable(service: Service) -> list[Route]:
-    """The paths that are read with GET."""
+def _readable(services: Services) -> list[Route]:
+    """The paths that are read with GET. `?model=` chooses one of several models, as in llama-server's router."""
+
+    def chosen(request: Request) -> Service:
+        return services.named(request.query_params.get("model"))
 
     async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": facts.model_objects(service)})
+        return json_response({"object": "list", "data": facts.model_objects(services)})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
+        service = services.named(name)
         if not service.names.include(name):
-            raise unknown_model(service.name)
-        return json_response(facts.model_object(service, name if name in service.names.all else service.name))
+            raise unknown_model(service.names)
+        shown = name if name in service.names.all else service.name
+        return json_response(facts.model_object(service, shown, with_status=services.are_several))
 
     async def health(_: Request) -> Response:
-        status, body = facts.health(service)
+        status, body = facts.health(services)
         return json_response(body, status)
 
     async def metrics(_: Request) -> Response:
-        return PlainTextResponse(facts.metrics_text(service), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(facts.metrics_text(services), media_type="text/plain; version=0.0.4")
 
-    async def properties(_: Request) -> Response:
-        return json_response(facts.properties(service))
+    async def properties(request: Request) -> Response:
+        return json_response(facts.properties(chosen(request)))
 
     async def described(_: Request) -> Response:
-        return json_response(document(service.names))
+        return json_response(document(services.names))
 
     async def slots(request: Request) -> Response:
-        must_have_room = request.query_params.get("fail_on_no_slot") == "1"
+        must_have_room, service = request.query_params.get("fail_on_no_slot") == "1", chosen(request)
         loaded, unloaded = service.loaded, service.unloaded
         if loaded is None and unloaded is not None:
             return json_response(unloaded.slots)
@@ -185,10 +201,10 @@ def _readable(service: Service) -> list[Route]:
         return json_response(ollama_facts.version())
 
     async def listed(_: Request) -> Response:
-        return json_response(await asyncio.to_thread(ollama_facts.listed, service))
+        return json_response(await asyncio.to_thread(ollama_facts.listed, services))
 
     async def running(_: Request) -> Response:
-        return json_response(await asyncio.to_thread(ollama_facts.running, service))
+        return json_response(await asyncio.to_thread(ollama_facts.running, services))
 
     handlers = {
         "/v1/models": models,

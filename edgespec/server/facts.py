@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from edgespec import __version__
@@ -12,32 +11,38 @@ from edgespec.server.native import slots
 from edgespec.server.ollama_facts import entry, shown
 from edgespec.server.options import require_model
 from edgespec.server.service import Described, Loaded, Service
+from edgespec.server.services import Services
 
 MOST_TOKENS = 1 << 20
 
 
-def model_objects(service: Service) -> list[dict[str, Any]]:
-    """The served model, as `/v1/models` lists it under each of its names."""
-    return [model_object(service, name) for name in service.names.all]
+def model_objects(services: Services) -> list[dict[str, Any]]:
+    """The served models, as `/v1/models` lists them under each of their names."""
+    listed = [(service, name) for service in services.all for name in service.names.all]
+    return [model_object(service, name, with_status=services.are_several) for service, name in listed]
 
 
-def model_object(service: Service, name: str) -> dict[str, Any]:
-    """The served model under one of its names."""
+def model_object(service: Service, name: str, *, with_status: bool = False) -> dict[str, Any]:
+    """A served model under one of its names. `with_status`: whether it is loaded, as llama-server's router says it."""
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
     loaded, unloaded = service.loaded, service.unloaded
+    if with_status:
+        status = "loaded" if loaded is not None else "loading" if service.is_loading else "unloaded"
+        found["status"] = {"value": status}
     if loaded is not None:
         return found | {"meta": {"n_ctx": loaded.model.context_length}}
     return found if unloaded is None else found | {"meta": {"n_ctx": unloaded.context_length}}
 
 
-def health(service: Service) -> tuple[int, dict[str, Any]]:
-    """Status and body of `/health`: 200 once the model answers, and while it is unloaded: the next request loads it."""
-    loaded = service.loaded
-    if loaded is None:
-        is_ready = service.unloaded is not None
-        return (200, {"status": "ok", "running": 0, "waiting": 0}) if is_ready else (503, {"status": "loading"})
-    scheduler = loaded.scheduler
-    return 200, {"status": "ok", "running": scheduler.num_running, "waiting": scheduler.num_waiting}
+def health(services: Services) -> tuple[int, dict[str, Any]]:
+    """Status and body of `/health`: 200 once the first model answers, and while it is unloaded: a request loads it."""
+    if services.default.is_new:
+        return 503, {"status": "loading"}
+    schedulers = [loaded.scheduler for service in services.all if (loaded := service.loaded) is not None]
+    running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
+    if services.are_several:
+        waiting += sum(service.num_waiting for service in services.all)  # for their model's turn
+    return 200, {"status": "ok", "running": running, "waiting": waiting}
 
 
 def described(loaded: Loaded) -> Described:
@@ -100,16 +105,23 @@ def _memory(loaded: Loaded) -> dict[str, Any] | None:
     }
 
 
-def metrics_text(service: Service) -> str:
-    """`/metrics` for Prometheus."""
-    loaded = service.loaded
-    scheduler = None if loaded is None else loaded.scheduler
-    gauges: Mapping[str, tuple[str, float]] = {
-        "model_loaded": ("Whether the model is loaded", int(scheduler is not None)),
-        "requests_running": ("Generations that run", scheduler.num_running if scheduler else 0),
-        "requests_waiting": ("Generations that wait", scheduler.num_waiting if scheduler else 0),
-    }
-    return service.metrics.text(gauges)
+def metrics_text(services: Services) -> str:
+    """`/metrics` for Prometheus. Of several models each has its own gauges; counters are those of all."""
+    rows: dict[str, list[tuple[str, float]]] = {"model_loaded": [], "requests_running": [], "requests_waiting": []}
+    for service in services.all:
+        loaded = service.loaded
+        labels = f'{{model="{_escaped(service.name)}"}}' if services.are_several else ""
+        waiting = service.num_waiting if services.are_several else 0
+        counts = (1, loaded.scheduler.num_running, loaded.scheduler.num_waiting) if loaded is not None else (0, 0, 0)
+        for name, count in zip(rows, (*counts[:2], counts[2] + waiting), strict=True):
+            rows[name].append((labels, count))
+    helps = ("Whether the model is loaded", "Generations that run", "Generations that wait")
+    return services.metrics.text({name: (text, rows[name]) for name, text in zip(rows, helps, strict=True)})
+
+
+def _escaped(name: str) -> str:
+    """A name as the value of a label."""
+    return name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def tokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.server.http_errors import HttpError
-from edgespec.server.service import Service
+from edgespec.server.services import Services
 from edgespec.server.web import error_response
 
 logger = logging.getLogger("edgespec")
@@ -48,14 +48,14 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        service: Service,
+        services: Services,
         *,
         paths: Collection[str],
         open_paths: Collection[str],
         hosts: Collection[str],
         origins: Collection[str],
     ) -> None:
-        self._app, self._service = app, service
+        self._app, self._services = app, services
         self._paths, self._open_paths = frozenset(paths), frozenset(open_paths)
         self._hosts, self._origins = frozenset(host.lower() for host in hosts), frozenset(origins)
 
@@ -79,8 +79,8 @@ class Guard:
             await self._app(scope, receive, counted)
         finally:
             shown = path if path in self._paths else "other"
-            self._service.metrics.answered[shown, status] += 1
-            if self._service.loaded is not None:  # before, a line would take the place of what loading is busy with
+            self._services.metrics.answered[shown, status] += 1
+            if self._services.has_loaded:  # before, a line would take the place of what loading is busy with
                 took_ms = 1000 * (monotonic() - began_s)
                 logger.info("%s %s %d %.0f ms", scope["method"], shown, status, took_ms)
 
@@ -104,11 +104,11 @@ class Guard:
     def _may_call(self, origin: str, host: str | None, *, is_known: bool) -> bool:
         """Whether a page may: our own, a local one, or one that was allowed."""
         # Any page may call its own server's name so; under a rented one it proves nothing, but such a page has no key.
-        is_own = _place(origin) == host and (is_known or self._service.api_key is not None)
+        is_own = _place(origin) == host and (is_known or self._services.api_key is not None)
         return is_own or bool({origin, "*"} & self._origins) or LOCAL_ORIGINS.fullmatch(origin) is not None
 
     def _check_key(self, headers: Headers) -> None:
-        wanted: Any = self._service.api_key
+        wanted: Any = self._services.api_key
         if wanted is None:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")

@@ -77,6 +77,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return HttpError(400, message, param=param, code=code)
 
 
+def queue_full(num_waiting: int) -> HttpError:
+    """429: too many requests wait already."""
+    return HttpError(429, f"{num_waiting} requests are waiting, the limit: try again later", code="queue_full")
+
+
 def as_http_error(error: Exception) -> HttpError:
     """The HTTP error for any exception; what the client cannot change is logged, without its message."""
     if isinstance(error, HttpError):

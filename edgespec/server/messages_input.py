@@ -23,6 +23,11 @@ _RUN_THERE = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_
 _WITHOUT_EFFECT = ("metadata", "service_tier", "betas", "cache_control", "inference_geo", "speed")
 
 
+def asks_for_claude(name: str) -> bool:
+    """Whether a model is one of Claude's, which are answered by a model that is here."""
+    return name.startswith(_CLAUDE)
+
+
 def as_chat(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """The chat request. Raises HttpError."""
     if fields.whole("max_tokens", 1, MOST_TOKENS) is None:
@@ -50,7 +55,7 @@ def _model(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     Claude Code asks for a small one besides, for titles and summaries, by a name that its user does not choose.
     """
     name = fields.text("model")
-    if name is None or not name.startswith(_CLAUDE) or name in loaded.names.all:
+    if name is None or not asks_for_claude(name) or name in loaded.names.all:
         return {"model": name}
     answered_by(loaded.names, fields)
     return {}

@@ -70,9 +70,9 @@ class Metrics:
         self.prefill_s += stats.prefill_s
         self.decode_s += max(stats.decode_s, 0.0)
 
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """All counters as Prometheus reads them, after `gauges`: (help, value) by name."""
-        lines = [line for name, (help, value) in gauges.items() for line in _metric(name, "gauge", help, [("", value)])]
+    def text(self, gauges: Mapping[str, tuple[str, Rows]]) -> str:
+        """All counters as Prometheus reads them, after `gauges`: (help, rows of labels and value) by name."""
+        lines = [line for name, (help, rows) in gauges.items() for line in _metric(name, "gauge", help, rows)]
         for name, help, rows in self._counters():
             lines += _metric(name, "counter", help, rows)
         for name, help, histogram in (

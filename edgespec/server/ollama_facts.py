@@ -21,11 +21,11 @@ from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
-from edgespec.server.options import require_model
+from edgespec.server.options import require_model, without_tag
 from edgespec.server.service import Loaded, Names, Service
+from edgespec.server.services import Services
 
 PROTOCOL_VERSION = "0.12.11"  # of Ollama, whose requests are understood; VS Code wants 0.6.4 or more
-_TAG = ":latest"
 _NEVER = "9999-12-31T23:59:59Z"
 # https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h: llama_ftype
 _FILE_TYPES = (
@@ -100,8 +100,8 @@ def _size_label(count: int) -> str:
 def require_served(names: Names, fields: Fields) -> None:
     """Check the field `model`, which may end in the tag that Ollama adds. Raises HttpError 404."""
     name = fields.text("model")
-    served = {each.removesuffix(_TAG): each for each in names.all}
-    known = None if name is None else served.get(name.removesuffix(_TAG), name)
+    served = {without_tag(each): each for each in names.all}
+    known = None if name is None else served.get(without_tag(name), name)
     require_model(names, Fields({"model": known}, notes=fields.notes))
 
 
@@ -110,27 +110,29 @@ def version() -> dict[str, Any]:
     return {"version": PROTOCOL_VERSION, "edgespec": __version__}
 
 
-def listed(service: Service) -> dict[str, Any]:
-    """`/api/tags`: the served model, once it was loaded."""
+def listed(services: Services) -> dict[str, Any]:
+    """`/api/tags`: the served models, the first one once it was loaded."""
+    return {"models": [found for service in services.all if (found := _listed(service)) is not None]}
+
+
+def _listed(service: Service) -> dict[str, Any] | None:
     loaded, unloaded = service.loaded, service.unloaded
-    if loaded is not None:
-        found = entry(loaded)
-    elif unloaded is not None:
-        found = unloaded.entry
-    else:
-        return {"models": []}
-    return {"models": [found | {"modified_at": _written(datetime.fromtimestamp(service.created, UTC))}]}
+    found = entry(loaded) if loaded is not None else None if unloaded is None else unloaded.entry
+    written = _written(datetime.fromtimestamp(service.created, UTC))
+    return None if found is None else found | {"modified_at": written}
 
 
-def running(service: Service) -> dict[str, Any]:
-    """`/api/ps`: the same model with the memory and the context that it has; none while it is unloaded."""
-    loaded = service.loaded
-    if loaded is None:
-        return {"models": []}
+def running(services: Services) -> dict[str, Any]:
+    """`/api/ps`: those that are loaded, with the memory and the context that they have."""
+    found = ((service, service.loaded) for service in services.all)
+    return {"models": [_running(service, loaded) for service, loaded in found if loaded is not None]}
+
+
+def _running(service: Service, loaded: Loaded) -> dict[str, Any]:
     model = loaded.model
     on_device = 0 if model.memory is None else model.memory.plan.device_bytes
     more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _expires_at(service)}
-    return {"models": [entry(loaded) | more]}
+    return entry(loaded) | more
 
 
 def _expires_at(service: Service) -> str:

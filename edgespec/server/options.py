@@ -32,18 +32,25 @@ def require_model(names: Names, fields: Fields) -> None:
     if name is None or name in names.all:
         return
     if not names.include(name):
-        raise unknown_model(names.own)
+        raise unknown_model(names)
     answered_by(names, fields)
+
+
+def without_tag(name: str) -> str:
+    """A model's name without the tag that Ollama adds."""
+    return name.removesuffix(":latest")
 
 
 def answered_by(names: Names, fields: Fields) -> None:
     """Note that another model answers than the request asks for."""
-    fields.note("model", f"{names.own} answers, the only model here")
+    why = "no model here has that name" if names.beside else "the only model here"
+    fields.note("model", f"{names.own} answers, {why}")
 
 
-def unknown_model(served: str) -> HttpError:
+def unknown_model(names: Names) -> HttpError:
     """404 for a model that is not served."""
-    message = f"no such model here; this server serves {served!r} (under other names with --alias or --any-model)"
+    served = ", ".join(map(repr, (names.own, *names.beside)))
+    message = f"no such model here; this server serves {served} (under other names with --alias or --any-model)"
     return HttpError(404, message, param="model", code="model_not_found")
 
 

@@ -1,4 +1,5 @@
-"""When the model is in memory: loaded again once a request needs it, unloaded when none has for a while.
+"""When a model is in memory: loaded once a request needs it, unloaded when none has for a while or another model needs
+its place.
 
 One thread loads and unloads, so that both never happen at once. Requests count as users from before they wait until
 their answer has ended; nothing is unloaded under them.
@@ -12,39 +13,97 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from time import monotonic
 
 from edgespec.server.http_errors import HttpError
+from edgespec.server.places import Places
 
 logger = logging.getLogger("edgespec")
 _JOIN_S = 30.0
 _LONGEST_WAIT_S = 3600.0  # of a lock, which takes no infinite times
 
 
-class Residence:
-    """`load`: loads the model and calls `has_loaded`, first of all by its owner; `unload`: frees it.
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How a model comes into memory. `load` calls `Residence.has_loaded`; `check` raises what can be known before.
 
-    `idle_s`: seconds without a request after which it is unloaded, None for never; a client may choose others for as
-    long as the model then stays loaded.
+    `fits`: whether there is memory for it beside the models that are loaded.
     """
 
-    def __init__(self, load: Callable[[], None], unload: Callable[[], None], idle_s: float | None) -> None:
-        self._load, self._unload = load, unload
+    load: Callable[[], None]
+    check: Callable[[], None] = lambda: None
+    fits: Callable[[], bool] = lambda: True
+
+
+class Residence:
+    """`unload`: frees the model; `places`: shared with the server's other models, None where there are none.
+
+    `idle_s`: seconds without a request after which it is unloaded, None for never; a client may choose others for as
+    long as the model then stays loaded. `name`: what messages call it. `is_at_rest`: nothing loads it until a request
+    does, else its owner does the first time.
+    """
+
+    def __init__(
+        self,
+        loading: Loading,
+        unload: Callable[[], None],
+        idle_s: float | None,
+        places: Places | None = None,
+        *,
+        name: str = "the model",
+        is_at_rest: bool = False,
+    ) -> None:
+        self._loading, self._unload, self._name = loading, unload, name
         self._usual_s = self._idle_s = math.inf if idle_s is None else idle_s
-        self._changed = threading.Condition()
+        self._places = Places() if places is None else places
+        self._changed = self._places.changed
         self._num_users = 0
-        self._unused_since_s = 0.0
+        self.num_waiting = 0  # of them
+        self.used_s = self.loaded_s = 0.0
         self._awaited: Future[None] | None = None  # of the users that wait until it is loaded
-        self._is_loaded = self._is_stopping = False
-        self.is_loading = True  # its owner does, the first time
+        self._is_loaded = self._is_stopping = self._is_unloading = self._has_to_leave = False
+        self._was_loaded = not is_at_rest
+        self.is_loading = not is_at_rest
+        if not is_at_rest:
+            self._places.keep(self)
         self._thread = threading.Thread(target=self._run, name="edgespec-residence", daemon=True)
         self._thread.start()
 
     @property
     def left_s(self) -> float:
         """Seconds until the model is unloaded if no request comes; infinite for never."""
-        used_s = 0.0 if self._num_users else monotonic() - self._unused_since_s
+        used_s = 0.0 if self._num_users else monotonic() - self.used_s
         return max(self._idle_s - used_s, 0.0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request that comes now need not wait."""
+        return self._is_loaded and not self._has_to_leave
+
+    @property
+    def is_wanted(self) -> bool:
+        """As `Guest` says, and the next ones too."""
+        return self.num_waiting > 0 and not self._is_stopping
+
+    @property
+    def is_changing(self) -> bool:
+        return self.is_loading or self._is_unloading
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_users == self.num_waiting
+
+    def fits(self) -> bool:
+        return self._loading.fits()
+
+    def make_way(self, has_to: bool) -> None:
+        if has_to == self._has_to_leave:
+            return
+        self._has_to_leave = has_to
+        if self.is_open:
+            self._answer(None)
+        self._changed.notify_all()
 
     async def enter(self) -> None:
         """Be a user from now on, and wait until the model is loaded. Raises HttpError 503 where that fails."""
@@ -52,46 +111,51 @@ class Residence:
             if self._is_stopping:
                 raise _stopping()
             self._num_users += 1
-            if self._is_loaded:
+            if self.is_open:
                 return
             if self._awaited is None:
                 self._awaited = Future()
                 self._awaited.set_running_or_notify_cancel()  # one of its waiters cannot cancel it for all
-                self._changed.notify()
             awaited = self._awaited
+            self.num_waiting += 1
+            self._changed.notify_all()
         try:
             await asyncio.wrap_future(awaited)
         except BaseException:
-            self.leave()
+            with self._changed:
+                if self._awaited is awaited:  # it is still waited for
+                    self.num_waiting -= 1
+                self.leave()
             raise
 
     def leave(self) -> None:
         """Be no user any more."""
         with self._changed:
             self._num_users -= 1
-            self._unused_since_s = monotonic()
-            self._changed.notify()
+            self.used_s = monotonic()
+            self._changed.notify_all()
 
     def keep_for(self, idle_s: float) -> None:
         """Unload the model after `idle_s` without a request, infinite for never, until it is loaded the next time."""
         with self._changed:
             self._idle_s = idle_s
-            self._changed.notify()
+            self._changed.notify_all()
 
     def has_loaded(self) -> None:
         """The model answers from now on."""
         with self._changed:
             self._is_loaded, self.is_loading = True, False
-            self._idle_s, self._unused_since_s = self._usual_s, monotonic()
+            self._idle_s, self.used_s = self._usual_s, monotonic()
+            self.loaded_s = self.used_s
             self._answer(None)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Load and unload nothing from now on, and refuse whoever waits."""
         with self._changed:
             self._is_stopping = True
             self._answer(_stopping())
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """`stop`, and wait for what is being unloaded. A load cannot be interrupted: its model is freed after it."""
@@ -101,6 +165,7 @@ class Residence:
 
     def _answer(self, failure: Exception | None) -> None:
         awaited, self._awaited = self._awaited, None
+        self.num_waiting = 0
         if awaited is None:
             return
         if failure is None:
@@ -116,36 +181,48 @@ class Residence:
         """Wait until there is something to do; None when the server stops."""
         with self._changed:
             while not self._is_stopping:
-                if self._awaited is not None and not self._is_loaded and not self.is_loading:
-                    self.is_loading = True
-                    return self._load_again
-                is_unused = self._is_loaded and not self._num_users
-                if is_unused and self.left_s <= 0:
-                    self._is_loaded = False  # who comes from now on waits until it is loaded again
+                if self.is_wanted and not self._is_loaded and not self.is_loading:
+                    return self._load
+                is_unused = self._is_loaded and self.is_idle
+                if is_unused and (self._has_to_leave or self.left_s <= 0):
+                    self._is_loaded = self._has_to_leave = False  # who comes from now on waits until it is loaded again
+                    self._is_unloading = True
                     return self._unload_now
                 self._changed.wait(min(self.left_s, _LONGEST_WAIT_S) if is_unused else None)
         return None
 
-    def _load_again(self) -> None:
-        began_s, failure = monotonic(), None
+    def _load(self) -> None:
+        again = " again" if self._was_loaded else ""
         try:
-            self._load()
-            logger.info("the model is loaded again, which took %.1f s", monotonic() - began_s)
+            self._loading.check()  # before another model makes way for nothing
+            if not self._places.take(self):
+                return
+            began_s = monotonic()
+            self._loading.load()
+            self._was_loaded = True
+            logger.info("%s is loaded%s, which took %.1f s", self._name, again, monotonic() - began_s)
         except BaseException as exc:  # whatever it is, who waits must learn of it and the thread must go on
-            logger.warning("the model cannot be loaded again: %s", exc)
-            failure = HttpError(503, "the model cannot be loaded again: the server's log says why", code="load_failed")
-        with self._changed:
-            self.is_loading = False
-            self._answer(failure)
-        if self._is_stopping and failure is None:
+            logger.warning("%s cannot be loaded%s: %s", self._name, again, exc)
+            message = f"{self._name} cannot be loaded{again}: the server's log says why"
+            failure = HttpError(503, message, code="load_failed")
+            with self._changed:
+                has_place, self.is_loading = self.is_loading, False
+                self._answer(failure)
+            if has_place:
+                self._places.release(self)
+            return
+        if self._is_stopping:
             self._unload_now()
 
     def _unload_now(self) -> None:
         try:
             self._unload()
-            logger.info("the model is unloaded: the next request loads it again")
+            logger.info("%s is unloaded: the next request loads it again", self._name)
         except Exception as exc:  # as above
-            logger.warning("unloading the model failed: %s: %s", type(exc).__name__, exc)
+            logger.warning("unloading %s failed: %s: %s", self._name, type(exc).__name__, exc)
+        with self._changed:
+            self._is_unloading = False
+            self._places.release(self)
 
 
 def _stopping() -> HttpError:

@@ -23,6 +23,7 @@ from edgespec.server.facts import described
 from edgespec.server.guard import LOOPBACK
 from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.service import Service
+from edgespec.server.services import Services
 
 TELLING_S = 0.5  # of the seconds that running answers have to end are for telling clients that they do not
 
@@ -71,20 +72,23 @@ def bind(binding: Binding) -> socket.socket:
     return bound
 
 
-def serve(service: Service, binding: Binding, load: Callable[[], None], announce: Callable[[str], None]) -> None:
-    """Serve until a signal. `load` runs in a thread and gives `service` its model, again after each time that it was
-    unloaded; `announce` gets the URL after the first time.
+def serve(
+    served: Service | Services, binding: Binding, load: Callable[[], None], announce: Callable[[str], None]
+) -> None:
+    """Serve until a signal. `load` runs in a thread and gives the first service its model, again after each time that
+    it was unloaded; `announce` gets the URL after the first time. Of several services, the others are loaded by
+    requests (`Service.may_unload`).
 
-    Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped while the model is being loaded,
-    it returns all the same (`service.is_loading`), and loading goes on: native code cannot be interrupted, so end the
-    process.
+    Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped while a model is being loaded,
+    it returns all the same (`is_loading`), and loading goes on: native code cannot be interrupted, so end the process.
     Raises ConfigError if the address cannot be used, and what `load` raises.
     """
+    services = Services.of(served)
     bound = bind(binding)
     host = f"[{binding.host}]" if ":" in binding.host else binding.host
     url = f"http://{host}:{bound.getsockname()[1]}"
     config = uvicorn.Config(
-        create_app(service, origins=binding.origins, hosts=binding.hosts),
+        create_app(services, origins=binding.origins, hosts=binding.hosts),
         http="h11",
         ws="none",
         lifespan="off",
@@ -95,9 +99,9 @@ def serve(service: Service, binding: Binding, load: Callable[[], None], announce
         proxy_headers=False,
         timeout_graceful_shutdown=binding.drain_s,
     )
-    server = _Server(config, service, binding.drain_s)
+    server = _Server(config, services, binding.drain_s)
 
-    service.may_unload(load, described)
+    services.default.may_unload(load, described)
 
     def load_and_announce() -> None:
         load()
@@ -112,7 +116,7 @@ def serve(service: Service, binding: Binding, load: Callable[[], None], announce
     try:
         asyncio.run(server.serve(sockets=[bound]))
     finally:
-        service.close()
+        services.close()
     if loader.failure is not None:
         raise loader.failure
 
@@ -127,9 +131,9 @@ def _await_end_of_input(server: uvicorn.Server) -> None:
 class _Server(uvicorn.Server):
     """uvicorn's server, which ends with exit code 0 on a signal and refuses waiting requests then."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: int) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services, drain_s: int) -> None:
         super().__init__(config)
-        self._service, self._drain_s = service, drain_s
+        self._services, self._drain_s = services, drain_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -137,9 +141,9 @@ class _Server(uvicorn.Server):
             yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.stop()
+        self._services.stop()
         # uvicorn cuts off what still runs after `drain_s`; just before, clients are told.
-        ending = asyncio.get_running_loop().call_later(max(self._drain_s - TELLING_S, 0), self._service.end_running)
+        ending = asyncio.get_running_loop().call_later(max(self._drain_s - TELLING_S, 0), self._services.end_running)
         try:
             await super().shutdown(sockets)
         finally:

@@ -23,7 +23,7 @@ from edgespec.generation.handle import Generation
 from edgespec.runtime import Model
 from edgespec.server.answer_line import answer_line
 from edgespec.server.embedding_queue import EmbeddingQueue, stopping
-from edgespec.server.http_errors import HttpError
+from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
 from edgespec.server.ticket import Job, Ticket
 from edgespec.types import RoundRecord, TokenEvent
@@ -109,9 +109,7 @@ class Scheduler:
             raise HttpError(400, f"{num_jobs} answers at once; this server takes at most {most}", param="n")
         if num_jobs > room:
             self.metrics.refused += 1
-            raise HttpError(
-                429, f"{self.num_waiting} requests are waiting, the limit: try again later", code="queue_full"
-            )
+            raise queue_full(self.num_waiting)
 
     def forget(self, ticket: Ticket) -> None:
         """Take a cancelled ticket out of the queue, if it still waits."""

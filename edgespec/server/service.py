@@ -1,4 +1,4 @@
-"""What every endpoint shares: the loaded model, the defaults of its requests, the limits, and whether it is ready."""
+"""One served model: what is loaded, the defaults of its requests, the limits, and whether it is ready."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 from edgespec.config import GenerateOptions, ReasoningFormat
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.server.http_errors import HttpError
+from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
-from edgespec.server.residence import Residence
+from edgespec.server.places import Places
+from edgespec.server.residence import Loading, Residence
 from edgespec.server.scheduler import Scheduler
 
 
@@ -36,11 +37,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What clients may call the served model. `own`: what answers call it, never a path; `any_other`: anything goes."""
+    """What clients may call a served model. `own`: what answers call it, never a path; `any_other`: anything goes.
+
+    `beside`: names of the server's other models, for messages.
+    """
 
     own: str
     aliases: tuple[str, ...] = ()
     any_other: bool = False
+    beside: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -76,7 +81,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is told of the model while it is unloaded: `/props`, `/slots`, `/api/show`, its entry in `/api/tags`."""
+    """What is told of a model while it is not loaded: `/props`, `/slots`, `/api/show`, its entry in `/api/tags`."""
 
     context_length: int
     properties: dict[str, Any]
@@ -87,10 +92,12 @@ class Described:
 
 @dataclass(slots=True)
 class Service:
-    """The state of the server. `name`: the model's name for clients, never a path; `api_key`: None accepts any.
+    """The state of a model. `name`: the model's name for clients, never a path; `api_key`: None accepts any.
 
     `aliases`: its other names; `any_model`: requests may give any name; `idle_unload_s`: see `Residence`. `unloaded`:
-    what was told of the model when it was last unloaded, and is as long as `loaded` is None.
+    what was told of the model when it was last unloaded, and is as long as `loaded` is None; given at the start for one
+    that the first request for it is to load. `places`: of the server's models and `beside` their names, where it has
+    several.
     """
 
     name: str
@@ -104,11 +111,13 @@ class Service:
     idle_unload_s: float | None = None
     residence: Residence | None = None
     unloaded: Described | None = None
+    places: Places | None = None
+    beside: tuple[str, ...] = ()
 
     @property
     def names(self) -> Names:
         """What clients may call the model."""
-        return Names(self.name, self.aliases, self.any_model)
+        return Names(self.name, self.aliases, self.any_model, self.beside)
 
     def use(
         self,
@@ -130,12 +139,20 @@ class Service:
         if self.residence is not None:
             self.residence.has_loaded()
 
-    def may_unload(self, load: Callable[[], None], describe: Callable[[Loaded], Described]) -> None:
-        """Unload the model when it is not used, and call `load` when it is needed then; its first call is the caller's.
+    def may_unload(self, load: Callable[[], None] | Loading, describe: Callable[[Loaded], Described]) -> None:
+        """Unload the model when it is not used, and `load` it when it is needed then.
 
-        `describe`: what is to be told of it meanwhile.
+        The first time that is up to the caller, unless it is known what to tell of it before (`unloaded`). `describe`:
+        what is to be told of it while it is not loaded again.
         """
-        self.residence = Residence(load, partial(self._unload, describe), self.idle_unload_s)
+        self.residence = Residence(
+            load if isinstance(load, Loading) else Loading(load),
+            partial(self._unload, describe),
+            self.idle_unload_s,
+            self.places,
+            name="the model" if self.places is None else f"model {self.name!r}",
+            is_at_rest=self.unloaded is not None,
+        )
 
     def _unload(self, describe: Callable[[Loaded], Described]) -> None:
         if self.loaded is not None:
@@ -153,16 +170,34 @@ class Service:
         """Whether the model is being loaded, the first time or again."""
         return self.loaded is None and (self.residence is None or self.residence.is_loading)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the model was never loaded, and its owner will do that."""
+        return self.loaded is None and self.unloaded is None
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether a request that comes now need not wait for the model to be loaded."""
+        return self.loaded is not None and (self.residence is None or self.residence.is_open)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait until the model is loaded."""
+        return 0 if self.residence is None else self.residence.num_waiting
+
     @asynccontextmanager
     async def using(self) -> AsyncIterator[Loaded]:
         """What is loaded, which it stays within the block; where it was unloaded, it is loaded again first.
 
         Raises HttpError 503 before the model is loaded the first time, where it cannot be loaded again, and when the
-        server stops meanwhile.
+        server stops meanwhile; 429 where too many wait for it among other models.
         """
-        if self.residence is None or (self.loaded is None and self.unloaded is None):
+        if self.residence is None or self.is_new:
             yield self.require()
             return
+        if self.places is not None and self.num_waiting > self.limits.max_queued and not self.answers_at_once:
+            self.metrics.refused += 1
+            raise queue_full(self.num_waiting)
         await self.residence.enter()
         try:
             yield self.require()

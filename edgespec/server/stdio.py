@@ -27,6 +27,7 @@ from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.service import Service
+from edgespec.server.services import Services
 from edgespec.types import Stats
 
 PROTOCOL = 1
@@ -35,13 +36,14 @@ _OPS = (*_READERS, "cancel", "close", "hello")
 _MOST_ID = 128
 
 
-def serve_stdio(service: Service, load: Callable[[], None], source: IO[bytes], sink: IO[bytes]) -> None:
-    """Serve the lines of `source` until it ends or `close` is asked for; `load` gives `service` its model meanwhile.
+def serve_stdio(served: Service | Services, load: Callable[[], None], source: IO[bytes], sink: IO[bytes]) -> None:
+    """Serve the lines of `source` until it ends or `close` is asked for; `load` gives the first service its model
+    meanwhile.
 
-    If it ends before the model is loaded, it returns without a model in `service`, and loading goes on: native code
+    If it ends before the model is loaded, it returns without a model in the service, and loading goes on: native code
     cannot be interrupted, so end the process. Raises what `load` raises.
     """
-    asyncio.run(_Sidecar(service, sink).run(load, source))
+    asyncio.run(_Sidecar(Services.of(served), sink).run(load, source))
 
 
 @dataclass(slots=True)
@@ -86,8 +88,8 @@ class _Request:
 class _Sidecar:
     """The requests of one parent process. `emit` never blocks: a thread writes."""
 
-    def __init__(self, service: Service, sink: IO[bytes]) -> None:
-        self._service, self._sink = service, sink
+    def __init__(self, services: Services, sink: IO[bytes]) -> None:
+        self._services, self._sink = services, sink
         self._requests: dict[str, _Request] = {}
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -100,7 +102,7 @@ class _Sidecar:
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        self._service.may_unload(load, described)
+        self._services.default.may_unload(load, described)
         loader = Loader(load, lambda loader: loop.call_soon_threadsafe(self._on_loaded, loader))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
@@ -110,7 +112,7 @@ class _Sidecar:
         for request in running:
             request.end()
         await asyncio.gather(*(request.task for request in running if request.task), return_exceptions=True)
-        await asyncio.to_thread(self._service.close)
+        await asyncio.to_thread(self._services.close)
         self._events.put(None)
         await asyncio.to_thread(writer.join, 5.0)
         if loader.failure is not None:
@@ -120,12 +122,12 @@ class _Sidecar:
         if loader.failure is not None:
             self._lines.put_nowait(None)  # `run` raises it
             return
-        model = self._service.require().model
-        self.emit("ready", model=self._service.name, context_length=model.context_length)
+        default = self._services.default
+        self.emit("ready", model=default.name, context_length=default.require().model.context_length)
 
     def _read(self, source: IO[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """Hand every line to the loop; a line over the limit is cut, which makes it an error."""
-        most, is_rest = self._service.limits.max_body_bytes, False
+        most, is_rest = self._services.limits.max_body_bytes, False
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed; RuntimeError: the loop is gone
             while line := source.readline(most + 1):
                 if not is_rest:
@@ -145,8 +147,8 @@ class _Sidecar:
             return True
         request_id = None
         try:
-            if len(line) > self._service.limits.max_body_bytes:
-                raise HttpError(413, f"the line is too long: at most {self._service.limits.max_body_bytes} bytes")
+            if len(line) > self._services.limits.max_body_bytes:
+                raise HttpError(413, f"the line is too long: at most {self._services.limits.max_body_bytes} bytes")
             fields = Fields(parse_object(line))
             request_id = fields.text("id", _MOST_ID)
             op = fields.choice("op", _OPS)
@@ -185,7 +187,7 @@ class _Sidecar:
 
     async def _answer(self, request_id: str, request: _Request, fields: Fields, read: Read) -> None:
         try:
-            async with self._service.using() as loaded:
+            async with self._services.named(fields.text("model")).using() as loaded:
                 exchange = await loaded.scheduler.prepare(read, loaded, fields)
                 if len(exchange.jobs) > 1 or exchange.is_stream:
                     raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")

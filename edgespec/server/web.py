@@ -61,7 +61,7 @@ async def respond(request: Request, service: Service, read: Read, body: bytes) -
     """
     began_s, timeout_s = monotonic(), service.limits.timeout_s
     async with AsyncExitStack() as use:
-        loaded = await _loaded(request, service, use)
+        loaded = await use_model(request, service, use)
         left_s = None if timeout_s is None else began_s + timeout_s - monotonic()
         notes: list[str] = []
         exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
@@ -80,10 +80,10 @@ async def respond(request: Request, service: Service, read: Read, body: bytes) -
         return whole
 
 
-async def _loaded(request: Request, service: Service, use: AsyncExitStack) -> Loaded:
-    """The model, which stays loaded until `use` is closed."""
+async def use_model(request: Request, service: Service, use: AsyncExitStack) -> Loaded:
+    """The model, which stays loaded until `use` is closed. Raises as `respond` while it waits."""
     entering = use.enter_async_context(service.using())
-    if service.loaded is not None:
+    if service.answers_at_once:
         return await entering
     async with asyncio.timeout(service.limits.timeout_s):
         return await while_connected(request.receive, entering)
