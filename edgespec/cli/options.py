@@ -83,16 +83,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def settings_options(
-    *parts: Part, leave_out: Collection[str] = (), hidden: Collection[str] = ()
+    *parts: Part, leave_out: Collection[str] = (), hidden: Collection[str] = (), takes_models: bool = False
 ) -> Callable[[Function], Function]:
     """A decorator: MODEL, a flag for every setting of `parts`, and what every such command takes.
 
-    `hidden`: settings that the command refuses with a reason, so that --help does not offer them.
+    `hidden`: settings that the command refuses with a reason, so that --help does not offer them. `takes_models`: the
+    command takes any number of models, as `model_names`.
     """
 
     def decorate(function: Function) -> Function:
         chosen = [s for s in SETTINGS if s.part in parts and s.name not in leave_out]
-        model = click.argument("model_name", metavar="[MODEL]", required=False, shell_complete=models)
+        metavar = "[MODEL]..." if takes_models else "[MODEL]"
+        model = click.argument(
+            "model_names" if takes_models else "model_name",
+            metavar=metavar,
+            required=False,
+            nargs=-1 if takes_models else 1,
+            shell_complete=models,
+        )
         settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
         for option in (help_all_option(), *reversed(_common_options()), *settings, model):
             function = option(function)
@@ -134,11 +142,17 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
 
 
 def resolve_settings(
-    given: Mapping[str, Any], model_name: str | None, config_file: Path | None, *, speculates: bool = False
+    given: Mapping[str, Any],
+    model_name: str | None,
+    config_file: Path | None,
+    *,
+    speculates: bool = False,
+    leave_out: Collection[str] = (),
 ) -> Settings:
     """What was given on the command line, over environment, config file and the model's profile. Raises ConfigError.
 
     `speculates`: the command is about speculation, so a profile for which plain decoding is best leaves that open.
+    `leave_out`: settings that do not hold for this model, wherever they were given.
     """
     flags = dict(given)
     ignores_profile = flags.pop("no_profile", False)
@@ -148,7 +162,7 @@ def resolve_settings(
         flags["model"] = model_name
     if config_file is not None and not is_file(config_file):
         raise ConfigError(f"config file {config_file} does not exist")
-    settings = resolve(flags, config_file=config_file)
+    settings = resolve(flags, config_file=config_file).without(leave_out)
     return settings if ignores_profile else with_profile(settings, leaves_plain=speculates)
 
 

@@ -6,32 +6,26 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from edgespec.chat.template_file import read_template
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.session import open_session, show_beginning
+from edgespec.cli.served_models import API_KEY, OF_ONE_MODEL, served_models
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config import MAX_PARALLEL, RANDOM_SEED, LoadOptions, ServeOptions
+from edgespec.config import MAX_PARALLEL, ServeOptions
 from edgespec.config.settings import STRUCTURE
-from edgespec.config.sources import Settings
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command, is_importable
-from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import usual_parallel
 
 if TYPE_CHECKING:
     from edgespec.server.run import Binding
-    from edgespec.server.service import Limits, Service
+    from edgespec.server.services import Services
 
-API_KEY = "EDGESPEC_API_KEY"
 _NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
@@ -45,12 +39,14 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 
 @click.command(cls=SettingsCommand)
 @settings_options(
-    "load", "generate", "sampling", "session", "serve", leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER)
+    *("load", "generate", "sampling", "session", "serve"),
+    leave_out=("stop", "ignore_eos", *STRUCTURE, *_OF_ONE_ANSWER),
+    takes_models=True,
 )
 @_option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only]")
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
-@_option("--alias", multiple=True, metavar="NAME", help="Name of the model for clients; repeatable [its own]")
+@_option("--alias", multiple=True, metavar="NAME", help="Name for clients; NAME=MODEL: of another model [its own]")
 @_option("--any-model", is_flag=True, help="Answer whatever model a request names")
 @_option(
     "-np",
@@ -68,10 +64,12 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 )
 @_option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes: the parent has ended")
 @_option("--stdio", is_flag=True, help="Speak JSON lines on standard streams instead of HTTP")
-def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
-    """Serve a model to other programs: OpenAI's API over HTTP, or JSON lines with --stdio.
+def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
+    """Serve models to other programs: OpenAI's API over HTTP, or JSON lines with --stdio.
 
-    MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
+    MODEL is a name (demo), a GGUF or ONNX file, or a folder with one. Of several, "model" in a request picks one, which
+    is loaded then; the first answers where it is absent. Options hold for all of them, but those that name files or
+    layers (-md, --medium, --heads, --exit-layer, --chat-template-file) and --pooling for the first alone.
     """
     context = click.get_current_context()
     own = {name: given.pop(name) for name in _OWN}
@@ -79,39 +77,33 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         _refuse_http_options(context)
     else:
         _require_libraries()
-    settings = resolve_settings(given, model_name, config_file)
-    options = ServeOptions(**settings.part("serve"))
-    service = _service(settings, own, options)
+    from edgespec.server.services import Services
 
-    def load() -> None:
-        with context.scope(cleanup=False):  # click knows its context by thread
-            parallel = own["parallel"] or _usual_parallel(settings)
-            session = open_session(settings, remembers=True, parallel=parallel)
-            if settings.values.get("seed", RANDOM_SEED) == RANDOM_SEED:
-                session.sampling = replace(session.sampling, seed=None)  # another one for each request
-            service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
-            if service.unloaded is None:  # the first time
-                show_beginning(session)
-
-    _serve(service, own, options, load)
-    if service.is_loading:  # stopped meanwhile, and it goes on in native code
+    first = resolve_settings(given, model_names[0] if model_names else None, config_file)
+    others = given | dict.fromkeys(OF_ONE_MODEL) | {"model": None}
+    more = [resolve_settings(others, name, config_file, leave_out=OF_ONE_MODEL) for name in model_names[1:]]
+    options = ServeOptions(**first.part("serve"))
+    served = served_models([first, *more], own, options)
+    services = Services(*(each.service for each in served))
+    _serve(services, own, options, served[0].load)
+    if services.is_loading:  # stopped meanwhile, and it goes on in native code
         stop_waiting()
         os._exit(0)
     return 0
 
 
-def _serve(service: Service, own: dict[str, Any], options: ServeOptions, load: Callable[[], None]) -> None:
+def _serve(services: Services, own: dict[str, Any], options: ServeOptions, load: Callable[[], None]) -> None:
     if own["stdio"]:
         from edgespec.server.stdio import serve_stdio
 
-        serve_stdio(service, load, *_private_streams())
+        serve_stdio(services, load, *_private_streams())
         return
     from edgespec.server.run import serve
 
     binding = _binding(own, options)
-    if not binding.is_local and service.api_key is None:
+    if not binding.is_local and services.api_key is None:
         note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
-    serve(service, binding, load, _announce)
+    serve(services, binding, load, _announce)
 
 
 def _refuse_http_options(context: click.Context) -> None:
@@ -127,33 +119,6 @@ def _require_libraries() -> None:
         raise CapabilityError(
             f"edgespec serve needs {' and '.join(missing)}, not installed here: {install_command('server')}"
         )
-
-
-def _service(settings: Settings, own: dict[str, Any], options: ServeOptions) -> Service:
-    from edgespec.server.service import Service
-
-    loading = LoadOptions(**settings.part("load"))
-    read_template(loading.chat_template_file)
-    pair = resolve_pair(loading)  # both fail before anything listens
-    key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
-    if key == "":
-        raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
-    name, *others = own["alias"] or (pair.name,)
-    names: dict[str, Any] = {"aliases": tuple(others), "any_model": own["any_model"]}
-    return Service(name, _limits(own), key, **names, idle_unload_s=options.idle_unload_s)
-
-
-def _usual_parallel(settings: Settings) -> int:
-    """Answers at once where nobody said how many."""
-    options = LoadOptions(**settings.part("load"))
-    return usual_parallel(options, resolve_pair(options))
-
-
-def _limits(own: dict[str, Any]) -> Limits:
-    from edgespec.server.service import Limits
-
-    given = {"max_queued": own["max_queue"], "timeout_s": own["timeout"]}
-    return replace(Limits(), **{name: value for name, value in given.items() if value is not None})
 
 
 def _binding(own: dict[str, Any], options: ServeOptions) -> Binding:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgespec.config.checks import refuses_unknown
+from edgespec.config.checks import at_least, refuses_unknown
 from edgespec.errors import ConfigError
 
 
 @refuses_unknown(ConfigError)
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Who may call the server besides local programs and pages, and for how long it keeps its model.
+    """Who may call the server besides local programs and pages, and for how long it keeps its models.
 
     `cors_origin`: web pages; `allowed_host`: names of this machine in the Host header; `idle_unload`: seconds without a
-    request after which the model is unloaded, None or negative for never.
+    request after which a model is unloaded, None or negative for never; `models_max`: models loaded at once.
 
-    Raises ConfigError for an empty name, for a host with a scheme, a port or a path, and for 0 seconds.
+    Raises ConfigError for an empty name, for a host with a scheme, a port or a path, for 0 seconds, and for no model.
     """
 
     cors_origin: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
     idle_unload: float | None = None
+    models_max: int = 1
 
     @property
     def idle_unload_s(self) -> float | None:
@@ -37,3 +38,4 @@ class ServeOptions:
                 raise ConfigError(f"allowed-host {host!r} must be a name alone, such as models.example, without a port")
         if self.idle_unload is not None and not (math.isfinite(self.idle_unload) and self.idle_unload):
             raise ConfigError(f"idle-unload {self.idle_unload:g} must be a number of seconds, or -1 for never")
+        at_least("models-max", self.models_max, 1, "it is how many of the served models may be loaded at once")

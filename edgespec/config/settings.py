@@ -138,7 +138,7 @@ def contents(text: str, source: str, *, is_json: bool) -> str:
 _BASIC = {
     *("draft", "context_length", "threads", "gpu_layers", "memory", "drafter", "draft_length", "reproducible", "learn"),
     *("temperature", "top_k", "seed", "max_tokens", "json_schema", "system", "stats"),
-    *("cors_origin", "allowed_host", "idle_unload"),
+    *("cors_origin", "allowed_host", "idle_unload", "models_max"),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ENGINES,
@@ -281,7 +281,8 @@ SETTINGS: tuple[Setting, ...] = (
         "serve",
         ("cors_origin", "texts", "--cors-origin", "Web page that may call, * for all; repeatable"),
         ("allowed_host", "texts", "--allowed-host", "Name by which clients may call this machine; repeatable"),
-        ("idle_unload", "number", "--idle-unload", "Unload the model after S seconds without a request"),
+        ("idle_unload", "number", "--idle-unload", "Unload a model after S seconds without a request"),
+        ("models_max", "integer", "--models-max --max-models", "Of several models, how many may be loaded at once"),
     ),
 )
 # Off unless a user asks: answers are private. Commands that measure ignore them: a prompt that is decoded again would

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec import __version__
+from edgespec.sampling import Sampling
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.native import slots
-from edgespec.server.ollama_facts import entry, shown
+from edgespec.server.ollama_facts import Known, entry, shown
 from edgespec.server.options import require_model
 from edgespec.server.service import Described, Loaded, Service
 from edgespec.server.services import Services
@@ -51,8 +52,8 @@ def described(loaded: Loaded) -> Described:
         loaded.model.context_length,
         _properties(loaded) | {"is_sleeping": True, "memory": None},
         slots(loaded, must_have_room=False),
-        shown(loaded),
-        entry(loaded),
+        shown(Known.of(loaded)),
+        entry(Known.of(loaded)),
     )
 
 
@@ -62,19 +63,29 @@ def properties(service: Service) -> dict[str, Any]:
     return unloaded.properties if loaded is None and unloaded is not None else _properties(loaded or service.require())
 
 
-def _properties(loaded: Loaded) -> dict[str, Any]:
-    model, sampling = loaded.model, loaded.sampling
+def shared_properties(
+    name: str, template: str, context_length: int, sampling: Sampling, max_tokens: int | None
+) -> dict[str, Any]:
+    """The part of `/props` that needs no model."""
     shown = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
     return {
-        "model_alias": loaded.name,
+        "model_alias": name,
         "build_info": f"edgespec {__version__}",
         "is_sleeping": False,
-        "total_slots": model.target.facts.max_sequences,
-        "chat_template": model.target.vocabulary.chat_template or "",
+        "total_slots": 0,
+        "chat_template": template,
         "default_generation_settings": {
-            "n_ctx": model.context_length,
-            "params": {name: getattr(sampling, name) for name in shown} | {"max_tokens": loaded.options.max_tokens},
+            "n_ctx": context_length,
+            "params": {name: getattr(sampling, name) for name in shown} | {"max_tokens": max_tokens},
         },
+    }
+
+
+def _properties(loaded: Loaded) -> dict[str, Any]:
+    model, template = loaded.model, loaded.model.target.vocabulary.chat_template or ""
+    known = shared_properties(loaded.name, template, model.context_length, loaded.sampling, loaded.options.max_tokens)
+    return known | {
+        "total_slots": model.target.facts.max_sequences,
         "engine": model.target.facts.name,
         "device": model.target.facts.device,
         "drafter": model.drafter_name,

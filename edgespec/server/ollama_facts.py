@@ -12,13 +12,16 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import tool_parser
+from edgespec.config import POOLINGS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.formats.manifest import ModelPair
+from edgespec.loading.file_facts import FileFacts
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import require_model, without_tag
@@ -46,19 +49,46 @@ class ModelFacts:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def model_facts(loaded: Loaded) -> ModelFacts:
-    """The facts of the served model; reads its header the first time."""
-    file, engine = loaded.model.pair.files["target"], loaded.model.target.facts
-    if engine.name != "llamacpp":
-        return ModelFacts(engine.architecture, file.sha256 or "")
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model as the lists and `/api/show` know it, loaded or not. `embeds`: whether it gives embeddings."""
+
+    name: str
+    files: FileFacts
+    facts: ModelFacts
+    context_length: int
+    embeds: bool
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Self:
+        """Of a loaded model; reads its header the first time."""
+        model = loaded.model
+        files = FileFacts.of(model.target)
+        return cls(loaded.name, files, _model_facts(model.pair, files), model.context_length, _embeds(loaded))
+
+    @classmethod
+    def of_files(
+        cls, name: str, pair: ModelPair, files: FileFacts, context_length: int, template: str | None, *, embeds: bool
+    ) -> Self:
+        """Of a model that is not loaded. `template`: instead of its own; `embeds`: whether it was told to."""
+        if template is not None:
+            files = replace(files, chat_template=template)
+        can_embed = files.engine == "llamacpp" and (embeds or files.pooling in POOLINGS)
+        return cls(name, files, _model_facts(pair, files), context_length, can_embed)
+
+
+def _model_facts(pair: ModelPair, files: FileFacts) -> ModelFacts:
+    file = pair.files["target"]
+    if files.engine != "llamacpp":
+        return ModelFacts(files.architecture, file.sha256 or "")
     try:
-        found = _of_headers(loaded.model.pair.paths("target"))
+        found = _of_headers(pair.paths("target"))
     except (EdgespecError, OSError):  # moved or replaced while it is served
-        return ModelFacts(engine.architecture, file.sha256 or "")
+        return ModelFacts(files.architecture, file.sha256 or "")
     return found if file.sha256 is None else replace(found, digest=file.sha256)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _of_headers(paths: tuple[Path, ...]) -> ModelFacts:
     """Facts of a GGUF, which may lie in several files. Its digest is that of its header: hashing all takes minutes."""
     headers = [read_header(path) for path in paths if path.suffix == ".gguf"]
@@ -117,7 +147,7 @@ def listed(services: Services) -> dict[str, Any]:
 
 def _listed(service: Service) -> dict[str, Any] | None:
     loaded, unloaded = service.loaded, service.unloaded
-    found = entry(loaded) if loaded is not None else None if unloaded is None else unloaded.entry
+    found = entry(Known.of(loaded)) if loaded is not None else None if unloaded is None else unloaded.entry
     written = _written(datetime.fromtimestamp(service.created, UTC))
     return None if found is None else found | {"modified_at": written}
 
@@ -132,7 +162,7 @@ def _running(service: Service, loaded: Loaded) -> dict[str, Any]:
     model = loaded.model
     on_device = 0 if model.memory is None else model.memory.plan.device_bytes
     more = {"size_vram": on_device, "context_length": model.context_length, "expires_at": _expires_at(service)}
-    return entry(loaded) | more
+    return entry(Known.of(loaded)) | more
 
 
 def _expires_at(service: Service) -> str:
@@ -148,22 +178,22 @@ def _written(when: datetime) -> str:
     return when.isoformat().replace("+00:00", "Z")
 
 
-def entry(loaded: Loaded) -> dict[str, Any]:
-    """The served model as both lists have it."""
-    facts = model_facts(loaded)
+def entry(known: Known) -> dict[str, Any]:
+    """A model as both lists have it."""
     return {
-        "name": loaded.name,
-        "model": loaded.name,
-        "size": loaded.model.target.facts.weight_bytes,
-        "digest": facts.digest,
-        "details": _details(loaded, facts),
+        "name": known.name,
+        "model": known.name,
+        "size": known.files.weight_bytes,
+        "digest": known.facts.digest,
+        "details": _details(known),
     }
 
 
-def _details(loaded: Loaded, facts: ModelFacts) -> dict[str, Any]:
+def _details(known: Known) -> dict[str, Any]:
+    facts = known.facts
     return {
         "parent_model": "",
-        "format": "gguf" if loaded.model.target.facts.name == "llamacpp" else "onnx",
+        "format": "gguf" if known.files.engine == "llamacpp" else "onnx",
         "family": facts.family,
         "families": [facts.family],
         "parameter_size": _size_label(facts.num_parameters),
@@ -180,27 +210,27 @@ def show(service: Service, fields: Fields) -> dict[str, Any]:
     require_served(service.names, Fields({"model": former if name is None else name}))
     fields.flag("verbose")
     fields.finish()
-    return unloaded.shown if loaded is None and unloaded is not None else shown(loaded or service.require())
+    return unloaded.shown if loaded is None and unloaded is not None else shown(Known.of(loaded or service.require()))
 
 
-def shown(loaded: Loaded) -> dict[str, Any]:
+def shown(known: Known) -> dict[str, Any]:
     """What `/api/show` answers."""
-    template, facts = loaded.model.target.vocabulary.chat_template, model_facts(loaded)
+    template, facts = known.files.chat_template, known.facts
     info = facts.metadata | {
         "general.architecture": facts.family,
-        f"{facts.family}.context_length": loaded.model.context_length,  # what a request may use
+        f"{facts.family}.context_length": known.context_length,  # what a request may use
     }
     info |= {"general.parameter_count": facts.num_parameters} if facts.num_parameters else {}
     return {
-        "template": template or "",
-        "details": _details(loaded, facts),
+        "template": template,
+        "details": _details(known),
         "model_info": info,
         "capabilities": [
-            *(["embedding"] if _embeds(loaded) else []),
-            *([] if loaded.model.target.facts.pooling else ["completion"]),
+            *(["embedding"] if known.embeds else []),
+            *([] if known.files.pooling else ["completion"]),
             *(["tools"] if tool_parser(template) else []),
             *(["thinking"] if reasoning_marks(template) else []),
-            *(["insert"] if loaded.model.target.vocabulary.fim else []),
+            *(["insert"] if known.files.fills_gaps else []),
         ],
     }
 
