@@ -1,0 +1,128 @@
+"""A server of several models in this process, each of which is really loaded and unloaded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+import edgespec
+from demo import DEMO, TEST_THREADS
+from edgespec import GenerateOptions, LoadOptions, Model
+from edgespec.loading.requirements import resolve_pair
+from edgespec.server.app import create_app
+from edgespec.server.at_rest import at_rest
+from edgespec.server.facts import described
+from edgespec.server.metrics import Metrics
+from edgespec.server.places import Places
+from edgespec.server.residence import Loading
+from edgespec.server.service import Limits, Service
+from edgespec.server.services import Services
+from serving import BASE_URL
+
+GGUF, ONNX, DRAFT = "demo", "onnx", "draft"
+PATHS = {
+    GGUF: "demo",
+    ONNX: str(DEMO / "onnx" / "target"),
+    DRAFT: str(next(iter(sorted(DEMO.glob("*draft*.gguf"))), "")),
+}
+MESSAGES = [{"role": "user", "content": "Find me a bus to Fresno."}]
+FIELDS = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+
+
+class Served:
+    """One of the models. `gate`: holds up its loads while it is shut; `failure`: what its next ones raise."""
+
+    def __init__(self, name: str, service: Service) -> None:
+        self.name, self.service = name, service
+        self.options = LoadOptions(model=PATHS[name], threads=TEST_THREADS, parallel=2)
+        self.opened: list[Model] = []
+        self.num_loads = 0
+        self.failure: Exception | None = None
+        self.check_fails: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def check(self) -> None:
+        if self.check_fails is not None:
+            raise self.check_fails
+
+    def load(self) -> None:
+        self.num_loads += 1
+        assert self.gate.wait(60)
+        if self.failure is not None:
+            raise self.failure
+        self.opened.append(edgespec.load(self.options))
+        self.service.use(self.opened[-1])
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.service.loaded is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no model of it takes memory."""
+        return not self.is_loaded and all(repr(model).endswith("closed>") for model in self.opened)
+
+
+class Host:
+    """The server of the models `names`, of which the first is loaded."""
+
+    def __init__(self, names: Sequence[str] = (GGUF, ONNX), most: int = 1, **settings: Any) -> None:
+        places, metrics = Places(most), Metrics()
+        limits = Limits(**settings.pop("limits", {}))
+        aliases = settings.pop("aliases", {})
+        self.models: dict[str, Served] = {}
+        for name in names:
+            beside = tuple(other for other in names if other != name)
+            service = Service(name, limits, metrics=metrics, places=places, beside=beside, **settings)
+            service.aliases = aliases.get(name, ())
+            self.models[name] = Served(name, service)
+        self.services = Services(*(each.service for each in self.models.values()))
+        first, *others = self.models.values()
+        first.service.may_unload(Loading(first.load, first.check), described)
+        for each in others:
+            pair = resolve_pair(each.options)
+            sampling = edgespec.Sampling(**dict(pair.recommended))
+            most_tokens = GenerateOptions().max_tokens
+            each.service.unloaded = at_rest(each.name, each.options, pair, sampling, most_tokens, None)
+            each.service.may_unload(Loading(each.load, each.check), described)
+        first.load()
+        self.app = create_app(self.services)
+        self.client = TestClient(self.app, base_url=BASE_URL)
+
+    def __getitem__(self, name: str) -> Served:
+        return self.models[name]
+
+    @property
+    def loaded(self) -> list[str]:
+        return [name for name, each in self.models.items() if each.is_loaded]
+
+    def ask(self, model: str | None, **fields: Any) -> str:
+        answer = self.client.post("/v1/chat/completions", json=FIELDS | {"model": model} | fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == (model or next(iter(self.models)))
+        return answer.json()["choices"][0]["message"]["content"]
+
+    def close(self) -> None:
+        for each in self.models.values():
+            each.gate.set()
+        self.services.close()
+
+
+def alone(name: str) -> str:
+    """What a model answers to `FIELDS` when it is loaded alone."""
+    with edgespec.load(LoadOptions(model=PATHS[name], threads=TEST_THREADS)) as model:
+        greedy = replace(model.recommended_sampling, temperature=0.0)
+        return model.chat(MESSAGES, greedy, GenerateOptions(max_tokens=8, drafter="none")).result().text
+
+
+def second_demo(folder: Path) -> Path:
+    """A copy of the demo's draft model under another name, to be damaged."""
+    path = folder / "second.gguf"
+    path.write_bytes(Path(PATHS[DRAFT]).read_bytes())
+    return path
