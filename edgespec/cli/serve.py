@@ -23,6 +23,7 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command, is_importable
 
 if TYPE_CHECKING:
+    from edgespec.server.residence import Loading
     from edgespec.server.run import Binding
     from edgespec.server.services import Services
 
@@ -85,14 +86,14 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
     options = ServeOptions(**first.part("serve"))
     served = served_models([first, *more], own, options)
     services = Services(*(each.service for each in served))
-    _serve(services, own, options, served[0].load)
+    _serve(services, own, options, served[0].loading)
     if services.is_loading:  # stopped meanwhile, and it goes on in native code
         stop_waiting()
         os._exit(0)
     return 0
 
 
-def _serve(services: Services, own: dict[str, Any], options: ServeOptions, load: Callable[[], None]) -> None:
+def _serve(services: Services, own: dict[str, Any], options: ServeOptions, load: Loading) -> None:
     if own["stdio"]:
         from edgespec.server.stdio import serve_stdio
 

@@ -24,6 +24,7 @@ from edgespec.memory.verdict import Room
 if TYPE_CHECKING:
     from edgespec.runtime import Model
     from edgespec.sampling import Sampling
+    from edgespec.server.residence import Loading
     from edgespec.server.service import Described, Service
 
 
@@ -94,6 +95,14 @@ class Served:
     @property
     def options(self) -> LoadOptions:
         return LoadOptions(**self.settings.part("load"))
+
+    @property
+    def loading(self) -> Loading:
+        """How the service gets its model."""
+        from edgespec.server.residence import Loading
+
+        alone = self.service.places is None  # no other model makes way for it
+        return Loading(self.load) if alone else Loading(self.load, self.check, self.fits)
 
     def load(self) -> None:
         """Give the service its model."""

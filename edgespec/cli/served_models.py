@@ -60,10 +60,9 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
 
 def _wait_for_requests(served: Served) -> None:
     from edgespec.server.facts import described
-    from edgespec.server.residence import Loading
 
     served.service.unloaded = served.at_rest()
-    served.service.may_unload(Loading(served.load, served.check, served.fits), described)
+    served.service.may_unload(served.loading, described)
 
 
 def _names(given: Sequence[str], pairs: Sequence[ModelPair], aliases: Sequence[str]) -> list[tuple[str, ...]]:

@@ -35,6 +35,11 @@ class Loading:
     check: Callable[[], None] = lambda: None
     fits: Callable[[], bool] = lambda: True
 
+    @classmethod
+    def of(cls, given: Callable[[], None] | Loading) -> Loading:
+        """`given`, or it as the load of a model that is alone."""
+        return given if isinstance(given, Loading) else cls(given)
+
 
 class Residence:
     """`unload`: frees the model; `places`: shared with the server's other models, None where there are none.

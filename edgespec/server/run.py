@@ -22,6 +22,7 @@ from edgespec.server.app import create_app
 from edgespec.server.facts import described
 from edgespec.server.guard import LOOPBACK
 from edgespec.server.lifecycle import Loader, handling
+from edgespec.server.residence import Loading
 from edgespec.server.service import Service
 from edgespec.server.services import Services
 
@@ -73,7 +74,7 @@ def bind(binding: Binding) -> socket.socket:
 
 
 def serve(
-    served: Service | Services, binding: Binding, load: Callable[[], None], announce: Callable[[str], None]
+    served: Service | Services, binding: Binding, load: Callable[[], None] | Loading, announce: Callable[[str], None]
 ) -> None:
     """Serve until a signal. `load` runs in a thread and gives the first service its model, again after each time that
     it was unloaded; `announce` gets the URL after the first time. Of several services, the others are loaded by
@@ -101,10 +102,11 @@ def serve(
     )
     server = _Server(config, services, binding.drain_s)
 
-    services.default.may_unload(load, described)
+    loading = Loading.of(load)
+    services.default.may_unload(loading, described)
 
     def load_and_announce() -> None:
-        load()
+        loading.load()
         announce(url)
 
     def on_end(loader: Loader) -> None:

@@ -146,7 +146,7 @@ class Service:
         what is to be told of it while it is not loaded again.
         """
         self.residence = Residence(
-            load if isinstance(load, Loading) else Loading(load),
+            Loading.of(load),
             partial(self._unload, describe),
             self.idle_unload_s,
             self.places,

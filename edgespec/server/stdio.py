@@ -26,6 +26,7 @@ from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.llamacpp_fields import prompt_progress
+from edgespec.server.residence import Loading
 from edgespec.server.service import Service
 from edgespec.server.services import Services
 from edgespec.types import Stats
@@ -36,14 +37,16 @@ _OPS = (*_READERS, "cancel", "close", "hello")
 _MOST_ID = 128
 
 
-def serve_stdio(served: Service | Services, load: Callable[[], None], source: IO[bytes], sink: IO[bytes]) -> None:
+def serve_stdio(
+    served: Service | Services, load: Callable[[], None] | Loading, source: IO[bytes], sink: IO[bytes]
+) -> None:
     """Serve the lines of `source` until it ends or `close` is asked for; `load` gives the first service its model
     meanwhile.
 
     If it ends before the model is loaded, it returns without a model in the service, and loading goes on: native code
     cannot be interrupted, so end the process. Raises what `load` raises.
     """
-    asyncio.run(_Sidecar(Services.of(served), sink).run(load, source))
+    asyncio.run(_Sidecar(Services.of(served), sink).run(Loading.of(load), source))
 
 
 @dataclass(slots=True)
@@ -97,13 +100,13 @@ class _Sidecar:
     def emit(self, event: str, **fields: Any) -> None:
         self._events.put({"event": event, **fields})
 
-    async def run(self, load: Callable[[], None], source: IO[bytes]) -> None:
+    async def run(self, loading: Loading, source: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        self._services.default.may_unload(load, described)
-        loader = Loader(load, lambda loader: loop.call_soon_threadsafe(self._on_loaded, loader))
+        self._services.default.may_unload(loading, described)
+        loader = Loader(loading.load, lambda loader: loop.call_soon_threadsafe(self._on_loaded, loader))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
             while (line := await self._lines.get()) is not None and self._handle(line):
