@@ -3,6 +3,7 @@
 import { get, getKey, setKey } from "./api.js";
 import { answerAgain, editLast, isRunning, refresh, removeAll, send, setSystem, show, stop } from "./conversation.js";
 import { $, download, h } from "./dom.js";
+import { connectModels, propertiesPath, showModels } from "./models.js";
 import { showMemory, showQueue } from "./panel.js";
 import { connectSettings, resetSettings, showDefaults } from "./settings.js";
 import { askKey, closeDrawers, toBottom, toggleDrawer, toggleMarks, togglePanel, toggleTheme } from "./shell.js";
@@ -111,6 +112,8 @@ async function start() {
   let about;
   try {
     about = await get("/props");
+    showModels(await get("/api/tags"));
+    if (propertiesPath() !== "/props") about = await get(propertiesPath());
   } catch (error) {
     showAbsence(error);
     return;
@@ -125,7 +128,8 @@ async function start() {
 function display(about) {
   const { model_alias: name, engine, device, drafter } = about;
   $("model").textContent = document.title = name;
-  $("welcome-text").textContent = `${name} runs on this machine: ${engine} on ${device}, drafter ${drafter}.`;
+  const place = device ? `${engine} on ${device}, drafter ${drafter}.` : "its first question loads it.";
+  $("welcome-text").textContent = `${name} runs on this machine: ${place}`;
   showDefaults(about.default_generation_settings.params);
   showMemory(about.memory);
 }
@@ -134,7 +138,7 @@ async function poll() {
   if (!isReady || document.hidden) return;
   try {
     showQueue(await get("/health"));
-    if (!isRunning()) display(await get("/props"));
+    if (!isRunning()) display(await get(propertiesPath()));
   } catch (error) {
     if (!isRunning()) showAbsence(error);
   }
@@ -142,6 +146,7 @@ async function poll() {
 
 $("ideas").append(...IDEAS.map((text) => h("button", { type: "button", onclick: () => write(text) }, text)));
 connectSettings();
+connectModels(start);
 show();
 start();
 setInterval(poll, POLL_MS);

@@ -3,6 +3,7 @@
 import { ApiError, chat } from "./api.js";
 import { $, announce, copyText, download, h, iconButton } from "./dom.js";
 import { MessageView, addTokens } from "./message.js";
+import { modelField } from "./models.js";
 import { Live } from "./panel.js";
 import { dropSchema, requestFields, settingsProblem } from "./settings.js";
 import { askKey, closeDrawers, confirmed, follow, toBottom } from "./shell.js";
@@ -130,7 +131,7 @@ async function answer(begun) {
   toBottom();
   const view = views.at(-1), problem = settingsProblem();
   if (problem) message.error = { message: problem };
-  else await receive({ messages: sent, ...requestFields() }, message, view);
+  else await receive({ messages: sent, ...modelField(), ...requestFields() }, message, view);
   view.draw(false);
   if (current === conversation) {
     live.show(message.timings ?? null, message.runs);
