@@ -17,7 +17,7 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import fit, usual_parallel
+from edgespec.memory.fit import chosen_context, fit, usual_parallel
 from edgespec.memory.plan import planned
 from edgespec.memory.verdict import Room
 
@@ -121,8 +121,10 @@ class Served:
 
     def check(self) -> None:
         """Raises what a load would raise of files that are missing, damaged or lack something."""
+        options = self.options
         with self.context.scope(cleanup=False), keeping_headers():
-            planned(self.options, resolve_pair(self.options))
+            pair = resolve_pair(options)
+            planned(chosen_context(options, pair, Room.now(options.memory)), pair)
 
     def fits(self) -> bool:
         """Whether there is memory for it beside the models that are loaded."""

@@ -108,6 +108,15 @@ def test_one_budget_is_for_all_that_are_loaded(private_home: Path, fits_both: bo
         assert (memory["free_bytes"] < budget - (first >> 1)) == fits_both  # what is left for it of the budget
 
 
+@pytest.mark.parametrize("context", ["max", "auto"])
+def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
+    with served(private_home, PATHS[ONNX], "-c", context, "--models-max", "2", "--port", "0") as process:
+        url = read_line(process)["url"]
+        for name in ("target", "demo", "target"):
+            assert complete(url, name).status_code == 200
+        assert loaded(url) == (["demo", "target"] if context == "max" else ["target"])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_going_to_and_fro_takes_no_more_memory(private_home: Path):
     def resident(process: subprocess.Popen[bytes]) -> int:
