@@ -30,7 +30,6 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
 
     Raises ConfigError, and what `resolve_pair` raises: before anything listens.
     """
-    from edgespec.server.metrics import Metrics
     from edgespec.server.places import Places
     from edgespec.server.service import Service
 
@@ -41,7 +40,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
     names = _names([each.model for each in loading], pairs, own["alias"])
-    shared: dict[str, Any] = {"api_key": key, "metrics": Metrics(), "idle_unload_s": options.idle_unload_s}
+    shared: dict[str, Any] = {"api_key": key, "idle_unload_s": options.idle_unload_s}
     if len(pairs) > 1:
         shared["places"] = Places(options.models_max)
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None

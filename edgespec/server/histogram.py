@@ -23,6 +23,11 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def include(self, other: Histogram) -> None:
+        """Count all that `other`, of the same bounds, has counted."""
+        self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
+        self._sum += other._sum
+
     def lines(self, name: str, help: str) -> Iterable[str]:
         """The text that Prometheus reads: buckets count all values up to their bound."""
         yield f"# HELP {name} {help}."

@@ -1,13 +1,16 @@
 """Counters of the server, and their text for Prometheus (exposition format 0.0.4).
 
-Decoding counters are written by the scheduler's thread only, request counters by the event loop only.
+Decoding counters are written by the scheduler's thread only, request counters by the event loop only: each model has
+its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Self
 
 from edgespec.server.histogram import Histogram
 from edgespec.types import RoundRecord, Stats
@@ -41,6 +44,20 @@ class Metrics:
     decode_s: float = 0.0
     first_token_s: float = 0.0
     first_tokens: int = 0
+
+    @classmethod
+    def sum_of(cls, several: Iterable[Metrics]) -> Self:
+        """The counters of several models, each of which has a thread that writes."""
+        total = cls()
+        for each, name in product(several, (each.name for each in fields(cls))):
+            mine, its = getattr(total, name), getattr(each, name)
+            if isinstance(mine, Counter):
+                mine.update(dict(its))  # a copy: its thread may add a key meanwhile
+            elif isinstance(mine, Histogram):
+                mine.include(its)
+            else:
+                setattr(total, name, mine + its)
+        return total
 
     def count_round(self, record: RoundRecord) -> None:
         """Count what became of one round's draft."""

@@ -14,7 +14,7 @@ from edgespec.server.service import Limits, Names, Service
 
 class Services:
     """`all`, of which the first is the `default`: it answers requests that name no model. They share limits, the API
-    key, counters and, where there are several, places.
+    key and, where there are several, places.
     """
 
     def __init__(self, *services: Service) -> None:
@@ -47,7 +47,12 @@ class Services:
 
     @property
     def metrics(self) -> Metrics:
-        return self.default.metrics
+        """Counters of all of them."""
+        return Metrics.sum_of(service.metrics for service in self.all) if self.are_several else self.default.metrics
+
+    def count_request(self, path: str, status: int) -> None:
+        """Count one that was answered."""
+        self.default.metrics.answered[path, status] += 1
 
     @property
     def has_loaded(self) -> bool:

@@ -123,7 +123,11 @@ def test_lists_say_what_can_be_asked_for_and_what_is_loaded(host: Host):
     assert host.client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
     metrics = host.client.get("/metrics").text
     assert f'\nedgespec_model_loaded{{model="{GGUF}"}} 0\nedgespec_model_loaded{{model="{ONNX}"}} 1\n' in metrics
-    assert "\nedgespec_generations_total" in metrics
+    host.ask(GGUF)
+    metrics = host.client.get("/metrics").text
+    (count,) = [line for line in metrics.splitlines() if line.startswith("edgespec_request_duration_seconds_count")]
+    assert count.endswith(" 2") and 'requests_total{path="/v1/chat/completions",status="200"} 2' in metrics
+    assert metrics.count("# TYPE edgespec_tokens_total") == 1
 
 
 @pytest.mark.parametrize("name", [ONNX, DRAFT])

@@ -17,7 +17,6 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.server.app import create_app
 from edgespec.server.at_rest import at_rest
 from edgespec.server.facts import described
-from edgespec.server.metrics import Metrics
 from edgespec.server.places import Places
 from edgespec.server.residence import Loading
 from edgespec.server.service import Limits, Service
@@ -73,13 +72,13 @@ class Host:
     """The server of the models `names`, of which the first is loaded."""
 
     def __init__(self, names: Sequence[str] = (GGUF, ONNX), most: int = 1, **settings: Any) -> None:
-        places, metrics = Places(most), Metrics()
+        places = Places(most)
         limits = Limits(**settings.pop("limits", {}))
         aliases = settings.pop("aliases", {})
         self.models: dict[str, Served] = {}
         for name in names:
             beside = tuple(other for other in names if other != name)
-            service = Service(name, limits, metrics=metrics, places=places, beside=beside, **settings)
+            service = Service(name, limits, places=places, beside=beside, **settings)
             service.aliases = aliases.get(name, ())
             self.models[name] = Served(name, service)
         self.services = Services(*(each.service for each in self.models.values()))
