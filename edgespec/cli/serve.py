@@ -25,6 +25,7 @@ from edgespec.installation import install_command, is_importable
 if TYPE_CHECKING:
     from edgespec.server.residence import Loading
     from edgespec.server.run import Binding
+    from edgespec.server.service import Service
     from edgespec.server.services import Services
 
 _NEEDED = ("starlette", "uvicorn")
@@ -85,7 +86,7 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
     more = [resolve_settings(others, name, config_file, leave_out=OF_ONE_MODEL) for name in model_names[1:]]
     options = ServeOptions(**first.part("serve"))
     served = served_models([first, *more], own, options)
-    services = Services(*(each.service for each in served))
+    services = served[0].service if len(served) == 1 else Services(*(each.service for each in served))
     _serve(services, own, options, served[0].loading)
     if services.is_loading:  # stopped meanwhile, and it goes on in native code
         stop_waiting()
@@ -93,7 +94,7 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
     return 0
 
 
-def _serve(services: Services, own: dict[str, Any], options: ServeOptions, load: Loading) -> None:
+def _serve(services: Service | Services, own: dict[str, Any], options: ServeOptions, load: Loading) -> None:
     if own["stdio"]:
         from edgespec.server.stdio import serve_stdio
 
