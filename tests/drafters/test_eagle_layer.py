@@ -185,13 +185,13 @@ def test_what_is_out_of_sight_goes_and_positions_begin_anew(heads: HeadFile, mon
 
 
 def test_a_quantised_layer_takes_a_third_of_the_bytes(heads: HeadFile) -> None:
+    in_eight_bits = OnnxLayer(heads, threads=1)
     drafters = [
-        EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), layer=layer)
-        for layer in (None, OnnxLayer(heads, threads=1))
+        EagleDrafter(heads, heads.manifest.vocabulary_size, frozenset(), layer=layer) for layer in (None, in_eight_bits)
     ]
     exact, quantised = (drafter._layer.num_bytes for drafter in drafters)
     vocabulary = heads.vocabulary.nbytes  # which numpy's layer shares with the drafter
-    tables = sum(table.nbytes for table in drafters[1]._layer._tables)  # of positions, which numpy computes
+    tables = sum(table.nbytes for table in in_eight_bits._tables)  # of positions, which numpy computes
     assert quantised - tables < 0.34 * (exact + vocabulary)
     assert quantised < drafters[1].bytes_used < 0.6 * drafters[0].bytes_used + tables
     for drafter in drafters:

@@ -212,11 +212,10 @@ def test_eagle_looks_at_the_text_and_a_nodes_own_path(tiny_engine: LlamaCppEngin
     for path, children in paths(draft):
         twin, told, known = drafter_of(heads, TOKENS), text, states
         assert isinstance(twin, EagleDrafter)
-        twin._make_room(len(text) + len(path))
-        predicted, scores = twin._catch_up(told, known)
+        predicted, scores = twin._catch_up(told, known, len(path))
         for token_id in path:
             told, known = np.append(told, np.int32(token_id)), np.vstack((known, predicted))
-            predicted, scores = twin._catch_up(told, known)
+            predicted, scores = twin._catch_up(told, known, len(path))
         row = twin.row(scores)
         assert children == arrivals(asked.sampler, row, told)[: len(children)]
         law = asked.sampler.distribution(row, told)

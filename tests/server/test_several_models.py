@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_keep_alive import PINGS
 
-from asgi_client import Client
+from asgi_client import PINGS, Client
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.server import web
 from several import DRAFT, FIELDS, GGUF, ONNX, Host, alone

@@ -86,7 +86,8 @@ class Host:
         first.service.may_unload(Loading(first.load, first.check), described)
         for each in others:
             pair = resolve_pair(each.options)
-            sampling = edgespec.Sampling(**dict(pair.recommended))
+            recommended: dict[str, Any] = dict(pair.recommended)
+            sampling = edgespec.Sampling(**recommended)
             most_tokens = GenerateOptions().max_tokens
             each.service.unloaded = at_rest(each.name, each.options, pair, sampling, most_tokens, None)
             each.service.may_unload(Loading(each.load, each.check), described)
@@ -105,7 +106,7 @@ class Host:
         answer = self.client.post("/v1/chat/completions", json=FIELDS | {"model": model} | fields)
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == (model or next(iter(self.models)))
-        return answer.json()["choices"][0]["message"]["content"]
+        return str(answer.json()["choices"][0]["message"]["content"])
 
     def close(self) -> None:
         for each in self.models.values():
