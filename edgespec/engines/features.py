@@ -11,9 +11,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.base import StatesOf
+
 Features = NDArray[np.float32]
 WINDOW = 512  # tokens; at three layers of 4096 these are 24 MiB
 PROMPT_FEATURES = 64  # last tokens of a prompt whose hidden states are computed where that takes their logits, too
+# How many of the last tokens of a prompt have states; the very last one has logits anyway.
+PROMPT_STATES: dict[StatesOf, int] = {"rows with logits": 1, "scored rows": PROMPT_FEATURES, "all rows": WINDOW}
 
 
 class FeatureRows:

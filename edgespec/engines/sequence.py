@@ -10,16 +10,13 @@ from contextlib import contextmanager, suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, StatesOf
+from edgespec.engines.base import Engine
 from edgespec.engines.cached_text import CachedText, GrowingText, whole_passes
-from edgespec.engines.features import PROMPT_FEATURES, WINDOW, Features, KeptFeatures
+from edgespec.engines.features import PROMPT_FEATURES, PROMPT_STATES, Features, KeptFeatures
 from edgespec.engines.pass_request import Passes, PassRequest, at_once
 from edgespec.engines.prompt_passes import PROMPT_END, PromptBlocks, borders, runs
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
-
-# Of the last tokens of a prompt; the very last one has logits anyway.
-_PROMPT_STATES: dict[StatesOf, int] = {"rows with logits": 1, "scored rows": PROMPT_FEATURES, "all rows": WINDOW}
 
 
 class CachedSequence:
@@ -244,7 +241,7 @@ class CachedSequence:
     @property
     def _prompt_features(self) -> int:
         """Last tokens of a prompt whose hidden states are kept."""
-        return _PROMPT_STATES[self.engine.states_of]
+        return PROMPT_STATES[self.engine.states_of]
 
     def score(self, pending_token_id: int, draft: Draft) -> Logits:
         """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""

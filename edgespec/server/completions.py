@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from edgespec.server.answer import Answer, token_logprob, usage
+from edgespec.server.answer import Answer
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
+from edgespec.server.figures import token_logprob, usage
 from edgespec.server.fim import fill_prompt, require_fim
 from edgespec.server.http_errors import bad_request
 from edgespec.server.llamacpp_fields import prompt_progress, read_llamacpp

@@ -12,8 +12,9 @@ from typing import Any
 
 from edgespec.config import GenerateOptions
 from edgespec.sampling import Sampling
-from edgespec.server.answer import Answer, Piece, logprobs_of, timings
+from edgespec.server.answer import Answer, Piece
 from edgespec.server.exchange import Exchange, sse
+from edgespec.server.figures import logprobs_of, timings
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.options import SAMPLING
 from edgespec.server.service import Loaded

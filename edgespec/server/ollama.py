@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
-from edgespec.server.answer import Answer, logprobs_of
+from edgespec.server.answer import Answer
 from edgespec.server.call_grammar import ANY_OBJECT
 from edgespec.server.chat_request import MOST_TOP_LOGPROBS, read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Exchange, compact
 from edgespec.server.fields import Fields
+from edgespec.server.figures import logprobs_of
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.keep_alive import read_keep_alive
 from edgespec.server.llamacpp_fields import OLLAMA, read_unbuilt

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from edgespec import __version__
-from edgespec.server.answer import Answer, Piece, timings, usage
+from edgespec.server.answer import Answer, Piece
 from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
 from edgespec.server.facts import described
 from edgespec.server.fields import Fields, parse_object
+from edgespec.server.figures import timings, usage
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.llamacpp_fields import prompt_progress
