@@ -12,7 +12,6 @@ from edgespec.formats.files import expanded
 # Bytes in memory for a weight of 8 bits in the file. Medusa's heads are float32; of EAGLE's layer there are 8 bits and
 # scales; its vocabulary is there like that, too, and in half precision, from which inputs are looked up.
 _FLOAT, _LAYER, _VOCABULARY = 4.0, 1.25, 3.25
-_ROTARY = 2048  # positions in the tables of an EAGLE layer
 
 
 def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> int:
@@ -22,6 +21,7 @@ def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> int:
 
 def _bytes_of(path: Path, context_length: int, texts: int) -> int:
     from edgespec.engines.features import WINDOW  # imports numpy
+    from edgespec.engines.onnx.eagle import FIRST_POSITIONS
     from edgespec.formats.head_file import read_head_manifest
 
     stored = file_bytes(path)
@@ -39,7 +39,7 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> int:
     # Both keep two windows; the cache has room for a draft, too, and for the pairs that are read before it.
     rows = min(2 * WINDOW, context_length)
     pairs = 3 * WINDOW * 2 * sizes.kv_heads * sizes.head_dim
-    return int(weights) + 4 * (texts * (rows * sizes.feature_size + pairs) + _ROTARY * sizes.head_dim)
+    return int(weights) + 4 * (texts * (rows * sizes.feature_size + pairs) + FIRST_POSITIONS * sizes.head_dim)
 
 
 def file_bytes(path: Path) -> int:
