@@ -28,7 +28,6 @@ from head_training.texts import divided, read, save
 from head_training.training import START_TEXTS, Course, Trainer, save_weights
 from head_training.writing import Writer
 
-ROOM, LONGEST = 512, 256
 SCORED, ALL = 16_384, 24_576  # tokens that the loss is over, and that have an embedding
 PACKED, FREQUENT = 16_384, 8192
 READ_LAYERS = (3, 14, 24)
@@ -46,6 +45,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--places", type=int, default=2048 if has_gpu else 128, help="texts written at once")
+    parser.add_argument("--room", type=int, default=512, help="tokens of a text (default %(default)s)")
+    parser.add_argument("--longest", type=int, default=256, help="tokens of an answer (default %(default)s)")
+    parser.add_argument("--own", type=float, default=0.5, help="share of prompts that the model makes up (%(default)s)")
+    parser.add_argument("--documents", type=float, default=0.0, help="share of prompts about given texts (%(default)s)")
     parser.add_argument("--batch", type=int, default=32_768 if has_gpu else 2048, help="tokens that a step learns from")
     parser.add_argument("--depth", type=int, default=4, help="drafted tokens that are learnt (default %(default)s)")
     parser.add_argument("--rate", type=float, default=0.006, help="of the matrices (default %(default)s)")
@@ -75,8 +78,9 @@ def write(given: argparse.Namespace) -> None:
     seed = len(list(given.work.glob("texts-*.npz")))
     torch.manual_seed(seed)
     given.work.mkdir(parents=True, exist_ok=True)
-    target = Llama(weights_of(given), given.places, ROOM)
-    writer = Writer(target, given.places, tokenizer_of(given), prompts(given.data, seed), LONGEST, seed)
+    target = Llama(weights_of(given), given.places, given.room)
+    asked = prompts(given.data, seed, given.own, given.documents)
+    writer = Writer(target, given.places, tokenizer_of(given), asked, given.longest, seed)
     texts = writer.write(60 * given.minutes, say)
     save(given.work / f"texts-{seed}.npz", texts)
     print(texts.figures)
@@ -89,7 +93,6 @@ def train(given: argparse.Namespace) -> None:
     print(texts.figures, flush=True)
     before = torch.load(path, map_location=given.device) if path.exists() else None
     counts = torch.from_numpy(texts.counts(target.sizes.vocabulary)).to(target.device)
-    counts = counts if before is None else before["counts"]
     order = torch.argsort(-counts, stable=True)
     all_ids, scored_ids = (torch.sort(order[:count]).values for count in (ALL, SCORED))
     head = Head(target.sizes, target.head[all_ids], all_ids, len(READ_LAYERS), given.ffn)

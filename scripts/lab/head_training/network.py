@@ -50,34 +50,40 @@ class Head(nn.Module):
         found: Tensor = F.embedding(self.slots[token_ids], self.inputs)
         return found
 
-    def drafts(self, features: Tensor, ids: Tensor, first: int, depth: int) -> Iterator[Tensor]:
-        """For k = 0..depth-1 the states [texts, n - 1 - first - k, hidden] that follow, drafts beginning at `first`.
+    def drafts(self, features: Tensor, ids: Tensor, firsts: Tensor, count: int, depth: int) -> Iterator[Tensor]:
+        """For k = 0..depth-1 the states [texts, count, hidden] of `count` drafts; a text's first begins at `firsts`.
 
-        `features` [texts, n, ...], `ids` [texts, n + 1]. Step k reads what step k - 1 predicted and token k + 1 of the
-        text; it looks at the target's pairs up to its draft's first one, and at its own steps.
+        `features` [texts, n, ...], `ids` [texts, n + 1], `firsts` [texts]. Draft j of a text begins with its pair
+        firsts + j; its step k reads what step k - 1 predicted and token k + 1 behind. It looks at the target's pairs up
+        to the one that it begins with, and at its own steps. Drafts that reach over a text's end are of no use.
         """
-        length = features.shape[1]
-        found = product(features[:, : length - 1], self.project)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        pairs = features.shape[1] - 1
+        begins = (firsts[:, None] + torch.arange(count, device=ids.device)).clamp(max=pairs - 1)
+        found = product(features[:, :pairs], self.project)
+        x = self._combined(found, ids[:, 1 : pairs + 1])
+        normed, every = self._rms(x, self.attention_norm), torch.arange(pairs, device=ids.device)[None]
+        keys, values = [self._keys(normed, every)], [self._shared(self._split(normed, self.v_proj))]
+        x = x.gather(1, begins[..., None].expand(-1, -1, x.shape[-1]))
         for step in range(depth):
-            begin = first if step else 0
-            count = length - 1 - begin - step
-            given = found[:, :count]
-            embedded = self.embed(ids[:, begin + 1 + step : begin + 1 + step + count])
-            x = product(torch.cat((given, embedded), dim=-1), self.fc)
-            cos, sin = self._angles(torch.arange(begin + step, begin + step + count, device=ids.device))
+            places = begins + step
+            if step:
+                x = self._combined(found, ids.gather(1, (places + 1).clamp(max=ids.shape[1] - 1)))
             normed = self._rms(x, self.attention_norm)
-            keys.append(self._shared(rotated(self._split(normed, self.k_proj), cos, sin)))
-            values.append(self._shared(self._split(normed, self.v_proj)))
-            if step == 0:
-                x, normed, cos, sin = x[:, first:], normed[:, first:], cos[first:], sin[first:]
-            queries = rotated(self._split(normed, self.q_proj), cos, sin)
-            x = x + product(_attended(queries, keys, values, first), self.o_proj)
+            if step:
+                keys.append(self._keys(normed, places))
+                values.append(self._shared(self._split(normed, self.v_proj)))
+            queries = rotated(self._split(normed, self.q_proj), *self._angles(places))
+            x = x + product(_attended(queries, keys, values, begins), self.o_proj)
             normed = self._rms(x, self.mlp_norm)
             inner = F.silu(_bf16(normed, self.gate_proj)) * _bf16(normed, self.up_proj)
             found = self._rms(x + product(inner, self.down_proj), self.norm)
             yield found
+
+    def _combined(self, states: Tensor, token_ids: Tensor) -> Tensor:
+        return product(torch.cat((states, self.embed(token_ids)), dim=-1), self.fc)
+
+    def _keys(self, normed: Tensor, places: Tensor) -> Tensor:
+        return self._shared(rotated(self._split(normed, self.k_proj), *self._angles(places)))
 
     def _split(self, x: Tensor, weight: Tensor) -> Tensor:
         return product(x, weight).view(*x.shape[:2], -1, self.sizes.head_size).transpose(1, 2)
@@ -89,30 +95,26 @@ class Head(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), weight, self.sizes.epsilon)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions.float()[:, None] * self._frequencies
+        """Of `positions` [texts or 1, n], for all heads."""
+        angles = (positions.float()[..., None] * self._frequencies)[:, None]
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 
 
-def _attended(queries: Tensor, keys: list[Tensor], values: list[Tensor], first: int) -> Tensor:
-    """Of the drafts from `first` on: causal over the pairs of the first step, and one key of each later step.
+def _attended(queries: Tensor, keys: list[Tensor], values: list[Tensor], begins: Tensor) -> Tensor:
+    """Of drafts that begin with the pairs `begins` [texts, count]: those up to there, and one key of each later step.
 
     In bfloat16, of which softmax takes its sums in float32: scores in float32 would be most of a step's time.
     """
     batch, _, count, size = queries.shape
-    end, queries = first + count, (queries / math.sqrt(size)).bfloat16()
-    if len(keys) == 1 and not first:
-        mixed = F.scaled_dot_product_attention(
-            queries, keys[0].bfloat16(), values[0].bfloat16(), is_causal=True, scale=1.0
-        ).float()
-        return mixed.transpose(1, 2).reshape(batch, count, -1)
-    scores = queries @ keys[0][:, :, :end].bfloat16().transpose(2, 3)
-    places = torch.arange(end, device=queries.device)
-    own = [(queries * key[:, :, :count]).sum(dim=-1, keepdim=True).bfloat16() for key in keys[1:]]
-    shares = torch.cat((scores.masked_fill(places > places[first:, None], UNSEEN), *own), dim=-1).softmax(dim=-1)
-    mixed = (shares[..., :end] @ values[0][:, :, :end].bfloat16()).float()
-    for place, value in enumerate(values[1:], end):
-        mixed = mixed + shares[..., place : place + 1] * value[:, :, :count]
+    pairs, queries = keys[0].shape[2], (queries / math.sqrt(size)).bfloat16()
+    scores = queries @ keys[0].bfloat16().transpose(2, 3)
+    later = torch.arange(pairs, device=queries.device) > begins[:, None, :, None]
+    own = [(queries * key).sum(dim=-1, keepdim=True).bfloat16() for key in keys[1:]]
+    shares = torch.cat((scores.masked_fill(later, UNSEEN), *own), dim=-1).softmax(dim=-1)
+    mixed = (shares[..., :pairs] @ values[0].bfloat16()).float()
+    for place, value in enumerate(values[1:], pairs):
+        mixed = mixed + shares[..., place : place + 1] * value
     return mixed.transpose(1, 2).reshape(batch, count, -1)
 
 

@@ -14,6 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from head_training.documents import Documents
+
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 QUESTION, ANSWER = "<|im_start|>user\n", "<|im_start|>assistant\n"
 END_OF_TURN = "<|im_end|>\n"
@@ -118,8 +120,8 @@ def conversation(*turns: str) -> str:
     return f"{SYSTEM}{''.join(said)}{ANSWER}"
 
 
-def prompts(data: Path | None, seed: int, own_questions: float = 0.5) -> Iterator[Asked]:
-    """Without an end; `own_questions`: the share of prompts that the model makes up.
+def prompts(data: Path | None, seed: int, own_questions: float = 0.5, documents: float = 0.0) -> Iterator[Asked]:
+    """Without an end; `own_questions`: the share of prompts that the model makes up, `documents`: of those about texts.
 
     `data`: folder of the data files. After a prompt's first time, its answers are warm: greedy ones would be the same.
     """
@@ -138,6 +140,8 @@ def prompts(data: Path | None, seed: int, own_questions: float = 0.5) -> Iterato
             how = rng.choice(("Translate German to English: {}", "Translate into English: {}", "{}\n\nIn English?"))
             found.append(Asked("translation", conversation(how.format(text)), rng.choice((0.0, 0.0, WARM))))
         own = round(len(found) * own_questions / (1 - own_questions))
+        if data is not None and documents:
+            found += _about_documents(data, rng, round((len(found) + own) * documents / (1 - documents)))
         found += [Asked("own question", SYSTEM + QUESTION, 1.0, is_question=True)] * own
         rng.shuffle(found)
         yield from found
@@ -155,6 +159,15 @@ def _of_data(data: Path, rng: random.Random, *, is_first: bool) -> list[Asked]:
         turns = [turn for turn in turns if turn][: rng.choice((1, 3, 5, 7))]
         if len(turns) % 2:
             found.append(Asked("dialogue", conversation(*turns), rng.choice((0.0, 0.0, WARM))))
+    return found
+
+
+def _about_documents(data: Path, rng: random.Random, number: int) -> list[Asked]:
+    found = []
+    for text, is_open in Documents(_rows(data, "instructions"), _rows(data, "sgd_train")).prompts(rng, number):
+        heat = rng.choice((0.0, 0.0, WARM))
+        said = f"{SYSTEM}{QUESTION}{text}" if is_open else conversation(text)
+        found.append(Asked("document", said, WARM if is_open else heat, is_question=is_open))
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,22 @@ class Course:
 
     def factor(self, progress: float) -> float:
         return min(1.0, progress / self.warmup + 0.02) * max(0.02, min(1.0, (1.0 - progress) / self.decay))
+
+
+class _Drafts:
+    """Where the drafts of a batch begin: with the pair before an answer's first token, and each one behind it."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.count = int((batch.lengths - batch.starts).max())
+        self._begins = batch.starts[:, None] - 1 + torch.arange(self.count, device=batch.ids.device)
+        self._lengths, self._last = batch.lengths[:, None], batch.ids.shape[1] - 1
+
+    def reach(self, tokens: int) -> Tensor:
+        """Which of them [texts, count] have so many tokens of their text behind them."""
+        return self._begins + tokens < self._lengths
+
+    def behind(self, tokens: int) -> Tensor:
+        return (self._begins + tokens).clamp(max=self._last)
 
 
 class Trainer:
@@ -119,22 +135,20 @@ class Trainer:
     ) -> tuple[int, Tensor | float]:
         """Learn from the drafts that begin in the answers; their number, and the first tokens' total variation."""
         features = self._target.read(batch.ids[:, :-1])[0]
-        length, device = features.shape[1], features.device
-        targets = features[:, 1:, -self._width :]  # the state that step k of a draft predicts, k later
-        begins = torch.arange(length - 1, device=device)[None, :]
-        valid = (begins + 2 < batch.lengths[:, None]) & (begins >= batch.starts[:, None] - 1)
-        wanted_states = targets[valid]
+        drafts = _Drafts(batch)
+        valid = drafts.reach(2)
+        wanted_states = self._states(features, drafts, 1)[valid]
         count = len(wanted_states)
         if not count:
             return 0, 0.0
-        places = torch.full(valid.shape, -1, device=device)
-        places[valid] = torch.arange(count, device=device)
+        places = torch.full(valid.shape, -1, device=features.device)
+        places[valid] = torch.arange(count, device=features.device)
         with torch.no_grad():
             wanted = torch.cat([_probabilities(part, self._rows) for part in wanted_states.split(4096)])
-        loss, apart = torch.zeros((), device=device), torch.zeros((), device=device)
-        for step, found in enumerate(self.head.drafts(features, batch.ids, 0, course.depth)):
-            later = places[:, step:]
-            chosen = valid[:, : valid.shape[1] - step] & (later >= 0)
+        loss, apart = torch.zeros((), device=features.device), torch.zeros((), device=features.device)
+        for step, found in enumerate(self._drafted(features, batch, drafts, course.depth)):
+            later = F.pad(places[:, step:], (0, step), value=-1)  # what step k of a draft predicts, k later
+            chosen = valid & (later >= 0)
             states, place = found[chosen], later[chosen]
             distance, variation = Distance.apply(states, self._rows, wanted[place], SHARE)
             if course.state_weight:
@@ -150,6 +164,15 @@ class Trainer:
             optimiser.step()
         return count, apart.cpu()
 
+    def _drafted(self, features: Tensor, batch: Batch, drafts: _Drafts, depth: int) -> Iterator[Tensor]:
+        return self.head.drafts(features, batch.ids, batch.starts - 1, drafts.count, depth)
+
+    def _states(self, features: Tensor, drafts: _Drafts, behind: int) -> Tensor:
+        """The target's states [texts, count, hidden] so many tokens behind where drafts begin."""
+        places = drafts.behind(behind).clamp(max=features.shape[1] - 1)
+        found: Tensor = features[..., -self._width :].gather(1, places[..., None].expand(-1, -1, self._width))
+        return found
+
     @torch.no_grad()
     def accepted(self, texts: Texts, *, is_greedy: bool) -> list[float]:
         """The share of drafts of which the first 1, 2, 3, 4 tokens are accepted, on answers at temperature 0 or others.
@@ -161,18 +184,16 @@ class Trainer:
         fits = ((texts.temperatures == 0) == is_greedy) & (texts.lengths - texts.starts > MEASURED_DEPTH + 2)
         for begin in range(0, int(fits.sum()), MEASURED_TEXTS):
             batch = batches.of(np.flatnonzero(fits)[begin : begin + MEASURED_TEXTS].tolist())
-            features = self._target.read(batch.ids[:, :-1])[0]
-            number = features.shape[1] - MEASURED_DEPTH
-            places = torch.arange(number, device=device)[None, :]
-            inside = (places >= batch.starts[:, None] - 1) & (places + MEASURED_DEPTH + 2 < batch.lengths[:, None])
+            features, drafts = self._target.read(batch.ids[:, :-1])[0], _Drafts(batch)
+            inside = drafts.reach(MEASURED_DEPTH + 2)
             alive = torch.ones(int(inside.sum()), device=device)
-            for step, found in enumerate(self.head.drafts(features, batch.ids, 0, MEASURED_DEPTH)):
-                logits = F.linear(found[:, :number][inside].bfloat16(), self._all_rows).float()
+            for step, found in enumerate(self._drafted(features, batch, drafts, MEASURED_DEPTH)):
+                logits = F.linear(found[inside].bfloat16(), self._all_rows).float()
                 if is_greedy:
                     likeliest = self._all_ids[logits.argmax(dim=-1)]
-                    alive = alive * (likeliest == batch.ids[:, 2 + step : 2 + step + number][inside])
+                    alive = alive * (likeliest == batch.ids.gather(1, drafts.behind(2 + step))[inside])
                 else:
-                    states = features[:, 1 + step : 1 + step + number, -self._width :][inside]
+                    states = self._states(features, drafts, 1 + step)[inside]
                     expected = _probabilities(states, self._target_head)[:, self._all_ids].float()
                     alive = alive * torch.minimum(expected, logits.softmax(dim=-1)).sum(dim=-1)
                 reached[step] += alive.sum()

@@ -28,7 +28,7 @@ LEAST_SHARE = 0.02  # of the likeliest token's probability: tokens below are not
 LONGEST_QUESTION, LEAST_ANSWER = 96, 8
 LOOP_PERIOD = 24  # a text that repeats up to so many tokens is ended
 FOLLOWED, REUSED = 0.3, 0.15  # shares of answers that a question follows, and that are the matter of another prompt
-MOST_ASKED_AGAIN = 320  # tokens of a prompt with an earlier answer in it
+ASKED_AGAIN = 0.625  # of the room, the most that a prompt with an earlier answer in it takes
 Say = Callable[[str], None]
 
 
@@ -53,6 +53,7 @@ class Writer:
         self._target, self._tokenizer, self._asked, self._longest = target, tokenizer, asked, longest
         self._rng, self._places, self._group = random.Random(seed), places, max(8, places // 16)
         self._texts: list[Text | None] = [None] * places
+        self._most_asked_again = round(ASKED_AGAIN * target.room)
         device = target.device
         self._ids = torch.zeros(places, target.room, dtype=torch.long, device=device)
         self._ends, self._limits = (torch.zeros(places, dtype=torch.long, device=device) for _ in range(2))
@@ -148,7 +149,7 @@ class Writer:
             while len(texts) < self._group * SORTED:
                 asked = islice(self._asked, self._group * SORTED - len(texts))
                 new = [Text(each, self._encoded(each.text)) for each in asked]
-                texts += [text for text in new if len(text.ids) + LONGEST_QUESTION < self._target.room]
+                texts += [text for text in new if len(text.ids) + self._longest // 2 < self._target.room]
             texts.sort(key=lambda text: len(text.ids))
             self._ready = [texts[place : place + self._group] for place in range(0, len(texts), self._group)]
             self._rng.shuffle(self._ready)
@@ -197,7 +198,7 @@ class Writer:
 
     def _follow(self, ids: list[int]) -> None:
         """A second question in the same conversation: the target's own, or one of a list."""
-        if len(ids) > MOST_ASKED_AGAIN:
+        if len(ids) > self._most_asked_again:
             return
         if self._rng.random() < 0.5:
             asked = Asked("own question", "", 1.0, is_question=True)
@@ -208,7 +209,7 @@ class Writer:
 
     def _reuse(self, answer: list[int]) -> None:
         """A prompt about an answer that was given elsewhere."""
-        matter: str = self._tokenizer.decode(answer[:MOST_ASKED_AGAIN], skip_special_tokens=True)
+        matter: str = self._tokenizer.decode(answer[: self._most_asked_again], skip_special_tokens=True)
         form = self._rng.choice(ABOUT_TEXTS)
         ids = self._encoded(f"{SYSTEM}{QUESTION}{form.format(matter.strip())}") + self._between
         self._waiting.append(Text(self._answered(), ids))
