@@ -104,6 +104,14 @@ def tiny_graph_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def four_bit_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo target with weights of 4 bits."""
+    from plain_demo import four_bit_demo
+
+    return four_bit_demo(onnx_path.parent, tmp_path_factory.mktemp("int4") / "target")
+
+
+@pytest.fixture(scope="session")
 def concatenated_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random ONNX model whose cache grows by concatenation, with the demo's vocabulary."""
     return write_concatenated_model(tmp_path_factory.mktemp("concatenated"), onnx_path.parent, 4096)

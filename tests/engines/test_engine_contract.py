@@ -83,15 +83,26 @@ def load_onnx(
     )
 
 
-def load_cuda(path: Path, *, reproducible: bool = False) -> Engine:
+def load_half(path: Path, *, reproducible: bool) -> Engine:
+    """The graph that CUDA is given, on the processor: attention in float16, without a bias."""
+    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+    from half import as_for_cuda
+
+    with as_for_cuda():
+        return load_onnx(path, reproducible=reproducible)
+
+
+def load_cuda(path: Path, *, reproducible: bool = False, cache_type_k: str = "f32") -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx.library import installed_providers, unusable_providers
 
     if "cuda" not in installed_providers() or "cuda" in unusable_providers():
         pytest.skip("no onnxruntime-gpu, or no NVIDIA GPU")
     try:
-        return load_onnx(path, reproducible=reproducible, provider="cuda")
+        return load_onnx(path, reproducible=reproducible, provider="cuda", cache_type_k=cache_type_k)
     except CapabilityError as exc:
+        if not reproducible:
+            raise
         pytest.skip(f"the engine says: {exc}")
 
 
@@ -138,8 +149,13 @@ KINDS = (
     "onnx-int8-cache",
     "onnx-exit",
     "onnx-concatenated",
+    "onnx-half",
+    "onnx-half-reproducible",
     "onnx-cuda",
     "onnx-cuda-reproducible",
+    "onnx-cuda-int4",
+    "onnx-cuda-int4-reproducible",
+    "onnx-cuda-int8-cache",
     "onnx-webgpu",
     "onnx-webgpu-reproducible",
     "onnx-webgpu-exit",
@@ -152,9 +168,14 @@ def loader(
     target_path: Path,
     tiny_path: Path,
     onnx_path: Path,
-    tiny_graph_path: Path,
     concatenated_path: Path,
 ) -> Iterator[Loader]:
+    def given(fixture: str) -> Path:
+        """Made where it is used: not every machine has what making it needs."""
+        path = request.getfixturevalue(fixture)
+        assert isinstance(path, Path)
+        return path
+
     loaders: dict[str, Loader] = {
         "table": load_table,
         "llamacpp": lambda: load_llamacpp(target_path, reproducible=False),
@@ -168,11 +189,16 @@ def loader(
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
         "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),
+        "onnx-half": lambda: load_half(onnx_path, reproducible=False),
+        "onnx-half-reproducible": lambda: load_half(onnx_path, reproducible=True),
         "onnx-cuda": lambda: load_cuda(onnx_path),
         "onnx-cuda-reproducible": lambda: load_cuda(onnx_path, reproducible=True),
-        "onnx-webgpu": lambda: load_webgpu(tiny_graph_path),
-        "onnx-webgpu-reproducible": lambda: load_webgpu(tiny_graph_path, reproducible=True),
-        "onnx-webgpu-exit": lambda: load_webgpu(tiny_graph_path, exit_layer=1),
+        "onnx-cuda-int4": lambda: load_cuda(given("four_bit_path")),
+        "onnx-cuda-int4-reproducible": lambda: load_cuda(given("four_bit_path"), reproducible=True),
+        "onnx-cuda-int8-cache": lambda: load_cuda(onnx_path, cache_type_k="int8"),
+        "onnx-webgpu": lambda: load_webgpu(given("tiny_graph_path")),
+        "onnx-webgpu-reproducible": lambda: load_webgpu(given("tiny_graph_path"), reproducible=True),
+        "onnx-webgpu-exit": lambda: load_webgpu(given("tiny_graph_path"), exit_layer=1),
         "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type_k="int8"),
     }
     if "rpc" not in request.param:

@@ -13,11 +13,12 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.onnx import OnnxEngine, devices
+from edgespec.engines.onnx import OnnxEngine, devices, opening, sessions
 from edgespec.engines.onnx import engine as engine_module
 from edgespec.engines.onnx.devices import DeviceLimits, device_limits
+from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device, failures_of_library, installed_providers, library, load_cuda
-from edgespec.engines.onnx.opening import open_passes
+from edgespec.engines.onnx.opening import Opened, open_passes
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
 from edgespec.engines.onnx.sessions import NO_FALLBACK, reason
 from edgespec.errors import CapabilityError, ConfigError
@@ -94,8 +95,8 @@ def test_the_user_is_told_what_a_device_lacks():
 def test_where_sequences_cannot_share_a_cache_each_has_one_of_its_own_size(tiny_graph_path, monkeypatch):
     """The caches are sized for sharing before it is known what the device computes rightly."""
 
-    def as_on_a_device(*given: Any) -> tuple[Any, Device]:
-        return open_passes(*given)[0], Device("webgpu", "cpu")
+    def as_on_a_device(*given: Any) -> Opened:
+        return open_passes(*given)._replace(device=Device("webgpu", "cpu"))
 
     monkeypatch.setattr(engine_module, "open_passes", as_on_a_device)
     monkeypatch.setattr(engine_module, "device_limits", lambda *_: DeviceLimits(ROWS, keeps_positions=False))
@@ -106,6 +107,22 @@ def test_where_sequences_cannot_share_a_cache_each_has_one_of_its_own_size(tiny_
         assert engine._separate._passes.capacity == engine.facts.context_length == 200
         for sequence in range(2):
             np.testing.assert_array_equal(engine.forward(Batch.chain(ids, sequence=sequence)), wanted)
+
+
+def test_auto_takes_the_next_device_where_one_lacks_something(tiny_graph_path, monkeypatch):
+    def without_room_for_its_heads(graph: Graph, provider: str, _head_size: int) -> Graph:
+        tried.append(provider)
+        if provider != "cpu":
+            raise CapabilityError("heads of 12 values")
+        return graph
+
+    tried = list[str]()
+    monkeypatch.setattr(sessions, "installed_providers", lambda: ("cuda", "webgpu", "cpu"))
+    monkeypatch.setattr(opening, "adapted", without_room_for_its_heads)
+    with load(tiny_graph_path, "auto") as engine:
+        assert engine.facts.device == "cpu" and tried[-1] == "cpu" and tried[0] == "cuda"
+    with pytest.raises(CapabilityError, match="12 values"):
+        load(tiny_graph_path, "cuda")
 
 
 @pytest.mark.parametrize(("provider", "error"), [("tpu", ConfigError), ("cuda", CapabilityError)])
@@ -125,7 +142,8 @@ def test_a_graph_that_cuda_runs_in_part_only_is_explained(tiny_graph_path):
     graph, said = tiny_graph_path.read_bytes(), str(refused.value)
     assert reason("webgpu", graph, said) == said
     if not load_cuda():
-        assert "16-bit values only" in reason("cuda", graph, said) and "llama.cpp" in reason("cuda", graph, said)
+        told = reason("cuda", graph, said)
+        assert "ReduceSum, Shape" in told and "MatMul" not in told and "llama.cpp" in told
         assert reason("cuda", graph, "something else") == "something else"
 
 
@@ -158,7 +176,6 @@ def test_texts_of_webgpu_are_those_without_drafts(tiny_graph_path, temperature):
 def test_classes_belong_to_the_device_that_auto_chose(tiny_graph_path, monkeypatch):
     """Another device under the same provider, or another provider for "auto", has classes of its own."""
     from edgespec.engines.onnx import engine as module
-    from edgespec.engines.onnx import opening
 
     def key(provider: str, identity: str) -> str:
         monkeypatch.setattr(module, "first_choice", lambda _asked: provider)

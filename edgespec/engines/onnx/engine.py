@@ -19,6 +19,7 @@ from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
 from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import cuda
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
 from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
@@ -27,7 +28,7 @@ from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import device_identity, first_choice, run_options, version
 from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
-from edgespec.engines.onnx.passes import SharedPasses
+from edgespec.engines.onnx.passes import SharedPasses, cache_name
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
@@ -47,7 +48,8 @@ class OnnxEngine(BookedEngine):
     ) -> None:
         self._options = run_options()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
-        passes, device = open_passes(path, graph, settings, self._options)
+        exported = graph
+        passes, device, graph = open_passes(path, exported, settings, self._options)
         opened()
         self.vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
         self._sessions = passes.sessions
@@ -72,7 +74,8 @@ class OnnxEngine(BookedEngine):
         self._last_width = 0
         layout = f"{type(self._caches).__name__} {settings.exit_layer}"
         self._held = HeldFiles(weight_files(path))
-        self._stamp = StateStamp.of("onnx", weight_files(path), version(), device.provider, settings.cache_type, layout)
+        kinds = device.provider, cache_name(graph), layout
+        self._stamp = StateStamp.of("onnx", weight_files(path), version(), *kinds)
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
@@ -90,7 +93,7 @@ class OnnxEngine(BookedEngine):
             can_pack=settings.max_sequences > 1 and (is_packed or self._separate.has_batches),
             splits_passes=not is_packed and self._separate.has_batches,
             own_cells=not is_packed,
-            notes=limits.notes(device.provider, max_batch),
+            notes=(*cuda.notes(exported, graph), *limits.notes(device.provider, max_batch)),
             placement=device_identity(device.provider),
         )
 

@@ -6,8 +6,8 @@ become resident as their tokens occur. Where signed integer products would satur
 of the weights and packed ones exist at the same time while the session is made. Matrices are packed one by one, so that
 the largest is in memory twice for a moment.
 Results of a pass lie in an arena that grows in powers of two. Attention over float32 and int8 keys and values works
-tile by tile; over half precision ones it writes the scores of all heads of a layer
-(onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32).
+tile by tile, as flash attention on CUDA does; over half precision ones a processor writes the scores of all heads of
+a layer (onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32).
 A `tokenizers` object keeps each token in two tables and each merge in one, and we keep each token's bytes. Reading its
 file takes more, which is given back. Checked by scripts/lab/measure_memory.py.
 """
@@ -23,8 +23,9 @@ import numpy as np
 from edgespec.engines.footprint import Footprint
 from edgespec.engines.machine import products_saturate
 from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
-from edgespec.engines.onnx.head import FLOAT, attribute
+from edgespec.engines.onnx.head import attribute
 from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
 from edgespec.engines.onnx.passes import element_of
 from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
@@ -75,6 +76,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of the export at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
     graph, products = once("onnx products", path, lambda: _read(path))
     settings = OnnxSettings.checked(graph, ModelConfig.read(path.parent), use)
+    graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
     cells = settings.cells(graph)
@@ -116,7 +118,7 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
     What a chain sees of it is zeros, which are read and never written.
     """
     cells = settings.cells(graph)
-    is_tiled = settings.cache_type == "int8" or all(entry.element_type == FLOAT for entry in graph.cache)
+    is_tiled = not graph.is_half or settings.cache_type == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
     results = _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
     return results + 2 * 4 * settings.measured_widths * cells

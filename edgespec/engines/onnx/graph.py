@@ -14,6 +14,7 @@ from typing import Any
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.engines.onnx.rewriting import (
     ATTENTION,
+    BIAS,
     FLOAT16,
     CacheScales,
     drop_dead,
@@ -46,7 +47,8 @@ class Graph:
     """A graph ready for a session.
 
     `is_shared`: past and present may be one buffer; `max_positions`: rows of the rotary table, or None;
-    `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers.
+    `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
+    `is_half`: attention over a shared cache computes in float16.
     """
 
     serialised: bytes
@@ -59,6 +61,12 @@ class Graph:
     outputs: frozenset[str]
     hidden_size: int | None
     weight_bytes: int
+    is_half: bool
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether attention takes a bias: rows may then see any of the cells before them, as those of trees do."""
+        return BIAS in self.inputs
 
 
 def read_graph(
@@ -113,6 +121,7 @@ def read_graph(
         outputs=frozenset(widths),
         hidden_size=hidden_size if isinstance(hidden_size, int) else None,
         weight_bytes=weight_bytes(graph),
+        is_half=is_half,
     )
 
 

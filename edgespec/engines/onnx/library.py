@@ -60,7 +60,7 @@ def installed_providers() -> tuple[str, ...]:
 
 
 def first_choice(provider: str) -> str:
-    """The provider that `open_session` tries first for `provider`."""
+    """The first of `providers_for`, which is not asked whether it is there."""
     return provider if provider != "auto" else next(filter(is_hardware, installed_providers()))
 
 

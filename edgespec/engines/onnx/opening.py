@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,12 +16,13 @@ from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.machine import processor
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
+from edgespec.engines.onnx.cuda import adapted
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import Device, device_identity, run_options, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
-from edgespec.engines.onnx.sessions import try_graph
+from edgespec.engines.onnx.sessions import providers_for, try_graph
 from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.onnx.waiting import open_sessions
@@ -29,6 +31,14 @@ from edgespec.engines.widths import METHOD
 from edgespec.errors import CapabilityError, ModelFileError
 
 NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
+
+
+class Opened(NamedTuple):
+    """The passes of a model, where they run, and the graph as that device runs it."""
+
+    passes: Passes
+    device: Device
+    graph: Graph
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -68,14 +78,28 @@ def try_folder(path: Path, opened: Callable[[], None]) -> None:
     _ = vocabulary.pieces
 
 
-def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> tuple[Passes, Device]:
-    """Raises ModelFileError and CapabilityError as `open_session`, and with an exit layer as `partition`."""
+def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
+    """On the provider of `settings`, or on the best one that can run the whole graph.
+
+    Raises as `providers_for` and `adapted`, ModelFileError and CapabilityError as `open_session`, and with an exit
+    layer as `partition`.
+    """
+    names = providers_for(settings.provider)
+    for name in names[:-1]:
+        with suppress(CapabilityError):  # the next one may have what this one lacks
+            return _open_on(name, path, graph, settings, run_options)
+    return _open_on(names[-1], path, graph, settings, run_options)
+
+
+def _open_on(provider: str, path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
+    settings = replace(settings, provider=provider)
+    graph = adapted(graph, provider, settings.head_size)
     if settings.exit_layer is not None:
         parts = ExitPasses(path, graph, settings, run_options, settings.exit_layer)
-        return parts, parts.device
+        return Opened(parts, parts.device, graph)
     sessions, device = open_sessions(graph, path.parent, settings)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-    return kind(sessions, graph, device, run_options, settings), device
+    return Opened(kind(sessions, graph, device, run_options, settings), device, graph)
 
 
 def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScales:
@@ -96,7 +120,7 @@ def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScale
 
 def _measured_scales(path: Path, graph: Graph, settings: OnnxSettings) -> Any:
     """In a session of its own, which is closed again."""
-    passes, _ = open_passes(path, graph, replace(settings, exit_layer=None), run_options())
+    passes, _, graph = open_passes(path, graph, replace(settings, exit_layer=None), run_options())
     assert isinstance(passes, SharedPasses)
     ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
     return measure_scales(passes, graph, np.array(ids, np.int32))

@@ -29,6 +29,7 @@ from edgespec.types import NO_PARENT, Logits, TokenIds
 MAX_BINDINGS = 512
 Cells = slice | NDArray[np.intp]
 ELEMENTS = {1: np.float32, 10: np.float16, 3: np.int8, 2: np.uint8}
+NAMES = {np.float32: "f32", np.float16: "f16", np.int8: "int8", np.uint8: "uint8"}
 
 
 @dataclass(slots=True)
@@ -89,6 +90,11 @@ def element_of(entry: CacheEntry) -> Any:
     return ELEMENTS[entry.element_type]
 
 
+def cache_name(graph: Graph) -> str:
+    """What cached keys and values are stored as, by our names of such types."""
+    return NAMES[element_of(graph.cache[0])]
+
+
 def bytes_per_token(graph: Graph, head_size: int) -> int:
     """Bytes of a token's keys and values."""
     return sum(entry.heads * head_size * np.dtype(element_of(entry)).itemsize for entry in graph.cache)
@@ -99,8 +105,6 @@ class SharedPasses(Passes):
 
     `has_batches`: whether `run_each` may be used.
     """
-
-    takes_gaps = True
 
     def __init__(
         self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
@@ -115,6 +119,7 @@ class SharedPasses(Passes):
         self.capacity = capacity = settings.cells(graph) if graph.cache else 0
         self._head_size = settings.head_size
         self.num_caches = 1 if settings.packs(graph) else settings.max_sequences
+        self.takes_gaps = graph.has_bias  # by which cells are masked
         self.has_batches = self.num_caches > 1 and device.memory == "cpu" and bool(graph.cache)
         self._whole: list[NDArray[Any]] = []  # per input, all caches [num_caches, heads, capacity, head size]
         self._buffers: dict[tuple[int, int], list[Any]] = {}  # those of some caches, by the first and their number
@@ -154,7 +159,8 @@ class SharedPasses(Passes):
         self._positions[:count] = self._lengths[:count] = bases
         self._output_rows[0], self._total[0] = 0, total
         binding = self._binding(first, count, 1, 1)
-        binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, 1, total), self._no_bias.ctypes.data)
+        if self._graph.has_bias:
+            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, 1, total), self._no_bias.ctypes.data)
         self._run(binding)
         return self.logits[:count]
 
@@ -175,7 +181,7 @@ class SharedPasses(Passes):
         binding = self._binding(cache, 1, width, count)
         if self._device.memory != "cpu":
             self._bind_rows(binding, 1, width, count)  # which copies them to the device: a binding keeps that copy
-        if self._graph.cache:
+        if self._graph.has_bias:
             bias = self._tree_bias(rows) if rows.parents else self._no_bias
             binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
         return binding

@@ -1,4 +1,4 @@
-"""Makes sessions of ONNX Runtime: on the device that is asked for, or on the best one that can run a whole model."""
+"""Makes sessions of ONNX Runtime, on one device, and says on which devices a model is to be tried."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.machine import products_saturate
+from edgespec.engines.onnx.cuda import without_kernels
 from edgespec.engines.onnx.edge import without_flash
 from edgespec.engines.onnx.library import (
     ERRORS_ONLY,
@@ -32,16 +33,10 @@ _TRIED_SIZE = 64
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
 
 
-def open_session(
-    graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True, flash: bool = True
-) -> tuple[Any, Device]:
-    """A session of a serialised graph whose weights are in `folder`.
+def providers_for(provider: str) -> tuple[str, ...]:
+    """The one `provider`, or for "auto" all that are installed: the best first, the CPU last.
 
-    `provider` "auto" takes the best one that is installed and works; `spins`: see `waiting`; `flash` False: without
-    flash attention on the CPU, see `edge`.
-
-    Raises ConfigError for an unknown name, CapabilityError for one that is not installed or lacks an operator of this
-    model, ModelFileError for a bad model.
+    Raises ConfigError for an unknown name, CapabilityError for one that is not installed.
     """
     installed = installed_providers()
     if provider != "auto" and provider not in PROVIDERS:
@@ -56,14 +51,20 @@ def open_session(
             f"{reason}. It has: {', '.join(installed)}. For an NVIDIA GPU: {install_command('gpu')}. "
             f"For others: {install_command('webgpu')}"
         )
-    for name in (provider,) if provider != "auto" else filter(is_hardware, installed):
-        try:
-            with nullcontext() if flash else without_flash():
-                return _open(graph, folder, threads, name, spins=spins), Device(name, PROVIDERS[name][1])
-        except CapabilityError:
-            if provider != "auto":
-                raise
-    raise AssertionError("the CPU raises ModelFileError, never CapabilityError")
+    return (provider,) if provider != "auto" else tuple(filter(is_hardware, installed))
+
+
+def open_session(
+    graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True, flash: bool = True
+) -> tuple[Any, Device]:
+    """A session of a serialised graph whose weights are in `folder`, on one of `providers_for`.
+
+    `spins`: see `waiting`; `flash` False: without flash attention on the CPU, see `edge`.
+
+    Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
+    """
+    with nullcontext() if flash else without_flash():
+        return _open(graph, folder, threads, provider, spins=spins), Device(provider, PROVIDERS[provider][1])
 
 
 def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = True) -> Any:
@@ -100,10 +101,12 @@ def reason(name: str, graph: bytes, said: str) -> str:
         return f"{missing} ({said})"
     if NO_FALLBACK not in said:
         return said
-    # Seen on an H100: GroupQueryAttention would stay on the processor.
+    lacking = without_kernels(graph)
+    which = f"these operators of it may have none: {', '.join(lacking)}" if lacking else said
     return (
-        "ONNX Runtime's attention for CUDA takes 16-bit values only. GGUF files run on NVIDIA's GPUs through llama.cpp "
-        f"(run.py install llamacpp --backend cuda), ONNX models through WebGPU ({install_command('webgpu')})"
+        f"not all of it has a kernel for CUDA ({which}). edgespec export writes graphs that have; GGUF files run on "
+        f"NVIDIA's GPUs through llama.cpp (run.py install llamacpp --backend cuda), ONNX models through WebGPU "
+        f"({install_command('webgpu')})"
     )
 
 

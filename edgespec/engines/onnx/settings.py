@@ -132,8 +132,11 @@ class OnnxSettings:
         return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), self.max_rows)
 
     def can_pack(self, graph: Graph) -> bool:
-        """Whether sequences may share a cache. With a sliding window they may not: it counts cells, not positions."""
-        return graph.is_shared and not (graph.window is not None and graph.window < self.context_length)
+        """Whether sequences may share a cache: not without a bias, which keeps them apart.
+
+        Nor with a sliding window, which counts cells and not positions.
+        """
+        return graph.has_bias and not (graph.window is not None and graph.window < self.context_length)
 
     def packs(self, graph: Graph) -> bool:
         """Whether sequences do share a cache: not in reproducible mode, and by default only if there are several.

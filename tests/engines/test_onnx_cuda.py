@@ -1,0 +1,190 @@
+"""Graphs as they are adapted for NVIDIA's GPUs through CUDA, run on the processor, which has kernels for them too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import OnnxEngine, cuda
+from edgespec.engines.onnx.footprint import footprint
+from edgespec.engines.onnx.graph import read_graph
+from edgespec.engines.onnx.rewriting import FLOAT16
+from edgespec.engines.parked import ParkedStates
+from edgespec.engines.sequence import CachedSequence
+from edgespec.errors import CapabilityError, StateError
+from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
+from edgespec.export.onnx.from_hub import convert_hub
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.formats.onnx import drafted
+from edgespec.types import Batch, Logits
+from half import as_for_cuda
+from plain_demo import plain_demo
+from tiny_checkpoints import write_checkpoint
+from tiny_graphs import CASES, difference, graph, logits, tiny_files
+
+HALF = 0.01  # of the logits' standard deviation: float16 keeps 11 bits, over the layers of a small model
+CODES = 0.1  # where products round their inputs to 8 bits, small changes become one of a code
+IDS = np.random.default_rng(0).integers(0, 4000, 60).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def plain_path(onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plain_demo(onnx_path.parent, tmp_path_factory.mktemp("plain") / "target")
+
+
+def load(path: Path, **options: object) -> OnnxEngine:
+    settings = {"context_length": 200, "max_sequences": 2, "max_batch": 64, "reproducible": False} | options
+    return OnnxEngine.load(path, threads=TEST_THREADS, provider="cpu", **settings)  # type: ignore[arg-type]
+
+
+def load_half(path: Path, **options: object) -> OnnxEngine:
+    with as_for_cuda():
+        return load(path, **options)
+
+
+def scored(engine: OnnxEngine) -> Logits:
+    """Of a prompt, a token and a draft behind it."""
+    return np.concatenate([engine.forward(Batch.chain(part)).copy() for part in (IDS[:40], IDS[40:41], IDS[41:48])])
+
+
+@pytest.mark.parametrize(
+    ("model", "tolerance"), [("plain_path", HALF), ("onnx_path", CODES), ("four_bit_path", CODES)], ids=str
+)
+def test_logits_are_those_of_the_graph_as_exported_within_half_precision(model, tolerance, request):
+    path = request.getfixturevalue(model)
+    with load(path) as exported, load_half(path) as engine:
+        assert exported.facts.can_tree and not engine.facts.can_tree  # trees need a bias
+        told = " ".join(set(engine.facts.notes) - set(exported.facts.notes))
+        assert "float16" in told and "no trees" in told
+        assert engine.facts.kv_bytes_per_token * 2 == exported.facts.kv_bytes_per_token
+        wanted = scored(exported)
+        assert difference(scored(engine), wanted) < tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_architecture_can_be_adapted(case, tmp_path):
+    """Queries, keys and values apart or together; biases, norms of heads, windows, tables of their own."""
+    path = graph(tiny_files(tmp_path / "files")(case), tmp_path / "graph")
+    wanted = logits(path)
+    with as_for_cuda():
+        assert difference(logits(path), wanted) < HALF
+
+
+@pytest.mark.parametrize("most_runs", [64, 0], ids=["joined", "scattered"])
+def test_a_draft_of_a_part_of_the_vocabulary_has_kernels_for_all(most_runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(drafted, "MOST_RUNS", most_runs)
+    source = write_checkpoint(tmp_path / "checkpoint", "qwen3", tie_word_embeddings=False)
+    (tmp_path / "graph").mkdir()
+    path = convert_hub(open_hub(source), tmp_path / "graph", "fp32", vocabulary=DraftVocabulary(300))
+    wanted = logits(path)
+    with as_for_cuda():
+        found = logits(path)
+    np.testing.assert_array_equal(found == drafted.LACKS, wanted == drafted.LACKS)
+    kept = wanted != drafted.LACKS
+    assert difference(found[kept], wanted[kept]) < HALF
+    exported = read_graph(path)
+    assert not set(cuda.without_kernels(cuda.adapted(exported, "cuda", 64).serialised))
+
+
+def test_only_what_computes_attention_changes(onnx_path):
+    exported = read_graph(onnx_path)
+    found = cuda.adapted(exported, "cuda", 64)
+    assert {entry.element_type for entry in found.cache} == {FLOAT16} and not found.has_bias
+    assert cuda.adapted(found, "cuda", 64) == found  # what is half already stays
+    assert cuda.adapted(exported, "cpu", 64) is exported and cuda.adapted(exported, "webgpu", 64) is exported
+    assert cuda.without_kernels(found.serialised) == ()
+
+
+def test_an_int8_cache_stays_one(onnx_path):
+    with load(onnx_path) as exported, load_half(onnx_path, cache_type_k="int8") as engine:
+        assert engine.facts.kv_bytes_per_token * 4 == exported.facts.kv_bytes_per_token
+        assert difference(scored(engine), scored(exported)) < 2 * CODES
+
+
+@pytest.mark.parametrize("size", [12, 320])
+def test_heads_that_the_attention_does_not_take_are_named(onnx_path, size):
+    with pytest.raises(CapabilityError, match=rf"at most 256 values, in multiples of 8.* have {size}"):
+        cuda.adapted(read_graph(onnx_path), "cuda", size)
+
+
+def scored_behind(engine: OnnxEngine, sequence: int = 0) -> Logits:
+    parts = (IDS[40:41], IDS[41:48])
+    return np.concatenate([engine.forward(Batch.chain(part, sequence=sequence)).copy() for part in parts])
+
+
+def test_texts_that_are_rolled_back_saved_or_copied_go_on_as_they_were(onnx_path):
+    with load_half(onnx_path, reproducible=True) as engine:
+        wanted = scored(engine)[40:]
+        engine.rollback(40)
+        state = engine.save_state()
+        np.testing.assert_array_equal(scored_behind(engine), wanted)
+        engine.rollback(0)
+        engine.load_state(state, 1)
+        engine.fork(1, 0)
+        for sequence in (0, 1):
+            np.testing.assert_array_equal(scored_behind(engine, sequence), wanted)
+
+
+def test_a_parked_text_goes_on_as_it_was(onnx_path):
+    other = np.roll(IDS, 7)
+    with load_half(onnx_path, reproducible=True) as engine:
+        live, parked = CachedSequence(engine), ParkedStates()
+        wanted = live.feed(IDS)[-1].copy()
+        for text in (other, IDS):
+            parked.make_way(live, text)
+            live.reuse(text)
+            scored = live.feed(text[live.length :])[-1].copy()
+        assert parked.num_bytes > 0
+        np.testing.assert_array_equal(scored, wanted)
+
+
+def test_a_state_of_another_precision_is_refused(onnx_path):
+    with load(onnx_path, reproducible=True) as exported, load_half(onnx_path, reproducible=True) as engine:
+        scored(exported)
+        with pytest.raises(StateError, match="cache type"):
+            engine.load_state(exported.save_state())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("model", ["onnx_path", "four_bit_path"])
+def test_texts_are_those_without_drafts(model, temperature, request):
+    sampling, options = Sampling(temperature=temperature, seed=3), GenerateOptions(max_tokens=32, ignore_eos=True)
+    path = request.getfixturevalue(model)
+    with as_for_cuda():
+        loaded = edgespec.load(path, provider="cpu", reproducible=True, context_length=200)
+    with loaded as target:
+        assert target.target.facts.pinned_class is not None and not target.target.facts.can_tree
+        prompt = IDS[:12].tolist() * 2
+        plain, *drafted = [
+            target.generate(prompt, sampling, replace(options, drafter=drafter, draft_length=length))
+            for drafter, length in (("none", 0), ("ngram", 4), ("suffix", 7))
+        ]
+    assert sum(each.stats.drafted_tokens for each in drafted) > 0
+    assert [each.token_ids for each in drafted] == [plain.token_ids] * 2
+    assert [each.logprobs for each in drafted] == [plain.logprobs] * 2
+
+
+def test_a_graph_that_is_cut_is_adapted_in_all_parts(onnx_path):
+    with load(onnx_path, exit_layer=4) as exported, load_half(onnx_path, exit_layer=4) as engine:
+        assert engine.facts.kv_bytes_per_token * 2 == exported.facts.kv_bytes_per_token
+        assert difference(scored(engine), scored(exported)) < CODES
+        drafts = []
+        for each in (exported, engine):
+            exit = each.early_exit()
+            assert exit.follow(IDS[:50]) == 48
+            drafts.append(exit.feed(IDS[48:50]).copy())
+        assert difference(drafts[1], drafts[0]) < CODES
+
+
+def test_a_plan_for_cuda_counts_two_bytes_of_a_value(onnx_path):
+    use = ModelUse(context_length=200, max_sequences=3, reproducible=True)
+    wide, narrow = (footprint(onnx_path, replace(use, provider=name)).device for name in ("webgpu", "cuda"))
+    with load(onnx_path) as exported:
+        assert wide - narrow == 3 * 200 * exported.facts.kv_bytes_per_token // 2
