@@ -92,7 +92,7 @@ def train(given: argparse.Namespace) -> None:
     texts, held_out = divided(read(sorted(given.work.glob("texts-*.npz"))))
     print(texts.figures, flush=True)
     before = torch.load(path, map_location=given.device) if path.exists() else None
-    counts = torch.from_numpy(texts.counts(target.sizes.vocabulary)).to(target.device)
+    counts, said = (torch.from_numpy(each).to(target.device) for each in texts.counts(target.sizes.vocabulary))
     order = torch.argsort(-counts, stable=True)
     all_ids, scored_ids = (torch.sort(order[:count]).values for count in (ALL, SCORED))
     head = Head(target.sizes, target.head[all_ids], all_ids, len(READ_LAYERS), given.ffn)
@@ -107,7 +107,8 @@ def train(given: argparse.Namespace) -> None:
     figures: dict[str, float] = {}  # shares of held-out drafts of which so many tokens are accepted
 
     def keep() -> None:
-        save_weights(path, {"head": head.state_dict(), "counts": counts, "runs": seen + 1, "figures": figures})
+        kept = {"head": head.state_dict(), "counts": counts, "said": said, "runs": seen + 1, "figures": figures}
+        save_weights(path, kept)
 
     trainer.train(texts, course, say, keep, seed=seen)
     for name in ("greedy", "sampled"):
@@ -126,6 +127,8 @@ def pack(given: argparse.Namespace) -> None:
     sizes = given.packed, given.frequent
     tokenizer, weights, counts = tokenizer_of(given), found["head"], found["counts"]
     learnt = torch.sort(torch.argsort(-counts, stable=True)[:ALL]).values
+    # Tokens of a prompt are scored where they occur, so the target's own come first.
+    counts = found["said"] * len(counts) + counts
     figures = found.get("figures", {})
     write_heads(given.output, given.model, given.name, weights, learnt, counts, READ_LAYERS, tokenizer, sizes, figures)
     print(f"{given.output}: {given.output.stat().st_size / 1e6:.1f} MB")

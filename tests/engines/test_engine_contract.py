@@ -26,7 +26,9 @@ from gpu import is_software, needs_gpu
 from rpc import idle, needs_rpc, started
 
 CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
-TOLERANCE = 0.08  # of the logits' standard deviation; the logits of another token are about 1 away
+# Of the logits' standard deviation; the logits of another token are about 1 away. CUDA, where a row alone has another
+# kernel than several, has come to .087.
+TOLERANCE = 0.1
 Loader = Callable[[], Engine]
 
 
@@ -303,11 +305,11 @@ def test_logits_come_only_for_the_rows_that_ask(engine):
     count = min(9, engine.widest_pass)
     ids = some_ids(engine, count)
     every = score(engine, ids)
-    for wanted in ([count - 1], [0], [2, 5], [0, count - 1], [3, 4, 5]):
+    for wanted in ([count - 1], [0], [1, count - 2], [0, count - 1], range(count // 2, count)):
         engine.rollback(0)
         outputs = np.isin(np.arange(count), wanted)
         batch = Batch(ids, np.arange(-1, count - 1, dtype=np.int32), np.zeros(count, np.int32), outputs)
-        assert_agree(engine, engine.forward(batch), every[wanted])
+        assert_agree(engine, engine.forward(batch), every[list(wanted)])
 
 
 def test_every_row_of_a_tree_scores_as_its_path_alone(engine):

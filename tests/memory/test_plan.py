@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from edgespec.config import DrafterName, LoadOptions
+from edgespec.engines.llamacpp import library
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.plugins import possible_devices
@@ -165,6 +166,26 @@ def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_pat
     cache = footprint(path, ModelUse()).cache
     on_gpu, beside = (footprint(path, ModelUse(gpu_layers=-1, kv_offload=offload)) for offload in (True, False))
     assert (on_gpu.cache, beside.cache, on_gpu.device - beside.device) == (0, cache, cache)
+
+
+def test_a_build_for_cuda_counts_what_its_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = plan_of(engine="llamacpp").process.own
+    monkeypatch.setattr(library, "has_cuda", lambda: True)
+    assert plan_of(engine="llamacpp").process.own - before == 340 << 20
+    assert plan_of(engine="onnx").process.own == plan_of(engine="onnx", provider="cpu").process.own < 340 << 20
+
+
+def test_cuda_is_told_by_the_files_of_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama_cpp" / "lib").mkdir(parents=True)
+    (tmp_path / "llama_cpp" / "__init__.py").write_text("raise AssertionError('a plan imports nothing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
+    library.has_cuda.cache_clear()
+    assert not library.has_cuda()
+    (tmp_path / "llama_cpp" / "lib" / "libggml-cuda.so.0").touch()
+    library.has_cuda.cache_clear()
+    assert library.has_cuda()
+    library.has_cuda.cache_clear()
 
 
 def test_a_device_that_may_be_chosen_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,6 +57,14 @@ def is_loaded() -> bool:
 def has_worked() -> bool:
     """Whether a model was opened in this process, after which the library has threads."""
     return _opened > 0
+
+
+@cache
+def has_cuda() -> bool:
+    """Whether the installed build has a backend for CUDA, as its files tell; the library is not loaded for it."""
+    found = find_spec("llama_cpp")
+    places = found.submodule_search_locations if found is not None else None
+    return any(any(Path(place, "lib").glob("*ggml-cuda*")) for place in places or ())
 
 
 @cache

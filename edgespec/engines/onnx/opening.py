@@ -16,7 +16,7 @@ from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.machine import processor
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
-from edgespec.engines.onnx.cuda import adapted
+from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import Device, device_identity, run_options, version
@@ -86,6 +86,8 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
     """
     names = providers_for(settings.provider)
     for name in names[:-1]:
+        if name in HALF_ONLY and graph.is_shared and not graph.is_half:
+            continue  # casting its attention was checked on processors only, so far: for those who ask for it
         with suppress(CapabilityError):  # the next one may have what this one lacks
             return _open_on(name, path, graph, settings, run_options)
     return _open_on(names[-1], path, graph, settings, run_options)

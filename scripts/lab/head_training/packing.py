@@ -31,8 +31,8 @@ def write_heads(
     sizes: tuple[int, int],
     figures: Mapping[str, float],
 ) -> None:
-    """`learnt_ids`: the draft vocabulary of the training; `counts` [vocabulary] of its texts; `sizes`: tokens of the
-    draft vocabulary that is written, and how many of them are always scored."""
+    """`learnt_ids`: the draft vocabulary of the training; `counts` [vocabulary], by which tokens are chosen;
+    `sizes`: tokens of the draft vocabulary that is written, and how many of them are always scored."""
     target = Weights(source, torch.float32)
     order = torch.argsort(-counts, stable=True)
     ids, frequent = torch.sort(order[: sizes[0]]).values, set(order[: sizes[1]].tolist())

@@ -44,9 +44,10 @@ class Texts:
         for begin, start, end in zip(self.begins, self.starts, self.begins[1:], strict=False):
             yield self.ids[begin + start : end]
 
-    def counts(self, vocabulary: int) -> NDArray[np.int64]:
-        """How often each token occurs."""
-        return np.bincount(self.ids, minlength=vocabulary)
+    def counts(self, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How often each token occurs, and how often in answers."""
+        answers = np.concatenate(list(self.answers()))
+        return np.bincount(self.ids, minlength=vocabulary), np.bincount(answers, minlength=vocabulary)
 
     @property
     def figures(self) -> dict[str, Any]:
