@@ -20,7 +20,8 @@ from edgespec.engines.onnx.partition import extract
 from edgespec.errors import ModelFileError
 
 Evaluate = Callable[[onnx.ModelProto], Sequence[NDArray[np.float32]]]
-_CACHE = re.compile(r"(input|output)\.past_key_values\.layers\.(\d+)\.(keys|values)")
+# transformers 5.24 writes no "input." and calls what a pass returns "cache".
+_CACHE = re.compile(r"(?:(?:input\.|output\.)?past_key_values|cache)\.layers\.(\d+)\.(keys|values)")
 _PAST_LAYER = re.compile(r"past_key_values\.(\d+)\.key")
 LENGTHS, TOTAL = "seqlens_k", "total_sequence_length"
 
@@ -63,11 +64,11 @@ def _rename(graph: onnx.GraphProto, names: dict[str, str]) -> None:
 
 def _rename_cache(graph: onnx.GraphProto) -> None:
     names = {}
-    for value in (*graph.input, *graph.output):
-        if match := _CACHE.fullmatch(value.name):
-            start = "past_key_values" if match[1] == "input" else "present"
-            names[value.name] = f"{start}.{match[2]}.{match[3].removesuffix('s')}"
-            _plain_cache_shape(value, match[1] == "input")
+    for start, values in (("past_key_values", graph.input), ("present", graph.output)):
+        for value in values:
+            if match := _CACHE.fullmatch(value.name):
+                names[value.name] = f"{start}.{match[1]}.{match[2].removesuffix('s')}"
+                _plain_cache_shape(value, start == "past_key_values")
     _rename(graph, names)
 
 
