@@ -60,6 +60,10 @@ EXTRAS = {
 }
 # Commands that read a GGUF themselves, if at all.
 READS_NO_MODEL = ("add", "corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
+# How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
+# would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
+# rest of another.
+IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
 # Backends of llama.cpp, and what CMake has to be told for each.
 BACKENDS = {
     "cuda": "-DGGML_CUDA=ON",
@@ -126,7 +130,7 @@ def main(arguments: list[str]) -> int:
     if command == "lint":
         return lint()
     if command == "test":
-        return run_python("-m", "pytest", *(arguments[1:] or ["-q"]))
+        return run_python("-m", "pytest", *IN_PARALLEL, *(arguments[1:] or ["-q"]))
     return run_python("-m", "edgespec", *arguments)
 
 

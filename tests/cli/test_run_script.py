@@ -390,6 +390,6 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
     assert calls.pop() == ["-m", "edgespec", "export", "--help"]
     assert calls == [
         ["-m", "edgespec", "chat", "-n", "3"],
-        ["-m", "pytest", "-q"],
-        ["-m", "pytest", "-k", "cli"],
+        ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-q"],
+        ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-k", "cli"],
     ]
