@@ -46,6 +46,7 @@ MARKER = VENV / "edgespec-ready.json"
 MADE = VENV / "made-by-run.py"
 LOG = VENV / "setup.log"
 WHEELS = VENV / "wheels"
+BYTECODE = VENV / "bytecode"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
 EXTRAS = {
@@ -130,6 +131,7 @@ def main(arguments: list[str]) -> int:
     if command == "lint":
         return lint()
     if command == "test":
+        keep_bytecode()
         return run_python("-m", "pytest", *IN_PARALLEL, *(arguments[1:] or ["-q"]))
     return run_python("-m", "edgespec", *arguments)
 
@@ -266,6 +268,12 @@ def lint() -> int:
     checks = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
     codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT, check=False).returncode for check in checks]
     return max(codes)
+
+
+def keep_bytecode() -> None:
+    """Containers have Python keep none beside the code: each worker of the tests would compile all of torch anew."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))
 
 
 def run_python(*arguments: str) -> int:

@@ -380,6 +380,7 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(script.os, "execv", execv)
+    monkeypatch.setattr(script, "keep_bytecode", lambda: None)
     monkeypatch.chdir(Path.cwd())
     asked: list[list[str]] = []
     monkeypatch.setattr(script, "make_ready", lambda extras, why: asked.append(extras))
@@ -393,3 +394,14 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
         ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-q"],
         ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-k", "cli"],
     ]
+
+
+@pytest.mark.parametrize("given", ["", "/elsewhere"])
+def test_tests_keep_compiled_code_where_the_system_keeps_none(script, monkeypatch, given):
+    before = {"PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPYCACHEPREFIX": given} if given else {})
+    monkeypatch.setattr(script.os, "environ", before)
+    script.keep_bytecode()
+    assert script.os.environ == {"PYTHONPYCACHEPREFIX": given or str(script.BYTECODE)}
+    monkeypatch.setattr(script.os, "environ", {})
+    script.keep_bytecode()
+    assert script.os.environ == {}
