@@ -46,6 +46,7 @@ MARKER = VENV / "edgespec-ready.json"
 MADE = VENV / "made-by-run.py"
 LOG = VENV / "setup.log"
 WHEELS = VENV / "wheels"
+BYTECODE = VENV / "bytecode"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
 EXTRAS = {
@@ -60,6 +61,10 @@ EXTRAS = {
 }
 # Commands that read a GGUF themselves, if at all.
 READS_NO_MODEL = ("add", "corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
+# How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
+# would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
+# rest of another.
+IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
 # Backends of llama.cpp, and what CMake has to be told for each.
 BACKENDS = {
     "cuda": "-DGGML_CUDA=ON",
@@ -126,7 +131,8 @@ def main(arguments: list[str]) -> int:
     if command == "lint":
         return lint()
     if command == "test":
-        return run_python("-m", "pytest", *(arguments[1:] or ["-q"]))
+        keep_bytecode()
+        return run_python("-m", "pytest", *IN_PARALLEL, *(arguments[1:] or ["-q"]))
     return run_python("-m", "edgespec", *arguments)
 
 
@@ -262,6 +268,12 @@ def lint() -> int:
     checks = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
     codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT, check=False).returncode for check in checks]
     return max(codes)
+
+
+def keep_bytecode() -> None:
+    """Containers have Python keep none beside the code: each worker of the tests would compile all of torch anew."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))
 
 
 def run_python(*arguments: str) -> int:

@@ -7,7 +7,8 @@ import lzma
 import math
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,60 @@ from edgespec.installation import has_engine
 from edgespec.tuning import datasets
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
+from workers import Turns, wanted_processes
 
 os.environ.setdefault("OMP_NUM_THREADS", str(TEST_THREADS))  # of torch, which reads it when it is first imported
+SHARED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+TURNS = pytest.StashKey[Turns]()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, like the next one
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return wanted_processes(config.args)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Runs before each worker starts, in the process that starts them."""
+    if SHARED not in node.config.stash:
+        node.config.stash[SHARED] = folder = tempfile.TemporaryDirectory(prefix="edgespec-tests-")
+        node.config.add_cleanup(folder.cleanup)
+    node.workerinput["turns"] = node.config.stash[SHARED].name
+    node.workerinput["unset"] = [name for name in ("COLUMNS", "LINES") if name not in os.environ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.stash[TURNS] = turns = Turns(Path(config.workerinput["turns"]))
+        config.add_cleanup(turns.close)
+        for name in config.workerinput["unset"]:  # readline sets them behind Python's back, for all that is started
+            os.environ.pop(name, None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Quiet tests come last in their file where there are several workers, of which the others wait once for them."""
+    if TURNS not in config.stash:
+        return
+    files = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (files[item.path], is_quiet(item)))
+
+
+def is_quiet(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("quiet") is not None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """With all its fixtures, those of a file or a run too, where it is the first or the last to use them."""
+    turns = item.config.stash.get(TURNS, None)
+    if turns is None:
+        return (yield)
+    turns.begin(alone=is_quiet(item))
+    try:
+        return (yield)
+    finally:
+        turns.end(goes_on=is_quiet(nextitem))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -132,7 +132,7 @@ def reasoned(monkeypatch: pytest.MonkeyPatch, path: Path, text: str, *, terminal
     monkeypatch.setattr("edgespec.cli.answer.click.echo", lambda text="\n", nl=True: shown.append(text))
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
     monkeypatch.setattr("edgespec.cli.answer.has_escapes", lambda: terminal)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((40, 20)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((40, 20)))
     with VocabularyFile(path) as vocabulary:
         printer = AnswerPrinter(raw=raw, reasoning=(Reasoning(KNOWN_MARKS[0]), vocabulary))
         for letter in text:

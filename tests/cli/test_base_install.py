@@ -91,6 +91,7 @@ def test_gguf_names_what_pip_finds(base: Environment):
     assert f"-m pip install {ROOT}[llamacpp]" in line.replace("'", "").replace('"', "")
 
 
+@pytest.mark.quiet
 def test_the_package_imports_fast(base: Environment):
     """Under 150 ms is what a program that embeds it waits for; the parts come when they are used."""
     code = "import time; began = time.perf_counter(); import edgespec; print(time.perf_counter() - began)"

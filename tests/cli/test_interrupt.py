@@ -13,6 +13,7 @@ import pytest
 from edgespec.cli.interrupt import stops
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot send SIGINT to this process alone")
 def test_ctrl_c_cancels_before_a_long_call_returns() -> None:
     called: list[float] = []

@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from edgespec.cli.main import cli
 from edgespec.engines.llamacpp import devices
+from rpc import free_port
 
 
 def run(*arguments: str) -> Result:
@@ -25,14 +26,8 @@ def served(monkeypatch) -> list[tuple[str, dict[str, object]]]:
     return calls
 
 
-def free_port() -> str:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return str(trial.getsockname()[1])
-
-
 def test_it_serves_the_loopback_without_a_warning(served):
-    port = free_port()
+    port = str(free_port())
     result = run("--port", port, "-t", "3", "--device", "Vulkan0, CPU")
     assert served == [(f"127.0.0.1:{port}", {"threads": 3, "names": ("Vulkan0", "CPU"), "cache_folder": None})]
     assert f"--rpc 127.0.0.1:{port}" in result.stdout
@@ -42,7 +37,7 @@ def test_it_serves_the_loopback_without_a_warning(served):
 
 def test_another_address_is_served_with_a_warning(served, tmp_path, monkeypatch):
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    port = free_port()
+    port = str(free_port())
     result = run("--host", "0.0.0.0", "--port", port, "--cache")
     assert "WARNING: an RPC server has no password" in result.stderr
     assert f"--rpc ADDRESS:{port}" in result.stdout

@@ -380,6 +380,7 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(script.os, "execv", execv)
+    monkeypatch.setattr(script, "keep_bytecode", lambda: None)
     monkeypatch.chdir(Path.cwd())
     asked: list[list[str]] = []
     monkeypatch.setattr(script, "make_ready", lambda extras, why: asked.append(extras))
@@ -390,6 +391,17 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
     assert calls.pop() == ["-m", "edgespec", "export", "--help"]
     assert calls == [
         ["-m", "edgespec", "chat", "-n", "3"],
-        ["-m", "pytest", "-q"],
-        ["-m", "pytest", "-k", "cli"],
+        ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-q"],
+        ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-k", "cli"],
     ]
+
+
+@pytest.mark.parametrize("given", ["", "/elsewhere"])
+def test_tests_keep_compiled_code_where_the_system_keeps_none(script, monkeypatch, given):
+    before = {"PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPYCACHEPREFIX": given} if given else {})
+    monkeypatch.setattr(script.os, "environ", before)
+    script.keep_bytecode()
+    assert script.os.environ == {"PYTHONPYCACHEPREFIX": given or str(script.BYTECODE)}
+    monkeypatch.setattr(script.os, "environ", {})
+    script.keep_bytecode()
+    assert script.os.environ == {}

@@ -87,6 +87,7 @@ def test_drafts_of_all_take_one_pass_for_each_token(model: Model, drafter: Any) 
     assert all(result.stats.accepted_tokens for result in found)
 
 
+@pytest.mark.quiet
 def test_time_of_shared_passes_is_counted_once(model: Model) -> None:
     options = replace(OPTIONS, drafter="model", draft_length=4)
     model.generate_all(PROMPTS[:4], Sampling(), options)

@@ -253,6 +253,7 @@ def test_cancel_from_another_thread(model: edgespec.Model) -> None:
     assert again.token_ids == whole
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set from /proc")
 def test_memory_does_not_grow_over_500_generations(model: edgespec.Model) -> None:
     def resident_bytes() -> int:

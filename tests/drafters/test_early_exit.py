@@ -284,6 +284,7 @@ def test_text_is_that_of_the_target_alone(
             assert length in (0, "auto") or found.stats.accepted_tokens > 0
 
 
+@pytest.mark.quiet
 def test_it_costs_no_second_model(model: edgespec.Model) -> None:
     drafter = model._pool.drafters["early-exit"]
     assert isinstance(drafter, (EarlyExitDrafter, SharedStateDrafter))
@@ -412,6 +413,7 @@ print(pss() - before)
 """
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's account of memory")
 def test_the_weights_are_in_memory_once(onnx_path: Path, tmp_path: Path) -> None:
     """Proportional set size: three parts take what one piece takes; a session of its own takes its layers again."""

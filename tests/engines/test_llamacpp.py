@@ -336,6 +336,7 @@ def slow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("slow") / "slow.gguf", shape)
 
 
+@pytest.mark.quiet
 def test_cancel_ends_a_pass_in_the_middle(slow_path):
     with load(slow_path, context_length=512, max_batch=512) as engine:
         batch = Batch.chain(np.arange(500) % 290, last_only=True)

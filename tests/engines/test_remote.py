@@ -167,6 +167,7 @@ def test_a_build_without_rpc_says_how_to_get_one(tiny_path, monkeypatch):
         load(tiny_path, "127.0.0.1:50052")
 
 
+@pytest.mark.quiet
 def test_a_server_lost_in_mid_answer_is_an_error_and_the_next_answer_works(target_path, server):
     """The whole way: an answer fails within seconds, the model stays usable, and the text is that of before."""
     with started() as other:
@@ -188,6 +189,7 @@ def test_a_server_lost_in_mid_answer_is_an_error_and_the_next_answer_works(targe
             assert again.token_ids == expected
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(sys.platform == "win32", reason="nothing to freeze a process with")
 def test_a_server_that_hangs_does_not_keep_a_cancelled_pass(target_path):
     needs_rpc()

@@ -229,6 +229,7 @@ def test_reproducible_mode_is_refused_by_name(hybrid: Path) -> None:
         edgespec.load(hybrid, threads=1, reproducible=True)
 
 
+@pytest.mark.quiet
 def test_costs_are_measured_without_rolling_back(hybrid: Path) -> None:
     with edgespec.load(hybrid, threads=1) as model:
         curve = model.cost_curve

@@ -281,6 +281,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped pages")
 def test_the_shared_shard_is_in_memory_once(split: EarlyExit):
     def measured(*paths: Path) -> list[list[int]]:

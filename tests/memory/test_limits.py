@@ -111,6 +111,7 @@ def test_nothing_is_known_without_proc(tmp_path: Path) -> None:
     assert not any(each.name == "the limit of this container" for each in limits(tmp_path))
 
 
+@pytest.mark.quiet
 def test_this_process() -> None:
     own = own_bytes()
     assert own is not None and MIB < own < 1 << 40
@@ -126,6 +127,7 @@ def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it() -> 
     assert MIB < int(done.stdout) < len(held)
 
 
+@pytest.mark.quiet
 def test_a_closed_model_leaves_no_memory_with_the_allocator() -> None:
     code = """
 import edgespec

@@ -62,6 +62,7 @@ def child(code: str, *words: str, home: Path | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.quiet
 def test_an_int8_cache_saves_what_it_is_smaller_by_at_the_first_load_too(tmp_path: Path) -> None:
     """The first load measures the cache's scales in a session of its own, whose memory must be given back."""
     first = own_of(tmp_path, "int8")
@@ -75,6 +76,7 @@ def test_an_int8_cache_saves_what_it_is_smaller_by_at_the_first_load_too(tmp_pat
     assert plain[1] - later[1] > 0.7 * (wide.own - small.own)
 
 
+@pytest.mark.quiet
 def test_a_tokenizer_keeps_what_is_planned_and_not_what_reading_it_took(tmp_path: Path) -> None:
     size = 50_000
     write_tokenizer(tmp_path, size)

@@ -44,6 +44,7 @@ def plan_of(**options: Any) -> Plan:
     return planned(chosen, resolve_pair(chosen))
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(sys.platform != "linux", reason="the sizes of Python and the libraries were measured on Linux")
 @pytest.mark.parametrize(
     "options",

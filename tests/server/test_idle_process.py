@@ -33,6 +33,7 @@ def resident_bytes(process: subprocess.Popen[bytes]) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
     options = ("--port", "0", "--idle-unload", "0.5", "-c", "2048", "--verbose")

@@ -64,6 +64,7 @@ def test_four_clients_at_once_get_their_own_texts(url: str, model: Model):
     assert [answer["choices"][0]["message"]["content"] for answer in answers] == expected
 
 
+@pytest.mark.quiet
 def test_a_client_that_leaves_frees_the_model_at_once(url: str):
     with httpx.stream("POST", url + CHAT, json=endless(url)) as answer:
         lines = answer.iter_lines()

@@ -117,6 +117,7 @@ def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
         assert loaded(url) == (["demo", "target"] if context == "max" else ["target"])
 
 
+@pytest.mark.quiet
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_going_to_and_fro_takes_no_more_memory(private_home: Path):
     def resident(process: subprocess.Popen[bytes]) -> int:
