@@ -29,7 +29,7 @@ from head_training.training import START_TEXTS, Course, Trainer, save_weights
 from head_training.writing import Writer
 
 SCORED, ALL = 16_384, 24_576  # tokens that the loss is over, and that have an embedding
-PACKED, FREQUENT = 16_384, 8192
+PACKED, FREQUENT = 21_000, 8192
 READ_LAYERS = (3, 14, 24)
 HEAD = "head.pt"
 
