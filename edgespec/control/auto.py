@@ -53,6 +53,7 @@ class AutoController(Controller):
         self._has_decided = False  # since the prompt: the first decision also reads that
         self._is_short = False  # it rests because the bank could pay for no draft
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
+        self._prompt_tokens = 0
 
     @property
     def costs(self) -> RunCosts:
@@ -88,7 +89,7 @@ class AutoController(Controller):
     def begin(
         self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
     ) -> None:
-        self._own_clock = clock or self._clock
+        self._own_clock, self._prompt_tokens = clock or self._clock, prompt_ids.size
         for name, drafter in self.drafters.items():
             if name not in self._dropped:
                 drafter.begin(prompt_ids)
@@ -129,7 +130,7 @@ class AutoController(Controller):
             self._accounts.rested(self._rested, context)
             self._rested = 0
         self.costs.follow_threads()
-        self._states, self._hedge, self._decision_score = self._kinds.of(kind_of(request))
+        self._states, self._hedge, self._decision_score = self._kinds.of(kind_of(request, self._prompt_tokens))
         prices = self.costs.prices(context)
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
         if not self.costs.curve.is_sure_of_plain():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import Draft, Verdict
 
 BEST, NEVER = "best", "never"
+LONG = " long"  # of a kind's name
 
 
 @dataclass(slots=True)
@@ -194,7 +196,7 @@ def add_ucb_bonus(gains: dict[str, float], bonuses: Mapping[str, float]) -> None
 
 
 class Kinds:
-    """The drafters' states and the weights of the choice, kept apart by kind of sampling (`kind_of`).
+    """The drafters' states and the weights of the choice, kept apart by kind of text (`kind_of`).
 
     Acceptance differs between the kinds.
     """
@@ -206,8 +208,12 @@ class Kinds:
     def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge, DecisionScore]:
         """(drafter states, weights, score of a decision) of one kind, made when first asked for."""
         if kind not in self._kinds:
-            states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
-            self._kinds[kind] = states, Hedge(self._drafters), DecisionScore()
+            other = self._kinds.get(kind.removesuffix(LONG) if kind.endswith(LONG) else kind + LONG)
+            if other is not None:  # the same sampling: nearer than a prior
+                self._kinds[kind] = deepcopy(other)
+            else:
+                states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
+                self._kinds[kind] = states, Hedge(self._drafters), DecisionScore()
         return self._kinds[kind]
 
     def to_json(self) -> dict[str, Any]:
@@ -228,9 +234,13 @@ class Kinds:
                     states[name] = DrafterState.of(self._drafters[name])
 
 
-def kind_of(request: DraftRequest) -> str:
-    """The kind of sampling: temperature, whether the rule compares distributions, whether a grammar constrains."""
+def kind_of(request: DraftRequest, prompt_tokens: int) -> str:
+    """The kind of text: temperature, whether the rule compares distributions or a grammar constrains, a long prompt.
+
+    Answers about a long text are of another kind than others: heads do worse, lookups better.
+    """
     temperature = request.sampler.sampling.temperature
     heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
     kind = f"{heat} rejection" if request.needs_distributions else heat
-    return kind if request.sampler.constraint is None else f"{kind} constrained"
+    kind = kind if request.sampler.constraint is None else f"{kind} constrained"
+    return kind + LONG if prompt_tokens >= c.LONG_PROMPT else kind

@@ -32,6 +32,7 @@ SAME_PACE = 0.05  # largest deviation, in plain passes, of a pass after a wide o
 MOST_PENDING = 64  # unused drafts that wait for the text that decides about them
 
 # -- trying drafters (choice, auto, pool)
+LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text
 PROBE_EVERY, PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling while it disappoints
 FIRST_PROBE, FIRST_TRIALS = 2, 4  # rounds until a paid drafter is tried that nothing is known of; how often
 PROBE_READING, FIRST_READING = 0.25, 0.75  # share of the balance that a probe may spend on reading first; the first one

@@ -84,10 +84,8 @@ class EagleDrafter(StateDrafter):
         return self._layer.fuse(features)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
-        # Of a long prompt all that it may look at counts, though its first draft reads the end only: what it gains
-        # there is small, and what the controller learns from it has cost more on other texts (docs/training.md).
         new = token_ids.size - 1 - self._end
-        return min(new + len(self._earlier(token_ids.size - 1)), WINDOW)
+        return new + len(self._earlier(token_ids.size - 1)) if new <= MOST_NEW else AT_ONCE
 
     def _earlier(self, end: int) -> range:
         """The pairs before those in the cache that the next draft reads, of a text with pairs up to `end`."""

@@ -402,7 +402,7 @@ def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[Traced
     auto.begin(ids[:16])
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     request = DraftRequest(ids[:200], 8, sampler, needs_distributions=kind is Sampled)
-    auto._kinds.of(kind_of(request))[0].update(auto._kinds.of("greedy")[0])
+    auto._kinds.of(kind_of(request, 16))[0].update(auto._kinds.of("greedy")[0])
     for states, *_ in auto._kinds._kinds.values():
         states["model"].expected_gain = 50.0
     started_s = world.clock()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.control.choice import BEST, NEVER, DecisionScore, Hedge, add_ucb_bonus, choice_of
+from edgespec.control.choice import BEST, NEVER, DecisionScore, Hedge, Kinds, add_ucb_bonus, choice_of, kind_of
 from edgespec.control.round import UnusedDraft, UnusedDrafts
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Draft
 
 GAINS = {"ngram": 0.5, "model": 0.3}
@@ -47,6 +50,22 @@ def play(hedge: Hedge, net: dict[str, float], rounds: int) -> None:
     for _ in range(rounds):
         hedge.update(GAINS, net)
         hedge.share()
+
+
+def test_a_long_prompt_is_a_kind_of_its_own_that_begins_with_what_is_known() -> None:
+    request = DraftRequest(np.arange(300, dtype=np.int32), 4, Sampler(Sampling(temperature=0.0), 5000))
+    assert [kind_of(request, tokens) for tokens in (0, 255, 256)] == ["greedy", "greedy", "greedy long"]
+    for first, second in (("greedy", "greedy long"), ("warm long", "warm")):
+        kinds = Kinds({"ngram": NgramDrafter()})
+        states, hedge, _ = kinds.of(first)
+        states["ngram"].upcoming.observe(None, 0.1)
+        play(hedge, {"ngram": -0.5}, 30)
+        others, other_hedge, _ = kinds.of(second)
+        assert others["ngram"].to_json() == states["ngram"].to_json() and other_hedge.weights == hedge.weights
+        play(other_hedge, {"ngram": 1.0}, 30)
+        others["ngram"].upcoming.observe(None, 0.9)
+        assert others["ngram"].to_json() != states["ngram"].to_json() and other_hedge.weights != hedge.weights
+    assert Kinds({"ngram": NgramDrafter()}).of("warm")[1].weights == Hedge(["ngram"]).weights
 
 
 def test_the_leader_follows_what_was_really_gained() -> None:

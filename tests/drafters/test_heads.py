@@ -20,7 +20,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.eagle import WINDOW, EagleDrafter
+from edgespec.drafters.eagle import AT_ONCE, EagleDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
@@ -167,7 +167,7 @@ def test_eagle_forgets_what_is_far_and_what_it_predicted(tiny_engine: Any) -> No
             assert drafter.num_uncached(text[: length + 1]) == 0
             assert drafter.num_uncached(text[: length + 4]) == 3
     assert len(set(sizes[30:])) == 1  # bounded, whatever the length of the text
-    assert drafter.num_uncached(text) <= WINDOW
+    assert drafter.num_uncached(text) == AT_ONCE
 
 
 def test_a_draft_ends_with_the_text_and_where_no_state_is_known(tiny_engine: Any) -> None:
