@@ -36,6 +36,12 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def shown_path(path: object) -> str:
+    """repr of a path for an error message, whole unless it is very long: its end says most."""
+    text = repr(str(path))
+    return text if len(text) <= 400 else f"{text[:100]}...{text[-297:]}"
+
+
 class UsageError(EdgespecError):
     pass
 

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 
 from edgespec.engines.trial import check_model_file
-from edgespec.errors import Busy, CapabilityError, ConfigError, ModelFileError, ModelNotFound, shown
+from edgespec.errors import Busy, CapabilityError, ConfigError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.formats.manifest import (
     ENGINE_TABLES,
@@ -112,7 +112,7 @@ def add(path: Path, name: str = "", draft: Path | None = None) -> str:
     """
     where = _absolute(path)
     if not is_file(where) and not is_folder(where):
-        raise ModelNotFound(f"no file or folder {shown(str(path))}: give a .gguf or .onnx file, or a folder with one")
+        raise ModelNotFound(f"no file or folder {shown_path(path)}: give a .gguf or .onnx file, or a folder with one")
     found = model_in(where)
     chosen = check_name(name or _name_for(where))
     with one_writer(chosen) as folder:

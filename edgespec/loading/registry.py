@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown
+from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown, shown_path
 from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 from edgespec.formats.gguf.split import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
@@ -136,22 +136,22 @@ def model_in(path: Path) -> Path:
             each.name for each in path.iterdir() if each.suffix in SUFFIXES and not _is_later_part(each.name)
         )
     except OSError as exc:
-        raise ModelFileError(f"folder {shown(str(path))} cannot be read: {exc.strerror or exc}") from exc
+        raise ModelFileError(f"folder {shown_path(path)} cannot be read: {exc.strerror or exc}") from exc
     names = [name for name in names if not NO_MODEL.search(name)] or names
     if len(names) == 1:
         return path / names[0]
     if names:
         raise ModelFileError(
-            f"folder {shown(str(path))} holds several models, give one of the files: {', '.join(names)}"
+            f"folder {shown_path(path)} holds several models, give one of the files: {', '.join(names)}"
         )
     if (fix := eagle3_fix(path)) is not None:
         raise ModelFileError(fix)
     if is_file(path / "config.json"):
         raise ModelFileError(
-            f"{shown(str(path))} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"
+            f"{shown_path(path)} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"
         )
     raise ModelFileError(
-        f"folder {shown(str(path))} holds no {MANIFEST} and no .gguf or .onnx file: give one that does"
+        f"folder {shown_path(path)} holds no {MANIFEST} and no .gguf or .onnx file: give one that does"
     )
 
 
@@ -182,7 +182,7 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
     if not is_file(path):
         hint = _with_suffix(path)
         raise (None if hint else _how_to_get(text)) or ModelNotFound(
-            f"no file {shown(text)}: {hint}give a .gguf or .onnx file, a folder with one, or a registered name"
+            f"no file {shown_path(text)}: {hint}give a .gguf or .onnx file, a folder with one, or a registered name"
         )
     if path.suffix not in SUFFIXES:
         if _begins_as_gguf(path):
@@ -255,6 +255,6 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     if not is_file(path) or path.suffix not in SUFFIXES:
         hint = _with_suffix(path)
         raise (None if hint else _how_to_get(text)) or ModelNotFound(
-            f"no {role} file {shown(str(given))}: {hint}give the path of a .gguf or .onnx file, or the name of a model"
+            f"no {role} file {shown_path(given)}: {hint}give the path of a .gguf or .onnx file, or the name of a model"
         )
     return ModelFile(path)

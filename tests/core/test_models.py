@@ -74,15 +74,15 @@ def test_paths(home: Path, tmp_path: Path):
     assert [file.sha256 for file in alone.files.values()] == [None]
 
 
-def test_a_given_draft_replaces_the_pairs_own(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)  # a long path would be cut in the message
+def test_a_given_draft_replaces_the_pairs_own(home: Path, tmp_path: Path):
     write_pair(home / "pair")
     other = tmp_path / "other.gguf"
     other.write_bytes(b"x")
     assert resolve("pair", other).draft == other
     assert resolve("pair").draft == home / "pair" / "d.gguf"
-    with pytest.raises(ModelNotFound, match=r"no draft file .*absent\.gguf"):
-        resolve("pair", Path("absent.gguf"))
+    for folder in (tmp_path, tmp_path / ("deep" * 50), tmp_path / "/".join(["deep"] * 300)):
+        with pytest.raises(ModelNotFound, match=r"no draft file .*absent\.gguf"):
+            resolve("pair", folder / "absent.gguf")
 
 
 def test_a_folder_that_is_given_as_draft_is_the_model_in_it(home: Path, tmp_path: Path):
