@@ -16,7 +16,7 @@ from edgespec.cli import say
 from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
-from edgespec.formats.files import expanded, resolved
+from edgespec.formats.files import exists, expanded, resolved
 
 if TYPE_CHECKING:
     from edgespec.export.pair import Exported
@@ -108,7 +108,8 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 @click.option("--force", is_flag=True, help="Replace an existing pair, once the new one is complete.")
 @click.option("-t", "--threads", type=int, metavar="N", help="Maximum number of threads.")
 def command(**given: Any) -> int:
-    """Make a pair folder from SOURCE: a Hugging Face folder or hub id, or with --to onnx also a GGUF file.
+    """Make a pair folder from SOURCE: a Hugging Face folder or hub id, or with --to onnx also a GGUF file, or a model
+    that was pulled or added.
 
     GGUF files are checked against transformers; ONNX graphs, which need no torch, against llama.cpp if transformers is
     not installed. An interrupted export continues when the same command is run again.
@@ -151,12 +152,13 @@ def _request(
     )
 
     formats = parse_formats(to)
+    if output is None:
+        output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
+    source = _weights_of(source)
     if derive == "early-exit:auto":
         derive = _chosen_exit(expanded(source), rest["threads"])
     derivation = None if derive is None else Derivation.parse(derive)
     chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
-    if output is None:
-        output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
     heads = expanded(draft) if draft is not None and draft.lower().endswith(".npz") else None
     if draft is None and derivation is None and (heads := shipped_heads(expanded(source), chosen.get("onnx"))):
         note("with the heads that edgespec has for this file, which draft for it (--draft none leaves them out)")
@@ -173,6 +175,18 @@ def _request(
         made_by=f"edgespec {__version__}",
         **rest,
     )
+
+
+def _weights_of(source: str) -> str:
+    """The GGUF of a model that runs by this name; `source` itself for a path and for what may be a hub id.
+
+    Raises as `resolve`, CapabilityError for a model without one.
+    """
+    from edgespec.loading.registry import folder_of, resolve
+
+    if "/" in source or exists(expanded(source)) or folder_of(source) is None:
+        return source
+    return str(resolve(source, engine="llamacpp").target)
 
 
 def _chosen_exit(folder: Path, threads: int | None) -> str:

@@ -80,6 +80,20 @@ def test_a_pair_is_made_and_runs(tmp_path):
     assert (answer["model"], answer["drafter"], len(answer["token_ids"])) == ("Demo-8M", "auto", 4)
 
 
+def test_a_model_is_exported_by_the_name_that_it_runs_by(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["export", "demo", "--to", "onnx", "--quant", "int8", "--no-check"])
+    assert result.exit_code == 0, result.output
+    made = read_pair(tmp_path / "demo-pair").files["target"]
+    assert made.engine == "onnx" and made.path.is_relative_to(tmp_path)
+    onnx_only = tmp_path / "home" / "models" / "other"
+    shutil.copytree(tmp_path / "demo-pair", onnx_only)
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    assert_refused(export("other", tmp_path / "out", "--to", "onnx"), "other", "llamacpp")
+    (tmp_path / "demo").mkdir()  # a folder comes before a name
+    assert_refused(export("demo", tmp_path / "out", "--to", "onnx"), "demo", "safetensors")
+
+
 def test_drafts_derived_from_the_target(tmp_path):
     early = export(TARGET, tmp_path / "early", "--derive", "early-exit:5", "--no-check")
     assert early.exit_code == 0, early.output
