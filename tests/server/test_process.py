@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,20 @@ PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 QUESTIONS = ("Find me a bus to Fresno.", "Book a hotel in Paris.", "What is the weather?", "Play some jazz.")
 
 
-@pytest.fixture(scope="module")
-def server(private_home: Path) -> Iterator[subprocess.Popen[bytes]]:
+@contextmanager
+def started(private_home: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server and its address."""
     with served(private_home, "-v", "--port", "0", "--reproducible", "--exit-with-stdin") as process:
-        yield process
+        announced = read_line(process)
+        assert announced["event"] == "listening" and announced["pid"] == process.pid
+        assert announced["url"].startswith("http://127.0.0.1:")
+        yield process, announced["url"]
 
 
 @pytest.fixture(scope="module")
-def url(server: subprocess.Popen[bytes]) -> str:
-    announced = read_line(server)
-    assert announced["event"] == "listening" and announced["pid"] == server.pid
-    assert announced["url"].startswith("http://127.0.0.1:")
-    return announced["url"]
+def url(private_home: Path) -> Iterator[str]:
+    with started(private_home) as (_, address):
+        yield address
 
 
 def ask(url: str, question: str, **fields: Any) -> httpx.Response:
@@ -129,13 +132,15 @@ def test_the_page_on_the_server_is_true(url: str):
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
-def test_the_end_of_standard_input_ends_it(server: subprocess.Popen[bytes], url: str):
-    """Last in this file: the server is gone after it."""
-    assert server.poll() is None and server.stdin is not None
-    server.stdin.close()
-    assert server.wait(ENDS_WITHIN_S) == 0
-    server.stdin = None
-    log = errors_of(server)
+def test_the_end_of_standard_input_ends_it(private_home: Path):
+    with started(private_home) as (server, address):
+        for question in QUESTIONS[:2]:
+            assert ask(address, question).status_code == 200
+        assert server.poll() is None and server.stdin is not None
+        server.stdin.close()
+        assert server.wait(ENDS_WITHIN_S) == 0
+        server.stdin = None
+        log = errors_of(server)
     assert "Traceback" not in log and not any(question in log for question in QUESTIONS)
     assert re.search(r"^note: answer: \d+ tokens at [\d.]+ tokens/s", log, re.MULTILINE), log
 
