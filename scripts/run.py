@@ -29,6 +29,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import textwrap
@@ -188,8 +189,7 @@ def split_backends(words: list[str]) -> tuple[list[str], list[str]]:
 def install_backends(names: list[str], backends: list[str]) -> int:
     """Compile llama.cpp with `backends` and put it in place of the one that is there; it is kept until then."""
     make_ready([name for name in names if name != "llamacpp"], "")
-    settings = [os.environ.get("CMAKE_ARGS", ""), *(BACKENDS[backend] for backend in backends)]
-    os.environ["CMAKE_ARGS"] = " ".join(filter(None, settings))
+    set_compiler(backends)
     with setup_lock():
         say(f"compiling llama.cpp with {', '.join(backends)}: 6 to 10 minutes on two cores, longer for a GPU")
         shutil.rmtree(WHEELS, ignore_errors=True)
@@ -202,6 +202,16 @@ def install_backends(names: list[str], backends: list[str]) -> int:
         step("installing it", command, log=LOG)
         install(sorted({"llamacpp", *names, *installed_extras()} & requirements().keys()))
     return 0
+
+
+def set_compiler(backends: list[str]) -> None:
+    """Leave out of llama.cpp what edgespec never loads, half of the work: images, sound and the tools' library."""
+    text_only = (
+        "-DLLAVA_BUILD=OFF",
+        f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={(ROOT / 'scripts' / 'llamacpp.cmake').as_posix()}",
+    )
+    settings = [*map(shlex.quote, text_only), os.environ.get("CMAKE_ARGS", ""), *(BACKENDS[name] for name in backends)]
+    os.environ["CMAKE_ARGS"] = " ".join(filter(None, settings))
 
 
 def why_llamacpp(arguments: list[str]) -> str:
@@ -390,6 +400,7 @@ def build_llamacpp(why: str) -> None:
         f"{why or 'this environment'} needs llama.cpp: a prebuilt wheel is used if pip finds one, else it is compiled "
         "once, 6 to 10 minutes on two cores\nCtrl-C skips it: the demo and ONNX models run without"
     )
+    set_compiler([])
     WHEELS.mkdir(exist_ok=True)
     command = pip("wheel", "--verbose", "--no-deps", f"--wheel-dir={WHEELS}", *requirements()["llamacpp"])
     step("building llama.cpp", command, log=VENV / "llamacpp.log")
