@@ -34,7 +34,7 @@ _NO_MEMORY = ("allocate memory", "map segment", "bad_alloc")
 _MOST_REASON = 200  # characters
 # What importing a library raises that has no memory for a part of itself, or is damaged; MemoryError is one for all.
 IMPORT_FAILURES = (ImportError, AttributeError, NameError, OSError, RuntimeError, SystemError, TypeError)
-COMPILES = "a prebuilt wheel is used if pip finds one, else it is compiled once: 6 to 10 minutes on two cores"
+COMPILES = "a prebuilt wheel is used if pip finds one, else it is compiled once: 4 to 10 minutes on two cores"
 
 
 def is_importable(module: str) -> bool:

@@ -12,7 +12,7 @@
 
 The first call installs, in half a minute and without a compiler. A later call starts at once and needs no network.
 GGUF files, --engine llamacpp and the tests need llama.cpp, which is installed when it is first asked for: a ready wheel
-where pip finds one, else it is compiled, 6 to 10 minutes on two cores. Ctrl-C stops that and keeps all that was there.
+where pip finds one, else it is compiled, 4 to 6 minutes on two cores. Ctrl-C stops that and keeps all that was there.
 Further settings for the compiler go through CMAKE_ARGS.
 """
 
@@ -191,7 +191,7 @@ def install_backends(names: list[str], backends: list[str]) -> int:
     make_ready([name for name in names if name != "llamacpp"], "")
     set_compiler(backends)
     with setup_lock():
-        say(f"compiling llama.cpp with {', '.join(backends)}: 6 to 10 minutes on two cores, longer for a GPU")
+        say(f"compiling llama.cpp with {', '.join(backends)}: 4 to 6 minutes on two cores, longer for a GPU")
         shutil.rmtree(WHEELS, ignore_errors=True)
         WHEELS.mkdir()
         wanted = requirements()["llamacpp"]
@@ -259,7 +259,7 @@ def is_gguf(model: str) -> bool:
 
 
 def begins_as_gguf(path: Path) -> bool:
-    """Other files are refused without llama.cpp, which takes ten minutes to compile."""
+    """Other files are refused without llama.cpp, which takes minutes to compile."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
@@ -398,7 +398,7 @@ def build_llamacpp(why: str) -> None:
     """Get a wheel of llama.cpp, which touches nothing in the environment: that stays ready meanwhile."""
     say(
         f"{why or 'this environment'} needs llama.cpp: a prebuilt wheel is used if pip finds one, else it is compiled "
-        "once, 6 to 10 minutes on two cores\nCtrl-C skips it: the demo and ONNX models run without"
+        "once, 4 to 6 minutes on two cores\nCtrl-C skips it: the demo and ONNX models run without"
     )
     set_compiler([])
     WHEELS.mkdir(exist_ok=True)

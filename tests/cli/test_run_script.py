@@ -103,7 +103,7 @@ def test_llama_cpp_is_built_last_and_alone(script, installed, tmp_path, capsys):
     assert wheel[3] == "wheel" and wheel[-1] == "llama-cpp-python>=0.3"
     assert complete[-1] == f"{tmp_path}[llamacpp,test]"
     said = capsys.readouterr().err
-    assert "x.gguf needs llama.cpp" in said and "6 to 10 minutes" in said and "Ctrl-C skips it" in said
+    assert "x.gguf needs llama.cpp" in said and "4 to 6 minutes" in said and "Ctrl-C skips it" in said
     assert script.is_ready(["llamacpp", "test"])
 
 

@@ -112,7 +112,7 @@ def require_rpc(what: str) -> None:
     """Raises CapabilityError, with the command that builds it, where llama.cpp has no RPC backend."""
     if not library().llama_supports_rpc():
         raise CapabilityError(
-            f"{what} needs llama.cpp with its RPC backend, which this build does not have. Build it (6 to 10 minutes "
+            f"{what} needs llama.cpp with its RPC backend, which this build does not have. Build it (4 to 10 minutes "
             f"on two cores): {build_command('rpc')}"
         )
 
