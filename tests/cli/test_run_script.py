@@ -37,6 +37,7 @@ def load_script() -> ModuleType:
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """The script as if its checkout lay in `tmp_path`, with a Python that is there."""
+    monkeypatch.setenv("CMAKE_ARGS", "")  # the script adds to it: not for the tests that follow
     module = load_script()
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / ".venv").mkdir()
@@ -104,6 +105,7 @@ def test_llama_cpp_is_built_last_and_alone(script, installed, tmp_path, capsys):
     assert complete[-1] == f"{tmp_path}[llamacpp,test]"
     said = capsys.readouterr().err
     assert "x.gguf needs llama.cpp" in said and "4 to 6 minutes" in said and "Ctrl-C skips it" in said
+    assert "LLAVA_BUILD=OFF" in os.environ["CMAKE_ARGS"] and SCRIPT.with_name("llamacpp.cmake").is_file()
     assert script.is_ready(["llamacpp", "test"])
 
 
