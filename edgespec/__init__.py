@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
     from edgespec.config import GenerateOptions, LoadOptions
     from edgespec.generation.handle import Generation, Result
+    from edgespec.reports import Stats, TokenEvent
     from edgespec.runtime import Model, load
     from edgespec.sampling import Sampling
-    from edgespec.types import Stats, TokenEvent
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "load",
 ]
 _HOMES = {"Model": "runtime", "load": "runtime", "Generation": "generation.handle", "Result": "generation.handle"}
-_HOMES |= {"Sampling": "sampling", "Stats": "types", "TokenEvent": "types"}
+_HOMES |= {"Sampling": "sampling", "Stats": "reports", "TokenEvent": "reports"}
 _HOMES |= {"GenerateOptions": "config", "LoadOptions": "config"}
 
 

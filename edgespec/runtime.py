@@ -36,8 +36,9 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
 from edgespec.memory.report import MemoryReport
 from edgespec.memory.verdict import Room
+from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampling
-from edgespec.types import Progress, RoundRecord, Stats
+from edgespec.types import Progress
 
 if TYPE_CHECKING:
     from edgespec.chat.parts import AnswerParts

@@ -23,10 +23,10 @@ from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.errors import Cancelled
 from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.reports import RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.tuning.verify import Divergence, first_divergence
-from edgespec.types import RoundRecord, Stats, TokenEvent
 
 _WARM_UP_TOKENS = 16
 _TRIALS = 3  # of either mode; the fastest counts, as a model is slow at first and other programs disturb

@@ -13,8 +13,8 @@ from statistics import fmean
 
 from edgespec.bench.race import Lap, Outcome
 from edgespec.control.length import ceiling, expected_speedup
+from edgespec.reports import RoundRecord
 from edgespec.tuning.verify import Divergence
-from edgespec.types import RoundRecord
 
 _SAME_MODE = 0.01  # up to this difference, the modes are equally fast
 NEAR = 0.05  # speeds that differ by less count as equal

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.types import RoundRecord, Stats, TokenEvent
+from edgespec.reports import RoundRecord, Stats, TokenEvent
 
 Piece = tuple[str, str | None]
 STATS_KEYS = tuple(field.name for field in dataclasses.fields(Stats))

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from edgespec.bench.record import Measurement
-from edgespec.types import RoundRecord
+from edgespec.reports import RoundRecord
 
 NUM_BINS = 10
 POSITION_STEP = 16

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from edgespec.bench.energy import EnergyMeter
 from edgespec.bench.record import Measurement, Trial, digest_of
 from edgespec.config import GenerateOptions, keywords_of
+from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.tuning.workload import BenchPrompt
-from edgespec.types import RoundRecord, TokenEvent
 
 _WARM_UP_TOKENS = 16
 

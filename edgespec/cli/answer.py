@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from edgespec.chat.reasoning import Reasoning
 from edgespec.cli import has_escapes, printable
 from edgespec.cli.terminal import note
-from edgespec.types import TokenEvent
+from edgespec.reports import TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 DRAFT_COLOUR = "cyan"

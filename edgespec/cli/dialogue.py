@@ -11,7 +11,7 @@ from edgespec.cli.session import Session
 from edgespec.cli.terminal import counted, note, reply
 from edgespec.config import RANDOM_SEED
 from edgespec.generation.totals import Totals
-from edgespec.types import Stats
+from edgespec.reports import Stats
 
 LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 

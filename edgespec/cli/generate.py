@@ -21,7 +21,7 @@ from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Result
 from edgespec.installation import quoted
 from edgespec.loading.registry import is_known, resolve
-from edgespec.types import Stats
+from edgespec.reports import Stats
 
 STATS_KEYS = (
     "prompt_tokens",

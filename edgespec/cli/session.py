@@ -31,10 +31,10 @@ from edgespec.formats.files import exists
 from edgespec.loading.draft_hint import new_draft_hint
 from edgespec.loading.opening import has_chat_template, require_writer_file
 from edgespec.loading.requirements import resolve_pair
+from edgespec.reports import Stats
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 from edgespec.tuning.profiles import profile_in_effect
-from edgespec.types import Stats
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from edgespec.cli.terminal import note
 from edgespec.config.settings import REMEMBERING
 from edgespec.errors import ConfigError
 from edgespec.generation.totals import Totals
+from edgespec.reports import Stats
 from edgespec.tuning.verify import Comparison, Divergence, Report, comparisons
-from edgespec.types import Stats
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 from edgespec.control import constants as c
 from edgespec.control.bank import TimeBank
 from edgespec.control.run_cost import RunCosts
-from edgespec.types import RoundRecord
+from edgespec.reports import RoundRecord
 
 
 class Accounts:

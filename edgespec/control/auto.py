@@ -27,7 +27,8 @@ from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts, 
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.pass_request import Passes
-from edgespec.types import RoundRecord, TokenIds, Verdict
+from edgespec.reports import RoundRecord
+from edgespec.types import TokenIds, Verdict
 
 
 class AutoController(Controller):

@@ -14,7 +14,8 @@ from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.forced import FORCED, ForcedDrafter
 from edgespec.engines.pass_request import Passes
-from edgespec.types import EMPTY_DRAFT, Draft, RoundRecord, TokenIds, Verdict
+from edgespec.reports import RoundRecord
+from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
 
 
 class Proposal(NamedTuple):

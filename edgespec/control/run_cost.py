@@ -10,7 +10,7 @@ from edgespec.control.cost import WIDEST, CostCurve
 from edgespec.control.draft_cost import DraftCost, RoundCost
 from edgespec.control.length import Prices, least_ahead
 from edgespec.control.sharing import Sharing, parts_of, seconds_of, whole_s
-from edgespec.types import RoundRecord
+from edgespec.reports import RoundRecord
 
 
 class RunCosts:

@@ -23,7 +23,7 @@ from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.registry import resolve
-from edgespec.types import RoundRecord, Stats
+from edgespec.reports import RoundRecord, Stats
 
 OnRound = Callable[[RoundRecord], None]
 _KIND = "advice"

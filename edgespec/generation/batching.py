@@ -27,8 +27,9 @@ from edgespec.generation.handle import Generation, Result
 from edgespec.generation.members import Member, Room, num_rows_of
 from edgespec.generation.pass_shares import share_draft, share_target, shared_costs
 from edgespec.generation.slots import Slots
+from edgespec.reports import PromptProgress, TokenEvent
 from edgespec.sampling.acceptance import RULES
-from edgespec.types import Logits, PromptProgress, TokenEvent, packed
+from edgespec.types import Logits, packed
 
 # Of prompts in a pass that answers wait for: more would make them wait for long. Half where hidden states are read,
 # since a pass with those may ask for logits of all its rows.

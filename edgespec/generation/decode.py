@@ -22,8 +22,9 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.engines.pass_request import PassRequest
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import Run
+from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, Rule, TargetAt
-from edgespec.types import Distribution, Draft, Logits, RoundRecord, TokenEvent, TokenIds, Verdict
+from edgespec.types import Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")
 Steps = Generator[TokenEvent | PassRequest, Any, Returned]

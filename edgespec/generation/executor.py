@@ -37,8 +37,8 @@ from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
 from edgespec.generation.turn import Claim, Turn
 from edgespec.memory.report import MemoryReport
+from edgespec.reports import Stats, TokenEvent
 from edgespec.sampling.acceptance import RULES
-from edgespec.types import Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 logger = logging.getLogger("edgespec")

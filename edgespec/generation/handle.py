@@ -14,7 +14,7 @@ from edgespec.errors import Cancelled
 from edgespec.generation.executor import Events, Executor
 from edgespec.generation.request import Request
 from edgespec.generation.turn import Caller, Claim
-from edgespec.types import FinishReason, Stats, TokenEvent
+from edgespec.reports import FinishReason, Stats, TokenEvent
 
 Returned = TypeVar("Returned")
 

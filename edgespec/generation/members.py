@@ -16,7 +16,7 @@ from edgespec.generation.decode import Steps
 from edgespec.generation.handle import Generation
 from edgespec.generation.run_state import Run
 from edgespec.generation.slots import Slot
-from edgespec.types import TokenEvent
+from edgespec.reports import TokenEvent
 
 MOST_OUTPUTS = WIDEST - 1  # rows with logits in a pass
 

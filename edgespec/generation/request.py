@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from edgespec.config import DrafterName, GenerateOptions, RuleName
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.run_state import Run
+from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampler
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import RoundRecord, Stats, TokenIds
+from edgespec.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from edgespec.generation.executor import Executor
 from edgespec.generation.inputs import checked_ids, of_kind, require_writer
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import check_prompt
+from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraint, Constraints
-from edgespec.types import RoundRecord, TokenIds
+from edgespec.types import TokenIds
 
 
 class RequestMaker:

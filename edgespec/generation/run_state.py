@@ -17,9 +17,10 @@ from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
 from edgespec.errors import Cancelled, PromptError
+from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.stopping import StopRules, TextStream
-from edgespec.types import Logits, PromptProgress, RoundRecord, Stats, TokenEvent, TokenIds
+from edgespec.types import Logits, TokenIds
 
 
 class PassShare(NamedTuple):

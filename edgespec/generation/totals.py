@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.types import Stats
+from edgespec.reports import Stats
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.types import FinishReason
+from edgespec.reports import FinishReason
 from edgespec.vocabulary import IncrementalDecoder, Vocabulary
 
 

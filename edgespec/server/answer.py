@@ -9,10 +9,10 @@ from typing import Any
 from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
+from edgespec.reports import PromptProgress, Stats, TokenEvent
 from edgespec.server.figures import timings
 from edgespec.server.http_errors import HttpError
 from edgespec.server.ticket import Ticket
-from edgespec.types import PromptProgress, Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from edgespec.config import GenerateOptions, LoadOptions
 from edgespec.engines.base import EngineFacts
-from edgespec.types import Stats
+from edgespec.reports import Stats
 
 
 def answer_line(

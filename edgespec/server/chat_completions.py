@@ -11,13 +11,13 @@ from typing import Any
 from edgespec import __version__
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
+from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.figures import logprobs_of, usage
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.service import Loaded
 from edgespec.server.ticket import Job, Ticket
-from edgespec.types import TokenEvent
 
 FINGERPRINT = f"edgespec-{__version__}"
 

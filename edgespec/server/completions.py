@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
@@ -34,7 +35,6 @@ from edgespec.server.options import (
 from edgespec.server.service import Limits, Loaded
 from edgespec.server.structure import read_structure
 from edgespec.server.ticket import Job, Ticket
-from edgespec.types import TokenEvent
 
 MOST_LOGPROBS = 20  # OpenAI's limit is 5, Ollama's and llama-server's clients ask for more
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from edgespec.types import Stats, TokenEvent
+from edgespec.reports import Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.reports import PromptProgress
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.service import Loaded
-from edgespec.types import PromptProgress
 
 OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
 _THEIR_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")  # llama.cpp's default

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Self
 
+from edgespec.reports import RoundRecord, Stats
 from edgespec.server.histogram import Histogram
-from edgespec.types import RoundRecord, Stats
 
 Rows = Iterable[tuple[str, float]]
 

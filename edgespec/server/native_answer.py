@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.config import GenerateOptions
+from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampling
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.exchange import Exchange, sse
@@ -19,7 +20,6 @@ from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.options import SAMPLING
 from edgespec.server.service import Loaded
 from edgespec.server.ticket import Ticket
-from edgespec.types import TokenEvent
 from edgespec.vocabulary import Vocabulary
 
 # The end of an answer whose prompt was only read: the engine has made a token of it all the same.

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
+from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer
 from edgespec.server.call_grammar import ANY_OBJECT
 from edgespec.server.chat_request import MOST_TOP_LOGPROBS, read_chat
@@ -24,7 +25,6 @@ from edgespec.server.ollama_facts import require_served
 from edgespec.server.options import MOST_TOKENS, SAMPLING
 from edgespec.server.service import Loaded, Names
 from edgespec.server.ticket import Ticket
-from edgespec.types import TokenEvent
 
 _EFFORTS = ("low", "medium", "high")
 _OPTIONS = (*SAMPLING, "stop")

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
+from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.runtime import Model
 from edgespec.server.answer_line import answer_line
 from edgespec.server.embedding_queue import EmbeddingQueue, stopping
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
 from edgespec.server.ticket import Job, Ticket
-from edgespec.types import RoundRecord, TokenEvent
 
 __all__ = ["Job", "Scheduler", "Ticket"]
 logger = logging.getLogger("edgespec")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from edgespec import __version__
+from edgespec.reports import Stats
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
@@ -30,7 +31,6 @@ from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.residence import Loading
 from edgespec.server.service import Service
 from edgespec.server.services import Services
-from edgespec.types import Stats
 
 PROTOCOL = 1
 _READERS: dict[str, Read] = {"chat": read_chat, "generate": read_completion}

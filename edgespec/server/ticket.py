@@ -11,9 +11,9 @@ from time import monotonic
 
 from edgespec.config import GenerateOptions
 from edgespec.generation.handle import Generation
+from edgespec.reports import FinishReason, PromptProgress, Stats, TokenEvent
 from edgespec.sampling import Sampling
 from edgespec.server.metrics import Metrics
-from edgespec.types import FinishReason, PromptProgress, Stats, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from edgespec.config import DrafterName, GenerateOptions
 from edgespec.control.cost import WIDEST, CostCurve
 from edgespec.control.length import ceiling, expected_speedup
 from edgespec.errors import ConfigError, PromptError
+from edgespec.reports import RoundRecord, Stats
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.types import RoundRecord, Stats
 
 LENGTHS = tuple(range(13))
 _WARM_UP_TOKENS = 8

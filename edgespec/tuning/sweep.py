@@ -20,10 +20,10 @@ from statistics import median
 from edgespec.config import DrafterName, DraftLength, EngineName, GenerateOptions
 from edgespec.errors import CapabilityError, EdgespecError, PromptError
 from edgespec.generation.totals import Totals
+from edgespec.reports import Stats
 from edgespec.runtime import Model
 from edgespec.tuning.same_model import KnownVocabulary
 from edgespec.tuning.settings_grid import Candidate, Loaded, TuneRequest, candidates, needed
-from edgespec.types import Stats
 
 logger = logging.getLogger("edgespec")
 SHARES = (0.25, 0.5, 1.0)  # fraction of the prompts decoded in each round

@@ -15,9 +15,9 @@ from typing import Protocol
 from edgespec.config import GenerateOptions
 from edgespec.generation.totals import Totals
 from edgespec.loading.sample_prompts import PROMPTS, BuiltInPrompt
+from edgespec.reports import Stats
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.types import Stats
 
 _WARM_UP_TOKENS = 8
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.types import Stats, TokenEvent
+from edgespec.reports import Stats, TokenEvent
 from measure_default import fresh_home, prompts_of
 
 PLAIN, AGAIN = "fastest plain", "fastest plain again"

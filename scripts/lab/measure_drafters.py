@@ -31,7 +31,7 @@ from edgespec.drafters.spec import SPECS
 from edgespec.formats.head_file import read_head_file
 from edgespec.loading.heads import open_heads
 from edgespec.loading.registry import resolve
-from edgespec.types import Stats
+from edgespec.reports import Stats
 
 PLAIN, MEDIUM = "none", "medium"
 NEED_MEDIUM = {"hierarchical", MEDIUM}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import edgespec
 from code_edits import edits
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.types import Stats
+from edgespec.reports import Stats
 from measure_default import fresh_home, prompts_of
 
 PLAIN, DEFAULT = "plain", "default"

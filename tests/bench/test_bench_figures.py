@@ -16,7 +16,7 @@ from edgespec.bench.rounds import (
     reliability,
 )
 from edgespec.bench.summary import Spread, Summary, median_pass_s
-from edgespec.types import RoundRecord, Stats
+from edgespec.reports import RoundRecord, Stats
 
 
 def measurement(

@@ -39,9 +39,9 @@ from edgespec.control.draft_cost import DraftCost
 from edgespec.control.length import expected_speedup
 from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, ModelNotFound, PromptError
+from edgespec.reports import RoundRecord, Stats, TokenEvent
 from edgespec.tuning.profiles import new_profile, profile_path, save_profile
 from edgespec.tuning.verify import Divergence
-from edgespec.types import RoundRecord, Stats, TokenEvent
 
 GREEDY = Sampling(temperature=0.0)
 FEW = GenerateOptions(max_tokens=24)

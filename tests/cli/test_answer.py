@@ -12,7 +12,7 @@ from edgespec.chat.marks import KNOWN_MARKS
 from edgespec.chat.reasoning import Reasoning
 from edgespec.cli.answer import AnswerPrinter, ToolCalls, WordWrap, readable
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
-from edgespec.types import TokenEvent
+from edgespec.reports import TokenEvent
 
 TEXT = "The quick brown fox jumps over the lazy dog, twice.\nThen it sleeps."
 

@@ -13,7 +13,7 @@ import edgespec
 from bench_table import table_model
 from edgespec.control.advice import Evidence, advice
 from edgespec.engines.conditions import Conditions
-from edgespec.types import RoundRecord, Stats
+from edgespec.reports import RoundRecord, Stats
 
 CALM = Conditions(disk_reads=100, stalled=0.0, throttled=3, clock=1.0, load=0.5)
 GOOD = Evidence("demo", passes=100, threads=4, cores=4, drafted=300, accepted=200, fixed_length=4, loss=0.7)

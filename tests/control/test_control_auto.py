@@ -19,8 +19,9 @@ from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.pass_request import at_once
+from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import Draft, Evidence, RoundRecord, TokenIds, Verdict, one_hot
+from edgespec.types import Draft, Evidence, TokenIds, Verdict, one_hot
 from simulation import (
     CURVES,
     LLAMA_Q4_K_M,

@@ -17,7 +17,8 @@ from edgespec.control.bank import TimeBank
 from edgespec.control.constants import START_PASSES
 from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
-from edgespec.types import Draft, RoundRecord
+from edgespec.reports import RoundRecord
+from edgespec.types import Draft
 from simulation import (
     LLAMA_Q8_0,
     PLAIN_S,

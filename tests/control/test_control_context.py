@@ -10,7 +10,7 @@ from edgespec.control.auto import AutoController
 from edgespec.control.cost import ContextCost, CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.control.prior import PriorCurve
-from edgespec.types import RoundRecord
+from edgespec.reports import RoundRecord
 from simulation import (
     DRAFT_SHARE,
     ORT_INT8,

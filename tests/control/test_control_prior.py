@@ -20,7 +20,8 @@ from edgespec.control.measure import cost_key, known_curve, known_draft_cost, st
 from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.table import TableEngine
-from edgespec.types import Batch, Logits, RoundRecord, Verdict
+from edgespec.reports import RoundRecord
+from edgespec.types import Batch, Logits, Verdict
 
 
 def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> PriorCurve:

@@ -16,8 +16,9 @@ from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
 from edgespec.engines.pass_request import at_once
+from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
-from edgespec.types import RoundRecord, Verdict
+from edgespec.types import Verdict
 from simulation import (
     FLAT,
     LLAMA_Q8_0,

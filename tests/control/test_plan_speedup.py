@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 
 from edgespec.cli.main import cli
 from edgespec.errors import ConfigError, PromptError
+from edgespec.reports import RoundRecord, Stats
 from edgespec.tuning.prompts import choose_prompts
 from edgespec.tuning.speedup import Costs, Trials, given_costs, plan
-from edgespec.types import RoundRecord, Stats
 
 GIVEN = ["--acceptance", "0.7", "--pass-ms", "1:24.6,2:30,4:36,8:72"]
 

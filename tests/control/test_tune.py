@@ -20,6 +20,7 @@ from edgespec.cli.main import cli
 from edgespec.cli.tune_view import _labels, _short
 from edgespec.config import LoadOptions
 from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.reports import Stats
 from edgespec.sampling import Sampling
 from edgespec.tuning.profiles import load_profile, new_profile, profile_path, save_profile
 from edgespec.tuning.settings_grid import (
@@ -33,7 +34,6 @@ from edgespec.tuning.settings_grid import (
     thread_counts,
 )
 from edgespec.tuning.sweep import Score, Sweep, prepare
-from edgespec.types import Stats
 
 HERE, PLAIN_MODE = Loaded("demo", "llamacpp", 1, None), Loaded("demo", "llamacpp", 1, False)
 PLAIN, UNPADDED = Candidate(HERE, "none", "auto"), Candidate(PLAIN_MODE, "none", "auto")

@@ -18,7 +18,8 @@ from bench_table import table_model
 from edgespec import GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.engines.parked import ParkedStates
 from edgespec.errors import CapabilityError, EngineError
-from edgespec.types import Batch, Logits, TokenEvent
+from edgespec.reports import TokenEvent
+from edgespec.types import Batch, Logits
 
 OPTIONS = GenerateOptions(max_tokens=30, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7] * 12, [3], [2, 2, 2], [9, 8, 7, 6], [0, 1], [5, 4, 3, 2, 1] * 7]

@@ -23,6 +23,7 @@ from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError, EngineError, SamplingError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint import library
@@ -30,7 +31,7 @@ from edgespec.sampling.constraint.grammar import Grammar, compiled
 from edgespec.sampling.constraint.library import Library
 from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Draft, TokenEvent
+from edgespec.types import Draft
 from laws import ALPHA_1E6, chi_square_score
 from lossless import SAMPLINGS
 

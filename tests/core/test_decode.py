@@ -21,10 +21,11 @@ from edgespec.engines.table import TableEngine
 from edgespec.errors import PromptError
 from edgespec.generation.decode import alone, autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Batch, Draft, Evidence, Logits, RoundRecord, TokenIds, Verdict
+from edgespec.types import Batch, Draft, Evidence, Logits, TokenIds, Verdict
 
 PROMPT = np.array([0, 1, 2], np.int32)
 

@@ -24,11 +24,12 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
+from edgespec.reports import Stats
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Stats, TokenIds
+from edgespec.types import TokenIds
 from lossless import PLAIN, VOCABULARY
 from tiny_heads import drafter_of as heads_drafter
 from tiny_heads import table_heads

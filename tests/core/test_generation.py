@@ -23,7 +23,8 @@ from demo import heed_interrupts
 from edgespec import Busy, EdgespecError, GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.errors import EngineError, StateError
 from edgespec.generation import wait_limit
-from edgespec.types import Batch, RoundRecord
+from edgespec.reports import RoundRecord
+from edgespec.types import Batch
 from waiting import reached, until
 
 LONG = GenerateOptions(max_tokens=200, ignore_eos=True)

@@ -22,7 +22,7 @@ PACKAGE = Path(edgespec.__file__).parent
 # A part of a subpackage that ranks below the rest of it has a line of its own: it is a component too.
 RANKS = {
     **dict.fromkeys(("errors", "closing"), -1),
-    **dict.fromkeys(("installation", "config.sizes", "config.endpoints"), 0),
+    **dict.fromkeys(("installation", "reports", "config.sizes", "config.endpoints"), 0),
     **dict.fromkeys(("types", "vocabulary", "config", "formats"), 1),
     **dict.fromkeys(("config.settings", "chat", "engines"), 2),
     **dict.fromkeys(("sampling.noise", "sampling.stopping", "sampling.constraint"), 2),

@@ -24,12 +24,12 @@ from edgespec.errors import ConfigError, StateError
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.reports import TokenEvent
 from edgespec.runtime import Model
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import TokenEvent
 from lossless import PLAIN, make_drafter
 
 LETTERS = 20

@@ -11,7 +11,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.types import RoundRecord
+from edgespec.reports import RoundRecord
 from structures import SCHEMAS, record, some, text, whole
 
 pytest.importorskip("llguidance")

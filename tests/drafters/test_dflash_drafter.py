@@ -20,10 +20,11 @@ from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampler, Sampling
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Draft, TokenEvent, TokenIds
+from edgespec.types import Draft, TokenIds
 from laws import ALPHA_1E6, chi_square_score
 from tiny_heads import LAYERS, OpenBlock
 

@@ -25,10 +25,11 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Draft, Logits, RoundRecord, Verdict
+from edgespec.types import Draft, Logits, Verdict
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from laws import ALPHA_1E6, law_score
 from lossless import DEMO, GREEDY, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, run_once, side_branches

@@ -22,10 +22,11 @@ from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.stopping import StopRules
-from edgespec.types import Batch, Draft, Logits, RoundRecord
+from edgespec.types import Batch, Draft, Logits
 from laws import ALPHA_1E6, law_score
 from lossless import DEMO, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once, side_branches
 

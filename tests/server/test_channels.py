@@ -22,13 +22,13 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.channels import ChannelSplitter, call_header
 from edgespec.cli.main import cli
+from edgespec.reports import Stats
 from edgespec.server.answer import Piece
 from edgespec.server.app import create_app
 from edgespec.server.call_grammar import terminal
 from edgespec.server.messages import MessagesExchange
 from edgespec.server.responses import ResponsesExchange
 from edgespec.server.service import Limits, Service
-from edgespec.types import Stats
 from serving import BASE_URL
 from tiny_gguf import Shape, write_model
 

@@ -16,7 +16,8 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.table import TableEngine
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.batching import ContinuousBatch
-from edgespec.types import Batch, Logits, Stats
+from edgespec.reports import Stats
+from edgespec.types import Batch, Logits
 from simulation import Clock
 
 PASS_S, DRAFT_SHARE = 0.016, 0.1
