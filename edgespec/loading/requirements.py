@@ -97,33 +97,31 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     would cost memory and one more load. Raises CapabilityError when the pair lacks what a drafter needs.
     """
     own = _own_drafter(pair)
-    can_mtp = _takes_mtp(options, pair)
-    if options.drafter == "auto":
-        named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
-        wanted = tuple(dict.fromkeys((*own, *named)))
-        if can_mtp and not wanted:
-            return ("mtp",)
-    else:
-        if options.drafter == "mtp" and "mtp" not in own:
-            return _only_mtp(pair, can_mtp=can_mtp)
-        has_model = options.drafter in own or (options.drafter in SPECS and SPECS[options.drafter].roles)
-        wanted = (options.drafter,) if has_model and options.drafter in SPECS else ()
-        if wanted == ("hierarchical",) and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
-            wanted = (*own, *wanted)  # an exit in GGUF drafts over the target's weights: it is the small model
-    has_exit = exit_layer is not None or "early-exit" in own
-    for name in wanted:
-        for need in _needs(name, pair):
-            if need is EXIT and not has_exit:
-                raise CapabilityError(_no_exit(pair))
-            by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
-            if not (need is EXIT or by_exit or need.role in pair.files):
-                raise CapabilityError(
-                    f"drafter {name!r} needs {need.what} and {pair.name!r} has none: give {need.flags}, or use "
-                    f"--drafter {FALLBACK}"
-                )
+    wanted = _taken_by_auto(options, pair, own) if options.drafter == "auto" else _asked_for(options, pair, own)
+    if wanted == ("mtp",) and "mtp" not in own:
+        return wanted  # these layers come with the target
+    _check_files(wanted, pair, has_exit=exit_layer is not None or "early-exit" in own)
     _check_kind(wanted, own, pair)
     _check_engine(wanted, pair)
     return wanted
+
+
+def _taken_by_auto(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
+    named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
+    wanted = tuple(dict.fromkeys((*own, *named)))
+    return ("mtp",) if not wanted and _takes_mtp(options, pair) else wanted
+
+
+def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
+    """What the drafter that the options name opens; nothing for one that needs no model."""
+    name = options.drafter
+    if name not in SPECS:
+        return ()
+    if name == "mtp" and "mtp" not in own:
+        return _only_mtp(pair, can_mtp=_takes_mtp(options, pair))
+    if name == "hierarchical" and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
+        return (*own, name)  # an exit in GGUF drafts over the target's weights: it is the small model
+    return (name,) if name in own or SPECS[name].roles else ()
 
 
 def _only_mtp(pair: ModelPair, *, can_mtp: bool) -> tuple[DrafterName, ...]:
@@ -146,6 +144,20 @@ def _no_exit(pair: ModelPair) -> str:
         f"drafter 'early-exit' needs to know where {pair.name!r} exits early: give {hint}a pair made with edgespec "
         "export --derive early-exit:LAYERS"
     )
+
+
+def _check_files(wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
+    """Raises CapabilityError for a drafter whose files the pair lacks."""
+    for name in wanted:
+        for need in _needs(name, pair):
+            if need is EXIT and not has_exit:
+                raise CapabilityError(_no_exit(pair))
+            by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
+            if not (need is EXIT or by_exit or need.role in pair.files):
+                raise CapabilityError(
+                    f"drafter {name!r} needs {need.what} and {pair.name!r} has none: give {need.flags}, or use "
+                    f"--drafter {FALLBACK}"
+                )
 
 
 def _check_kind(wanted: tuple[DrafterName, ...], own: tuple[DrafterName, ...], pair: ModelPair) -> None:

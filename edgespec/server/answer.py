@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgespec.chat.marks import control_text
@@ -71,8 +71,9 @@ class Answer:
 
     @property
     def stats(self) -> Stats:
-        """Counters of the generation."""
-        return self.ticket.stats
+        """Counters of the generation; of one that only reads its prompt, without the token that this takes."""
+        stats = self.ticket.stats
+        return replace(stats, new_tokens=0) if self.ticket.reads_only else stats
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -113,12 +114,14 @@ class Answer:
         """stop, length or tool_calls."""
         if self.calls:
             return "tool_calls"
+        if self.ticket.reads_only:
+            return "length"
         return "length" if self._end is not None and self._end.finish_reason == "length" else "stop"
 
     def matched_stop(self, stops: Sequence[str]) -> str | None:
         """Which of the request's stop strings ended it; None if something else did."""
         end = self._end
-        if end is None or end.finish_reason != "stop" or self.calls or end.token_id in self._vocabulary.end_ids:
+        if end is None or self.finish_reason != "stop" or end.token_id in self._vocabulary.end_ids:
             return None
         rest = self._vocabulary.decode(self._token_ids)[self._num_characters :]
         return next((stop for stop in stops if rest.startswith(stop)), None)
@@ -154,6 +157,8 @@ class Answer:
         for event in events:
             if event.finish_reason is not None:
                 self._end = event
+            if self.ticket.reads_only:
+                continue
             self._token_ids.append(event.token_id)
             self._unsorted += self._shown.push(event)
             self._num_characters += len(event.text)

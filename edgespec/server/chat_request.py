@@ -50,7 +50,8 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     includes_usage = read_stream_options(stream_options, is_stream=is_stream)
     per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
     sampling = read_sampling(fields, loaded)
-    options = read_options(fields, loaded, read_max_tokens(fields, *_LIMITS), _read_logprobs(fields))
+    max_tokens = read_max_tokens(fields, *_LIMITS)
+    options = read_options(fields, loaded, max_tokens, _read_logprobs(fields))
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
     tools, choice = _read_tools(fields, loaded)
@@ -69,7 +70,10 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     if reasoning is not None and reasoning.is_open:
         options = structured_behind(loaded, options, reasoning.marks)
-    jobs = [Job(prompt_ids, numbered(sampling, index), options, tells_progress) for index in range(count)]
+    jobs = [
+        Job(prompt_ids, numbered(sampling, index), options, tells_progress, reads_only=max_tokens == 0)
+        for index in range(count)
+    ]
     return ChatExchange(
         loaded,
         jobs,

@@ -150,7 +150,11 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
         raise bad_request(
             f"{len(prompts)} prompts with n = {count}: at most {loaded.limits.max_choices} answers", "prompt"
         )
-    jobs = [Job(ids, numbered(sampling, index), options, tells_progress) for ids in prompts for index in range(count)]
+    jobs = [
+        Job(ids, numbered(sampling, index), options, tells_progress, reads_only=max_tokens == 0)
+        for ids in prompts
+        for index in range(count)
+    ]
     return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from edgespec.chat.tools import ToolCall
@@ -52,42 +52,17 @@ class MessagesExchange(Exchange):
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
-        index, has_begun, text_is_open, is_thinking = 0, False, False, False
+        blocks, has_begun = _Blocks(), False
         async for piece in answer.pieces():
             if not has_begun:
                 yield self._begin(answer)
                 has_begun = True
-            if piece.reasoning and text_is_open:
-                yield _event("content_block_stop", index=index)
-                index, text_is_open = index + 1, False
-            if piece.reasoning and not is_thinking:
-                yield _event("content_block_start", index=index, content_block=_thinking_block(""))
-                is_thinking = True
-            if piece.reasoning:
-                delta = {"type": "thinking_delta", "thinking": piece.reasoning}
-                yield _event("content_block_delta", index=index, delta=delta)
-            if is_thinking and (piece.text or piece.calls):
-                for part in _thinking_end(index):
-                    yield part
-                index, is_thinking = index + 1, False
-            if piece.text and not text_is_open:
-                yield _event("content_block_start", index=index, content_block={"type": "text", "text": ""})
-                text_is_open = True
-            if piece.text:
-                yield _event("content_block_delta", index=index, delta={"type": "text_delta", "text": piece.text})
-            if piece.calls and text_is_open:
-                yield _event("content_block_stop", index=index)
-                index, text_is_open = index + 1, False
-            for part in _call_events(piece, index):
-                yield part
-            index += len(piece.calls)
+            for event in blocks.push(piece):
+                yield event
         if not has_begun:
             yield self._begin(answer)
-        if is_thinking:
-            for part in _thinking_end(index):
-                yield part
-        if text_is_open:
-            yield _event("content_block_stop", index=index)
+        for event in blocks.close():
+            yield event
         usage = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
         yield _event("message_delta", delta=self._end(answer), usage=usage)
         yield _event("message_stop")
@@ -117,6 +92,50 @@ class MessagesExchange(Exchange):
         return {"input_tokens": stats.prompt_tokens - stats.reused_tokens} | cached
 
 
+class _Blocks:
+    """The content blocks of a stream, of which one is open at a time: `push` and `close` return their events."""
+
+    def __init__(self) -> None:
+        self._index = 0
+        self._open = ""  # kind of the open block
+
+    def push(self, piece: Piece) -> Iterator[bytes]:
+        if piece.reasoning:
+            yield from self._add("thinking", _thinking_block(""), piece.reasoning)
+        if piece.text:
+            yield from self._add("text", {"type": "text", "text": ""}, piece.text)
+        for call in piece.calls:
+            yield from self.close()
+            yield self._start(_call_block(call))
+            yield self._delta(type="input_json_delta", partial_json=call.arguments)
+            yield self._stop()
+
+    def close(self) -> Iterator[bytes]:
+        """End the open block, if there is one."""
+        if self._open == "thinking":
+            yield self._delta(type="signature_delta", signature="")
+        if self._open:
+            self._open = ""
+            yield self._stop()
+
+    def _add(self, kind: str, block: dict[str, Any], text: str) -> Iterator[bytes]:
+        if self._open != kind:
+            yield from self.close()
+            self._open = kind
+            yield self._start(block)
+        yield self._delta(type=f"{kind}_delta", **{kind: text})
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _stop(self) -> bytes:
+        self._index += 1
+        return _event("content_block_stop", index=self._index - 1)
+
+
 def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
 
@@ -126,26 +145,8 @@ def _thinking_block(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _thinking_end(index: int) -> list[bytes]:
-    signature = {"type": "signature_delta", "signature": ""}
-    return [
-        _event("content_block_delta", index=index, delta=signature),
-        _event("content_block_stop", index=index),
-    ]
-
-
 def _call_block(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-
-
-def _call_events(piece: Piece, first_index: int) -> list[bytes]:
-    events = []
-    for index, call in enumerate(piece.calls, first_index):
-        arguments = {"type": "input_json_delta", "partial_json": call.arguments}
-        events.append(_event("content_block_start", index=index, content_block=_call_block(call)))
-        events.append(_event("content_block_delta", index=index, delta=arguments))
-        events.append(_event("content_block_stop", index=index))
-    return events
 
 
 def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:

@@ -42,8 +42,8 @@ def read_form(loaded: Loaded, fields: Fields, read_prompts: ReadPrompts, *, any_
     limit = read_alike(fields, ("n_predict", "max_tokens"), -2, MOST_TOKENS)
     num_probs = read_alike(fields, ("n_probs", "logprobs"), 0, MOST_LOGPROBS)
     count = read_alike(fields, ("n_cmpl", "n"), 1, loaded.limits.max_choices)
-    max_tokens = None if limit is None or limit < 0 else max(limit, 1)
-    form = _read_form(fields, reads_only=limit == 0)
+    max_tokens = None if limit is None or limit < 0 else limit
+    form = _read_form(fields)
     fields.refuse("lora", "this server applies no adapters; an empty list asks for none", ([],))
     if fields.flag("post_sampling_probs") and num_probs:
         fields.refuse("post_sampling_probs", "n_probs gives probabilities before sampling; false asks for these")
@@ -61,7 +61,7 @@ def read_form(loaded: Loaded, fields: Fields, read_prompts: ReadPrompts, *, any_
     return NativeExchange(loaded, inner, prompts, form)
 
 
-def _read_form(fields: Fields, *, reads_only: bool) -> Form:
+def _read_form(fields: Fields) -> Form:
     shown = fields.listed("response_fields", _MOST_FIELDS) or []
     if not all(isinstance(name, str) for name in shown):
         raise fields.wrong("response_fields", "must be a list of names", shown)
@@ -70,7 +70,6 @@ def _read_form(fields: Fields, *, reads_only: bool) -> Form:
         with_tokens=fields.flag("return_tokens"),
         per_token=fields.flag("timings_per_token"),
         fields=shown,
-        reads_only=reads_only,
         n_indent=fields.whole("n_indent", 0, _MOST_BLANKS) or 0,
         most_s=most_ms / 1000 if most_ms > 0 else None,
     )

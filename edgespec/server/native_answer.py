@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.config import GenerateOptions
@@ -15,16 +15,12 @@ from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampling
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.exchange import Exchange, sse
-from edgespec.server.figures import logprobs_of, timings
+from edgespec.server.figures import logprobs_of
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.options import SAMPLING
 from edgespec.server.service import Loaded
 from edgespec.server.ticket import Ticket
 from edgespec.vocabulary import Vocabulary
-
-# The end of an answer whose prompt was only read: the engine has made a token of it all the same.
-_UNWRITTEN: dict[str, Any] = {"content": "", "tokens": [], "tokens_predicted": 0, "has_new_line": False}
-_UNWRITTEN |= {"stop_type": "limit", "stopping_word": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +28,12 @@ class Form:
     """What a request asks of its answers besides their text.
 
     `with_tokens`, `per_token`: token ids in whole answers, timings in every part of a stream; `fields`: those of the
-    end to send, all if empty. `reads_only`: the prompt is read for later requests, and nothing is written.
-    `n_indent`, `most_s`: see `BoundedAnswer`.
+    end to send, all if empty. `n_indent`, `most_s`: see `BoundedAnswer`.
     """
 
     with_tokens: bool
     per_token: bool
     fields: Sequence[str]
-    reads_only: bool
     n_indent: int
     most_s: float | None
 
@@ -123,8 +117,6 @@ class NativeExchange(Exchange):
             num_sent = 0
             async for piece in answer.pieces():
                 tokens, num_sent = list(answer.token_ids[num_sent:]), len(answer.token_ids)
-                if self._form.reads_only and piece.progress is None:
-                    continue
                 counts = {"tokens_predicted": num_sent, "tokens_evaluated": answer.stats.prompt_tokens}
                 extra = {"timings": answer.timings} if self._form.per_token else {}
                 if piece.progress is not None:
@@ -136,7 +128,7 @@ class NativeExchange(Exchange):
     def _end(self, index: int, answer: Answer, content: str, tokens: list[int]) -> dict[str, Any]:
         job, prompt, stats = self.jobs[index], self._prompts[index], answer.stats
         word = answer.matched_stop(job.options.stop)
-        is_full = answer.ticket.finish_reason == "length" and stats.new_tokens != job.options.max_tokens
+        is_full = answer.ticket.finish_reason == "length" and answer.ticket.stats.new_tokens != job.options.max_tokens
         found: dict[str, Any] = {
             "index": index,
             "content": content,
@@ -154,16 +146,14 @@ class NativeExchange(Exchange):
             "tokens_cached": stats.reused_tokens,
             "timings": answer.timings,
         }
-        if self._form.reads_only:
-            used = found["generation_settings"] | {"n_predict": 0, "max_tokens": 0}
-            found |= _UNWRITTEN | {"generation_settings": used, "timings": timings(replace(stats, new_tokens=0))}
+        if job.reads_only:
+            found["generation_settings"] |= {"n_predict": 0, "max_tokens": 0}
         return found
 
     def _probs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
         if not self.jobs[0].options.logprobs:
             return {}
-        shown = () if self._form.reads_only else tokens
-        return {"completion_probabilities": logprobs_of(self._vocabulary, shown, with_ids=True)}
+        return {"completion_probabilities": logprobs_of(self._vocabulary, tokens, with_ids=True)}
 
 
 def _picked(found: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:

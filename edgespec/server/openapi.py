@@ -27,7 +27,7 @@ def _object(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-_LIMIT = {"anyOf": [_whole(1, 2**31 - 1), {"const": -1}]}
+_LIMIT = {"anyOf": [_whole(0, 2**31 - 1), {"const": -1}], "description": "-1: no limit; 0: only read the prompt"}
 _PARTS: Schema = {"type": "array", "items": _object({"type": {"const": "text"}, "text": _TEXT}, ("type", "text"))}
 _CONTENT: Schema = {"oneOf": [_TEXT, _PARTS]}
 _MESSAGE = _object(

@@ -99,9 +99,12 @@ def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
 
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
-    """The limit of new tokens under any of `names`; None without any. Raises HttpError if two of them differ."""
+    """The limit of new tokens under any of `names`; None without any. Raises HttpError if two of them differ.
+
+    0: the prompt is only read, so that the next request finds it in the cache.
+    """
     limits = [name for name in names if fields.given(name) not in UNLIMITED]
-    return read_alike(fields, limits, 1, MOST_TOKENS)
+    return read_alike(fields, limits, 0, MOST_TOKENS)
 
 
 def read_alike(fields: Fields, names: Sequence[str], low: int, high: int) -> int | None:
@@ -119,7 +122,7 @@ def read_options(fields: Fields, loaded: Loaded, max_tokens: int | None, top_log
     """
     return replace(
         loaded.options,
-        max_tokens=max_tokens or loaded.options.max_tokens,
+        max_tokens=loaded.options.max_tokens if max_tokens is None else max(max_tokens, 1),
         stop=read_stops(fields, loaded.limits),
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=top_logprobs is not None,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer
+from edgespec.server.answer import Answer, Piece
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
@@ -41,45 +41,16 @@ class ResponsesExchange(Exchange):
         status = _status(answer)
         text = [_message(status, answer.text)] if answer.text.strip() or not answer.calls else []
         reasoning = [_reasoning("completed", answer.reasoning)] if answer.reasoning else []
-        return self._ended(answer, [*reasoning, *text, *(self._call(call) for call in answer.calls)])
+        return self.ended(answer, [*reasoning, *text, *(self._call(call) for call in answer.calls)])
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
-        output: list[dict[str, Any]] = []
-        has_begun, reasoning, text = False, _ReasoningText(self, output), _Text(self, output)
+        items = _Items(self)
         async for piece in answer.pieces():
-            if not has_begun:
-                has_begun = True
-                for part in self._beginning():
-                    yield part
-            if piece.reasoning:
-                for part in text.close("completed"):
-                    yield part
-                for part in reasoning.push(piece.reasoning):
-                    yield part
-            if piece.text or piece.calls:
-                for part in reasoning.close("completed"):
-                    yield part
-            if piece.text:
-                for part in text.push(piece.text):
-                    yield part
-            if piece.calls:
-                for part in text.close("completed"):
-                    yield part
-            for call in piece.calls:
-                for part in self._call_parts(call, output):
-                    yield part
-        if not has_begun:
-            for part in self._beginning():
-                yield part
-        for part in reasoning.close(_status(answer)):
-            yield part
-        if not (answer.text.strip() or answer.calls or text.is_open):  # an empty answer is a message too
-            for part in text.push(""):
-                yield part
-        for part in text.close(_status(answer)):
-            yield part
-        yield self.event(f"response.{_status(answer)}", response=self._ended(answer, output))
+            for event in items.push(piece):
+                yield event
+        for event in items.end(answer):
+            yield event
 
     def failure(self, error: HttpError) -> bytes:
         return self.event("error", **_error(error))
@@ -93,12 +64,14 @@ class ResponsesExchange(Exchange):
         self._sequence += 1
         return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
 
-    def _beginning(self) -> Iterator[bytes]:
+    def beginning(self) -> Iterator[bytes]:
+        """The first events of a stream."""
         begun = self._object("in_progress", [])
         yield self.event("response.created", response=begun)
         yield self.event("response.in_progress", response=begun)
 
-    def _call_parts(self, call: ToolCall, output: list[dict[str, Any]]) -> Iterator[bytes]:
+    def call_events(self, call: ToolCall, output: list[dict[str, Any]]) -> Iterator[bytes]:
+        """Those of one call, which is then added to `output`."""
         item, at = self._call(call), {"output_index": len(output)}
         place = at | {"item_id": item["id"]}
         if call.name in self._freeform:
@@ -123,7 +96,8 @@ class ResponsesExchange(Exchange):
             "status": "completed",
         }
 
-    def _ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole response."""
         counts = usage([answer])
         details = {"reason": "max_output_tokens"} if _status(answer) == "incomplete" else None
         return self._object(_status(answer), output) | {
@@ -157,6 +131,44 @@ class ResponsesExchange(Exchange):
             "truncation": "disabled",
             "usage": None,
         } | self._echoed
+
+
+class _Items:
+    """The items of a stream that is being written: `push` and `end` return its events."""
+
+    def __init__(self, exchange: ResponsesExchange) -> None:
+        self._exchange = exchange
+        self._output: list[dict[str, Any]] = []
+        self._reasoning, self._text = _ReasoningText(exchange, self._output), _Text(exchange, self._output)
+        self._has_begun = False
+
+    def push(self, piece: Piece) -> Iterator[bytes]:
+        yield from self._begin()
+        if piece.reasoning:
+            yield from self._text.close("completed")
+            yield from self._reasoning.push(piece.reasoning)
+        if piece.text or piece.calls:
+            yield from self._reasoning.close("completed")
+        if piece.text:
+            yield from self._text.push(piece.text)
+        if piece.calls:
+            yield from self._text.close("completed")
+        for call in piece.calls:
+            yield from self._exchange.call_events(call, self._output)
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        status = _status(answer)
+        yield from self._begin()
+        yield from self._reasoning.close(status)
+        if not (answer.text.strip() or answer.calls or self._text.is_open):  # an empty answer is a message too
+            yield from self._text.push("")
+        yield from self._text.close(status)
+        yield self._exchange.event(f"response.{status}", response=self._exchange.ended(answer, self._output))
+
+    def _begin(self) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self._exchange.beginning()
 
 
 class _Text:

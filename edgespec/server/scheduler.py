@@ -80,7 +80,15 @@ class Scheduler:
         generations = await self.prepare(self._generations, jobs, drafted)
         loop = asyncio.get_running_loop()
         tickets = [
-            Ticket(generation, loop, self.forget, next(self._numbers), counts, tells_progress=job.tells_progress)
+            Ticket(
+                generation,
+                loop,
+                self.forget,
+                next(self._numbers),
+                counts,
+                tells_progress=job.tells_progress,
+                reads_only=job.reads_only,
+            )
             for generation, counts, job in zip(generations, drafted, jobs, strict=True)
         ]
         with self._changed:

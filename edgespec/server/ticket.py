@@ -20,13 +20,15 @@ from edgespec.server.metrics import Metrics
 class Job:
     """One generation to run: the prompt's token ids [n], and the options of `Model.stream`.
 
-    `tells_progress`: its reader is told how much of the prompt is read.
+    `tells_progress`: its reader is told how much of the prompt is read. `reads_only`: the prompt is read for later
+    requests; the token that this takes is not shown.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     options: GenerateOptions
     tells_progress: bool = False
+    reads_only: bool = False
 
 
 class Ticket:
@@ -46,10 +48,11 @@ class Ticket:
         drafted: Mapping[str, int] | None = None,
         *,
         tells_progress: bool = False,
+        reads_only: bool = False,
     ) -> None:
         self._generation, self.loop, self._forget, self.number = generation, loop, forget, number
         self.drafted: Mapping[str, int] = {} if drafted is None else drafted
-        self.tells_progress = tells_progress
+        self.tells_progress, self.reads_only = tells_progress, reads_only
         self._progress: PromptProgress | None = None
         self._ready = asyncio.Event()
         self._lock = threading.Lock()

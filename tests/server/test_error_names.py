@@ -16,7 +16,7 @@ BAD = {"type": "string", "pattern": "("}
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
-        (REPLY, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        (REPLY, {"input": "x", "max_output_tokens": -3}, "max_output_tokens"),
         (REPLY, {"input": "x", "text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
         (REPLY, {"input": "x", "text": {"format": {"type": "json_schema", "schema": BAD}}}, "text.format.schema"),
         ("/v1/messages", ANTHROPIC | {"stop_sequences": [""]}, "stop_sequences"),

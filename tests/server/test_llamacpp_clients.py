@@ -90,6 +90,24 @@ def test_n_predict_is_the_limit(client: TestClient, path: str):
     assert post(client, path, n_predict=-1).json()["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize("limit", ["max_tokens", "n_predict"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_a_limit_of_0_only_reads_the_prompt(client: TestClient, path: str, limit: str):
+    """llama.vscode sends a chat ahead with n_predict 0, so that the next request finds it in the cache."""
+    text = f"A prompt that nothing sent before: {path}, {limit}."
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    read = post(client, path, **body | {"max_tokens": None, limit: 0}).json()
+    usage, choice = read["usage"], read["choices"][0]
+    assert (text_of(read), choice["finish_reason"], usage["completion_tokens"]) == ("", "length", 0)
+    assert read["timings"]["predicted_n"] == 0 < usage["prompt_tokens"] == usage["total_tokens"]
+    assert post(client, path, **body).json()["timings"]["cache_n"] >= usage["prompt_tokens"] - 1
+    sent = {"max_tokens": None, "stream": True, limit: 0, "logprobs": True if path == CHAT else 1}
+    *events, _done, _rest = post(client, path, **body | sent).text.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert parts[-1]["finish_reason"] == "length"
+    assert not any(part.get("text") or part.get("delta", {}).get("content") or part["logprobs"] for part in parts)
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 def test_timings_come_with_every_part(client: TestClient, path: str):
     *events, _done, _rest = post(client, path, timings_per_token=True, stream=True).text.split("\n\n")

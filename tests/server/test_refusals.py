@@ -40,7 +40,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"top_p": 0}, "top_p", "from 1e-09 to 1"),
         ({"top_k": 1.5}, "top_k", "whole number"),
         ({"seed": "1"}, "seed", "whole number"),
-        ({"max_tokens": 0}, "max_tokens", "from 1"),
+        ({"max_tokens": -3}, "max_tokens", "from 0"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
         ({"n": 17}, "n", "from 1 to 16"),
         ({"n": 6}, "n", "at most 5"),

@@ -134,7 +134,7 @@ def test_a_call_and_its_result(client: TestClient):
         ({"input": "x", "tools": [{"type": "custom"}]}, "tools.0.function.name", "letters"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "nothing further"),
         ({"input": "x", "text": {"format": 5}}, "text.format", "must be an object"),
-        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "from 1"),
+        ({"input": "x", "max_output_tokens": -3}, "max_output_tokens", "from 0"),
         ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
     ],
 )
