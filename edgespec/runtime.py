@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
@@ -21,16 +20,23 @@ from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.limits import keep_one_arena
 from edgespec.engines.progress import reporting_to
-from edgespec.errors import CapabilityError, ConfigError
+from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.embedding import Text, TextEmbedder, as_texts
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.inputs import checked_chat, checked_ids, refuses_unknown_keywords, require_writer
+from edgespec.generation.inputs import (
+    checked_chat,
+    checked_ids,
+    checked_tools,
+    of_kind,
+    refuses_unknown_keywords,
+    require_writer,
+)
 from edgespec.generation.request_maker import RequestMaker
-from edgespec.generation.saved_state import load_sequence, save_sequence
+from edgespec.generation.saved_state import load_sequence, save_sequence, state_path
 from edgespec.loading.opening import open_models, start_trial
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
@@ -114,7 +120,7 @@ class Model(Closing):
         elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
             slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
             notes.append(f"Reproducible mode: single-token steps are {slowdown} on this model; see --no-reproducible")
-        notes += [note for drafter in self._pool.drafters.values() for note in drafter.notes]
+        notes += [note for drafter in list(self._pool.drafters.values()) for note in drafter.notes]
         if not self.target.facts.writes:
             return tuple(notes)
         if not self.target.facts.can_speculate and self.options.drafter != "none":
@@ -159,6 +165,7 @@ class Model(Closing):
         from edgespec.chat.template import encode_messages  # jinja2 is needed only here
 
         messages = checked_chat(messages)
+        tools = checked_tools(tools)
         require_writer(self.target.facts)
         with self._executor.vocabulary() as vocabulary:
             return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments)
@@ -236,6 +243,7 @@ class Model(Closing):
         from edgespec.chat.parts import answer_parts
         from edgespec.chat.template import answer_prefix
 
+        result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""
         with self._executor.vocabulary() as vocabulary:
             return answer_parts(vocabulary, result.prompt_token_ids, result.token_ids, result.text, tools, prefix)
@@ -249,12 +257,12 @@ class Model(Closing):
         return parts.reasoning, parts.text
 
     @contextmanager
-    def batch(self) -> Iterator[ContinuousBatch]:
+    def batch(self, max_wait_s: float | None = None) -> Iterator[ContinuousBatch]:
         """Exclusive use of the model for up to `LoadOptions.parallel` generations at once; all end with the block.
 
-        Raises Busy and StateError.
+        `max_wait_s`: as in GenerateOptions. Raises Busy and StateError.
         """
-        with self._executor.exclusive():
+        with self._executor.exclusive(max_wait_s):
             found = ContinuousBatch(self._executor)
             try:
                 yield found
@@ -272,8 +280,10 @@ class Model(Closing):
 
         Raises the errors of `generate`; the first one ends all of them.
         """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise PromptError(f"prompts must be a list of prompts, got {shown(prompts)}")
         generations = [self.stream(prompt, sampling, options) for prompt in prompts]
-        with self.batch() as batch:
+        with self.batch(generations[0].request.options.max_wait_s if generations else None) as batch:
             return batch.results(generations)
 
     @refuses_unknown_keywords
@@ -367,7 +377,7 @@ class Model(Closing):
         The file is about `target.facts.kv_bytes_per_token` per token. Raises StateError when it cannot be written.
         """
         with self._executor.exclusive():
-            return save_sequence(Path(path), self._sequence)
+            return save_sequence(state_path(path), self._sequence)
 
     def load_state(self, path: str | os.PathLike[str]) -> int:
         """Restore what `save_state` wrote; returns the number of tokens. A prompt that begins with them is not read
@@ -377,7 +387,7 @@ class Model(Closing):
         mode; generating is possible as before.
         """
         with self._executor.exclusive():
-            return load_sequence(Path(path), self._sequence)
+            return load_sequence(state_path(path), self._sequence)
 
     def cancel(self) -> None:
         """End the running generation after at most one pass. Does nothing if none runs. See `Generation.cancel`."""

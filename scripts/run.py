@@ -61,7 +61,7 @@ EXTRAS = {
     "train-heads": ["train"],
 }
 # Commands that read a GGUF themselves, if at all.
-READS_NO_MODEL = ("add", "corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
+READS_NO_MODEL = ("corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
 # rest of another.

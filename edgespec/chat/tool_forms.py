@@ -17,6 +17,7 @@ _MISTRAL, _CALL_ID, _ARGS, _LLAMA = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|py
 _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"
 _FENCE = "```"
 _FENCES = (f"{_FENCE}json", _FENCE, "")
+_HEAD = 4096  # letters, blanks among them, in which an answer shows whether it is a call without marks
 _KEYS = ({"name", "arguments"}, {"name", "parameters"})
 _BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -64,7 +65,7 @@ class Hermes(Enclosed):
         if not self._may_be_bare:
             return super().push(text)
         self._held += text
-        calls = self._bare_calls()
+        calls = self._bare_calls() if "}" in text or _FENCE[0] in text else []  # where a call may be complete
         if self._is_bare_so_far():
             return "", calls
         self._may_be_bare = False
@@ -84,7 +85,7 @@ class Hermes(Enclosed):
 
     def _is_bare_so_far(self) -> bool:
         """Whether what is held may become the object of a known tool."""
-        held = "".join(self._held.split())
+        held = "".join(self._held[:_HEAD].split())
         starts = (f'{fence}{{"name":"{name}"' for fence in _FENCES for name in self._parameters)
         return any(held.startswith(start) or start.startswith(held) for start in starts)
 

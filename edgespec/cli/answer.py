@@ -194,6 +194,7 @@ class WordWrap:
         self._line = ""  # the first characters of the line
         self._is_begun = False  # whether a part of the present word is printed, so that no line may end inside it
         self._is_code = False  # between fences
+        self._is_first = True  # in the first line, which a blank may begin that only parts it from the prompt
         self._out: list[tuple[str, bool]] = []
 
     def push(self, text: str, is_draft: bool = False) -> Iterator[tuple[str, bool]]:
@@ -211,11 +212,12 @@ class WordWrap:
             self._flush()
             self._is_code ^= self._line.startswith(_FENCE)
             self._out.append((letter, is_draft))
-            self._column, self._line = 0, ""
+            self._column, self._line, self._is_first = 0, "", False
             return
         if len(self._line) < len(_FENCE):
             self._line += letter
-        if self._is_code or self._line[0] in " \t|":
+        is_parted = self._is_first and self._line[0] == " " != self._line[1:2]
+        if self._is_code or (self._line[0] in " \t|" and not is_parted):
             self._flush()
             self._emit(letter, is_draft)
         elif letter in " \t":

@@ -94,7 +94,7 @@ class Chat:
             self.conversation = before
             note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
         self.totals.add(self.last)
-        self.session.show_end(self.last)
+        self.session.show_end(self.last, in_chat=True)
 
     def _make_room(self) -> None:
         model, wanted = self.session.model, self.session.options.max_tokens

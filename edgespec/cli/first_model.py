@@ -7,6 +7,7 @@ only. It is converted to ONNX where that is faster, and without llama.cpp, so th
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import click
 
@@ -16,7 +17,7 @@ from edgespec.cli.status import Stages
 from edgespec.cli.terminal import note, verbosity
 from edgespec.config.sources import Settings
 from edgespec.engines import disk_cache
-from edgespec.engines.machine import VNNI, instruction_sets
+from edgespec.engines.machine import VNNI, instruction_sets, is_x86
 from edgespec.errors import EdgespecError
 from edgespec.installation import has_engine, install_command, is_importable
 from edgespec.loading.catalogue import entries
@@ -24,9 +25,9 @@ from edgespec.loading.registry import models_folder, registered_folders
 
 FIRST = "smollm2-135m"
 CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from
-# int8 loses least of the formats that ONNX Runtime runs fast, and takes seconds to write.
-QUANT = "int8"
-CONVERTED = f"{FIRST}-{QUANT}"
+# int8 loses least of the formats that ONNX Runtime runs fast. Without VNNI wide passes are cheap as w8a8 only, which is
+# then faster by a sixth with the heads that come with it (docs/models-and-export.md). Both take seconds to write.
+QUANTS = ("int8", "w8a8")
 _KEY = disk_cache.key_of("first model", FIRST)
 _ANSWERED = disk_cache.a_record({"wanted": disk_cache.flag})
 
@@ -44,17 +45,27 @@ def first_model(settings: Settings) -> str | None:
 def _usable() -> str | None:
     """The first model's name where it is on this machine in a form that this installation runs."""
     here = registered_folders()
-    if CONVERTED in here and has_engine("onnx"):
-        return CONVERTED
+    for quant in sorted(QUANTS, key=lambda quant: quant != quant_here()):
+        if has_engine("onnx") and (name := converted_name(quant)) in here:
+            return name
     return FIRST if FIRST in here and has_engine("llamacpp") else None
 
 
-def _is_faster_converted() -> bool:
-    """On processors with VNNI: there plain decoding has 1.4 times the speed of llama.cpp with the file as it comes.
+def quant_here() -> str:
+    """As which type it is converted for this processor."""
+    return "w8a8" if is_x86() and not instruction_sets() & VNNI else "int8"
 
-    Measured in docs/benchmarks/speed.md; on one with AVX2 alone both were equal.
+
+def converted_name(quant: str) -> str:
+    """What it is called once it is converted."""
+    return f"{FIRST}-{quant}"
+
+
+def _is_faster_converted() -> bool:
+    """On x86: with VNNI plain decoding has 1.4 times the speed of llama.cpp with the file as it comes, and without it
+    the default has 1.4 times, with heads (docs/benchmarks/speed.md, docs/models-and-export.md).
     """
-    return has_engine("onnx") and is_importable("gguf") and bool(instruction_sets() & VNNI)
+    return has_engine("onnx") and is_importable("gguf") and is_x86()
 
 
 def _fetched() -> str | None:
@@ -87,14 +98,17 @@ def _fetched() -> str | None:
 
 def _convert(source: str) -> None:
     from edgespec import __version__
+    from edgespec.export.given_heads import shipped_heads
     from edgespec.export.pair import export_pair
     from edgespec.export.request import ExportRequest
 
+    quant = quant_here()
     # Its checksum is known, and what the conversion loses of this file was measured.
     request = ExportRequest(
         source=source,
-        output=models_folder() / CONVERTED,
-        quants={"onnx": QUANT},
+        output=models_folder() / converted_name(quant),
+        heads=shipped_heads(Path(source), quant),
+        quants={"onnx": quant},
         check=False,
         made_by=f"edgespec {__version__}",
     )

@@ -16,6 +16,7 @@ from edgespec.cli import printable, say
 from edgespec.cli.completion import names_here, names_known
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
+from edgespec.formats.gguf.check import check_gguf
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.listing import Listed, entry_bytes, list_elsewhere, list_here, list_known, pair_bytes
@@ -108,6 +109,9 @@ def rm(names: tuple[str, ...]) -> int:
 
 def _show_here(name: str) -> None:
     pair = resolve(name)
+    for file in pair.files.values():
+        if file.engine == "llamacpp":
+            check_gguf(file.path)
     say(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
     for role, file in pair.files.items():
         size = sum(part.bytes or part.path.stat().st_size for part in file.all_files)

@@ -123,12 +123,13 @@ def _mode(model: Model, rule: RuleName) -> str:
     return "fastest mode" if rule == "coupled" else "not reproducible"
 
 
-def length_note(stats: Stats, options: GenerateOptions) -> str | None:
+def length_note(stats: Stats, options: GenerateOptions, *, in_chat: bool = False) -> str | None:
     """Why the answer stops in the middle, and how to get more; None where the model ended it."""
     if stats.finish_reason != "length":
         return None
     if stats.new_tokens == options.max_tokens:
-        return f"cut at {options.max_tokens} tokens: a larger -n (--max-tokens) gives more"
+        more = "/continue goes on, /set max-tokens gives more" if in_chat else "a larger -n (--max-tokens) gives more"
+        return f"cut at {options.max_tokens} tokens: {more}"
     return "cut: the context is full; a larger -c (--ctx-size) gives more"
 
 

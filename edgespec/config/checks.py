@@ -111,7 +111,7 @@ def as_path(name: str, value: object) -> Path | None:
     """`value` as a Path; accepts str and os.PathLike."""
     if value is None or isinstance(value, Path):
         return value
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fsdecode(value):
         raise ConfigError(f"{name} must be a path, got {shown(value)}")
     return Path(os.fsdecode(value))
 

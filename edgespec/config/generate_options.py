@@ -82,8 +82,11 @@ class GenerateOptions:
                 f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, and 0 without logprobs, got "
                 f"{shown(self.top_logprobs)}"
             )
-        if self.max_wait_s is not None and not (is_number(self.max_wait_s) and self.max_wait_s >= 0):
-            raise ConfigError(f"max_wait_s must be None or at least 0 seconds, got {shown(self.max_wait_s)}")
+        if self.max_wait_s is not None and not (is_number(self.max_wait_s) and 0 <= self.max_wait_s <= _MOST_WAIT_S):
+            raise ConfigError(
+                f"max_wait_s must be from 0 to {_MOST_WAIT_S} seconds, or None for no limit, got "
+                f"{shown(self.max_wait_s)}"
+            )
         if self.drafter is not None:
             one_of("drafter", self.drafter, DRAFTERS)
         if self.verify is not None:
@@ -115,6 +118,7 @@ class GenerateOptions:
             )
 
 
+_MOST_WAIT_S = 10**9
 STRUCTURES = ("json_schema", "grammar", "regex")
 
 

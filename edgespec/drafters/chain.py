@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
+from edgespec.sampling import NoTokenLeft
 from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Draft, Evidence, Logits, TokenIds
 
@@ -38,14 +39,20 @@ class DrawnChain:
         return np.concatenate((self.request.token_ids, np.array(self.token_ids, np.int32)))
 
     def add(self, logits: Logits, confidence: float | None = None) -> bool:
-        """Draw the next token from a row [vocabulary]; whether there is room for one more.
+        """Draw the next token from a row [vocabulary]; whether it has one, and room for one more.
+
+        It has none where the drafter knows no token that may come next: heads of a reduced vocabulary under a grammar.
 
         `confidence`: the drafter's own that the target accepts the row's likeliest token, as further evidence.
         `is_open` is whether one more is also expected to pay for a pass; a row that exists already costs nothing.
         """
         request, sampler, count = self.request, self.request.sampler, len(self.token_ids)
         history = self.text if sampler.uses_history else request.token_ids
-        distribution = sampler.distribution(logits, history)
+        try:
+            distribution = sampler.distribution(logits, history)
+        except NoTokenLeft:
+            self.is_open = False
+            return False
         stream = Stream.DRAFT if request.needs_distributions else Stream.TARGET
         # Its own noise must not be used again in a later round, since what was accepted of this one depends on it.
         index = request.num_drafted + count if request.needs_distributions else 0

@@ -36,7 +36,7 @@ class Gemma4ChainDrafter(WithHead[StepHead]):
         while chain.is_open:
             logits, state = self._head.step(token_id, state, position, self._sequence)
             chain.add(logits)
-            token_id = chain.token_ids[-1]
+            token_id = chain.token_ids[-1] if chain.token_ids else token_id
         return chain.as_draft()
 
     def another(self, sequence: int) -> Drafter:

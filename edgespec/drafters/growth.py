@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgespec.drafters.candidates import Candidate, Candidates
+from edgespec.sampling import NoTokenLeft
 from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
 
 ROOT = NO_PARENT
@@ -26,8 +27,8 @@ class Node:
     depth: int
     value: float
     candidate: Candidate
-    candidates: Candidates | None = None  # its children, once it is scored
-    num_children: int = 0
+    candidates: Candidates | None = None  # of its children, once it is scored
+    children: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -69,7 +70,10 @@ class Growth:
         """`node` has been scored: its row of logits [vocabulary] gives its children."""
         here = self.at(node)
         ids = np.array([self.nodes[each].candidate.token_id for each in self.path(node)], np.int32)
-        here.candidates = self.make(logits, here.depth + 1, node, ids)
+        try:
+            here.candidates = self.make(logits, here.depth + 1, node, ids)
+        except NoTokenLeft:  # the drafter knows no token that a grammar allows there
+            return
         self._place(node, here.value * here.candidates.reach(0))
 
     def grow(self, end_ids: frozenset[int]) -> bool:
@@ -89,18 +93,18 @@ class Growth:
     def _take(self, parent: int, end_ids: frozenset[int]) -> None:
         above = self.at(parent)
         assert above.candidates is not None
-        if above.num_children:
+        if above.children:
             if not self.branches:
                 return
             self.branches -= 1
-        candidate = above.candidates.take(above.num_children)
-        above.num_children += 1
+        candidate = above.candidates.take(len(above.children))
+        above.children.append(len(self.nodes))
         self.nodes.append(Node(parent, above.depth + 1, above.value * candidate.probability, candidate))
         may_go_on = self.deepest is None or above.depth + 2 < self.deepest
         if may_go_on and candidate.token_id not in end_ids:
             self._place(len(self.nodes) - 1, self.nodes[-1].value)
-        if above.num_children < min(self.most_children, above.candidates.count):
-            self._place(parent, above.value * above.candidates.reach(above.num_children))
+        if len(above.children) < min(self.most_children, above.candidates.count):
+            self._place(parent, above.value * above.candidates.reach(len(above.children)))
 
     def _others_to_score(self) -> list[int]:
         """Further nodes that may be needed soon: scoring a few at once costs little more than one."""
@@ -121,11 +125,12 @@ class Growth:
 
     def draft(self) -> Draft:
         """The tree, main chain first; siblings in the order in which they were added."""
-        main, node = [], self._first_child(ROOT)
-        while node is not None:
-            main.append(node)
-            node = self._first_child(node)
-        order = [*main, *(node for node in range(len(self.nodes)) if node not in set(main))]
+        main, here = list[int](), self._root
+        while here.children:
+            main.append(here.children[0])
+            here = self.nodes[main[-1]]
+        in_main = set(main)
+        order = [*main, *(node for node in range(len(self.nodes)) if node not in in_main)]
         new = {node: place for place, node in enumerate(order)} | {ROOT: NO_PARENT}
         candidates = [self.nodes[node].candidate for node in order]
         sampled = [each.distribution for each in candidates if each.distribution is not None]
@@ -136,6 +141,3 @@ class Growth:
             tuple(sampled) if sampled else None,
             tuple(each.evidence for each in candidates),
         )
-
-    def _first_child(self, parent: int) -> int | None:
-        return next((node for node, each in enumerate(self.nodes) if each.parent == parent), None)

@@ -82,12 +82,10 @@ class HierarchicalDrafter(ModelDrafter):
         ahead = yield from self._small_draft(chain)
         fed = Draft.chain(np.concatenate((missing[1:], ahead.token_ids)))
         logits = (yield from self._cache.scoring(int(missing[0]), fed))[missing.size - 1 :]
-        agreed, agrees = 0, True
-        while agrees:
-            is_room_left = chain.add(logits[agreed])
-            agrees = agreed < ahead.num_tokens and chain.token_ids[-1] == ahead.token_ids[agreed]
-            if not (agrees and is_room_left):
-                break
+        agreed = 0
+        while (
+            chain.add(logits[agreed]) and agreed < ahead.num_tokens and chain.token_ids[-1] == ahead.token_ids[agreed]
+        ):
             agreed += 1
         self._cache.keep(int(missing[0]), fed, tuple(range(missing.size - 1 + agreed)))
         return np.array(chain.token_ids[-1:], np.int32)

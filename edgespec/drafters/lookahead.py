@@ -41,7 +41,7 @@ class LookaheadDrafter(Drafter):
         # The pool is kept: the target may write again what it wrote before.
         self._levels = [{} for _ in range(self._tail)]
         self._num_read = max(prompt_ids.size - _MOST_READ, 0)
-        self._columns = []
+        self._columns, self._drafted = [], EMPTY_DRAFT
 
     def draft(self, request: DraftRequest) -> Draft:
         """The pool's n-grams that begin with the pending token, the latest first, then the window."""
@@ -57,7 +57,8 @@ class LookaheadDrafter(Drafter):
             (parent,) = tree.add(parent, guesses[:1], _IN_WINDOW)
             below = tree.add(parent, guesses[1:], _IN_WINDOW)
             self._columns.append((position, [parent, *below]))
-        return tree.draft(wants_rows=columns > 0)
+        self._drafted = tree.draft(wants_rows=columns > 0)
+        return self._drafted
 
     def _shares(self, most: int, branches: int) -> tuple[int, int]:
         """(columns of the window, n-grams to verify): about half of the rows each; no window without branches."""
@@ -75,8 +76,9 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         """The window moves by one level; each column and the target's choice after it is an n-gram."""
-        choices = verdict.row_choices
-        if choices is None:
+        choices, drafted = verdict.row_choices, self._drafted.first(draft.num_tokens)
+        is_begin = np.array_equal(draft.token_ids, drafted.token_ids) and np.array_equal(draft.parents, drafted.parents)
+        if choices is None or not is_begin:  # a grammar took nodes out, so that the others have other numbers
             return
         ahead: dict[int, int] = {}
         for position, nodes in self._columns:

@@ -12,9 +12,9 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import ThreadpoolController
 
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.blas import ONE_BLAS_THREAD
 from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
@@ -54,7 +54,6 @@ class StateDrafter(Drafter):
         self._num_inputs = len(manifest.layers)
         self._is_projected = PROJECT in heads.arrays
         self._end_ids = end_ids
-        self._blas = ThreadpoolController()
         # The rows of the head are the input embeddings too, scaled to unit size; a token without one is zero.
         with np.errstate(over="ignore"):
             size = float(np.sqrt(np.mean(np.square(heads.vocabulary))))
@@ -76,7 +75,7 @@ class StateDrafter(Drafter):
         if request.max_tokens < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
         self._scored.read(request.token_ids)
-        with self._blas.limit(limits=1, user_api="blas"), np.errstate(over="ignore", invalid="ignore"):
+        with ONE_BLAS_THREAD, np.errstate(over="ignore", invalid="ignore"):
             return self.drafted(request, request.features)
 
     def begin(self, prompt_ids: TokenIds) -> None:

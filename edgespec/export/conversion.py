@@ -36,6 +36,7 @@ from edgespec.types import Progress
 
 PACKAGES = ("gguf", "onnx", "tokenizers")
 NEEDS_A_CHECKPOINT = "give the folder or hub id of the original model for that"
+_TOKENIZER_BYTES = 130  # of its file, for each token: Gemma 3's takes 128, SmolLM2's 36
 Models = Mapping[str, GgufModel]
 
 
@@ -132,7 +133,8 @@ def _check_room(request: ExportRequest, models: Models, workspace: Workspace, re
             PROGRAM_BYTES + max(sizes[role], model.header.data_bytes) + logits_bytes(model.config.vocab_size)
             for role, model in models.items()
         ]
-    needs = Needs(sum(sizes.values()), 0, 0, max(memory))
+    heads = 0 if request.heads is None else request.heads.stat().st_size
+    needs = Needs(sum(sizes.values()) + heads, 0, 0, max(memory))
     finished = sum(facts["bytes"] for facts in workspace.file_facts().values())
     check_room(needs, request.output, None, finished)
     target = models["target"]
@@ -143,11 +145,11 @@ def _check_room(request: ExportRequest, models: Models, workspace: Workspace, re
 
 
 def _output_bytes(model: GgufModel, quant: str) -> int:
-    """Upper limit of a graph's weights: a tied embedding may be stored twice, as 8 bits or as float32."""
+    """Upper limit of a graph's files: a tied embedding may be stored twice, as 8 bits or as float32."""
     table = model.config.vocab_size * model.config.hidden_size * (4 if quant == "fp32" else 1.1)
     in_eight = sum(kept_in_more(model).values()) if quant == "int4" else 0
     bits = (model.num_parameters - in_eight) * BITS[quant] + in_eight * BITS["int8"]
-    return round((bits / 8 + table) * SPARE)
+    return round((bits / 8 + table) * SPARE) + _TOKENIZER_BYTES * model.config.vocab_size
 
 
 def _largest_matrix(model: GgufModel) -> int:

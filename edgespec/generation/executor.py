@@ -90,11 +90,11 @@ class Executor:
         self.turn.require_open()
 
     @contextmanager
-    def exclusive(self) -> Iterator[DrafterPool]:
+    def exclusive(self, max_wait_s: float | None = None) -> Iterator[DrafterPool]:
         """Exclusive use of the model for anything but a generation. Raises Busy and StateError."""
         claim = Claim()
         try:
-            with self.turn.inside(claim):
+            with self.turn.inside(claim, max_wait_s=max_wait_s):
                 self._take_over(None)
                 yield self.pool
         finally:

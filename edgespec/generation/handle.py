@@ -222,6 +222,7 @@ class Generation(Closing):
     def ended(self, failure: Exception | None) -> None:
         """The batch ended it, with `failure` if it failed."""
         self._is_over, self._failure = True, failure
+        self._executor.turn.end(self._claim)  # a reader in another thread may wait for it behind the batch
 
     @property
     def claim(self) -> Claim:

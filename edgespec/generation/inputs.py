@@ -59,6 +59,18 @@ def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:
     return messages
 
 
+def checked_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
+    """`tools` if it is None or a list of mappings, else raises PromptError."""
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise PromptError(
+            'tools must be a list such as [{"type": "function", "function": {"name": "..."}}], got '
+            f"{type(tools).__name__}"
+        )
+    return tools
+
+
 def require_writer(facts: EngineFacts) -> None:
     """Raises CapabilityError for a model that gives embeddings only."""
     if not facts.writes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from edgespec.config import GenerateOptions, LoadOptions
-from edgespec.errors import ConfigError, PromptError, SamplingError
+from edgespec.errors import ConfigError, PromptError, SamplingError, shown
 from edgespec.generation.executor import Executor
 from edgespec.generation.inputs import checked_ids, of_kind, require_writer
 from edgespec.generation.request import Request
@@ -35,6 +35,8 @@ class RequestMaker:
         chosen = of_kind("options", options or GenerateOptions(), GenerateOptions, ConfigError)
         sampling = of_kind("sampling", sampling, Sampling, SamplingError)
         require_writer(self._executor.target.facts)
+        if on_round is not None and not callable(on_round):
+            raise ConfigError(f"on_round must be a function of one RoundRecord, got {shown(on_round)}")
         prompt_ids = self._prompt_ids(prompt)
         check_prompt(prompt_ids, self._executor.target.facts.context_length)
         self._executor.pool.check(chosen)

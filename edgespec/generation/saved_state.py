@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from edgespec.config.checks import as_path
 from edgespec.engines.cached_text import CachedText
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import StateError
+from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import write_atomically
 from edgespec.types import TokenIds
 
@@ -26,6 +28,14 @@ MAGIC = b"EDGESPEC SEQUENCE 2\n"
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER_BYTES = 1 << 12
 _AGAIN = "the prompt is read again instead"
+
+
+def state_path(given: str | os.PathLike[str]) -> Path:
+    """`given` as the path of a saved state. Raises ConfigError for what is none."""
+    path = as_path("path", given)
+    if path is None:
+        raise ConfigError("path is None: name the file of the saved state")
+    return path
 
 
 def save_sequence(path: Path, sequence: CachedSequence) -> int:

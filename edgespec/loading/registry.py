@@ -233,7 +233,8 @@ def resolve(
     """
     folder = folder_of(name_or_path)
     if folder is not None:
-        pair = read_pair(folder, engine, check_hashes=check_hashes)
+        # The name that it goes by here; what was added or converted may describe itself by another.
+        pair = replace(read_pair(folder, engine, check_hashes=check_hashes), name=folder.name)
     elif not exists(expanded(name_or_path)) and (path := path_elsewhere(name_or_path)) is not None:
         pair = _local_pair(str(path), engine, check_hashes=check_hashes)
     elif _looks_like_path(name_or_path) or exists(name_or_path):

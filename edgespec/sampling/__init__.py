@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from edgespec.sampling.parameters import MAX_TEMPERATURE, Sampling
-from edgespec.sampling.sampler import Sampler
+from edgespec.sampling.sampler import NoTokenLeft, Sampler
 from edgespec.sampling.top import top_ids
 
 __all__ = [
     "MAX_TEMPERATURE",
+    "NoTokenLeft",
     "Sampler",
     "Sampling",
     "top_ids",

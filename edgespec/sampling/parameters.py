@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from edgespec.config import RANDOM_SEED
+from edgespec.config.checks import refuses_unknown
 from edgespec.errors import SamplingError, shown
 
 MAX_TEMPERATURE = 100.0
@@ -32,6 +33,7 @@ _WHOLE_LIMITS: dict[str, tuple[int, int]] = {
 _HINTS = {"top_k": "0 keeps all", "penalty_window": "-1 counts all of the context"}
 
 
+@refuses_unknown(SamplingError)
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters.

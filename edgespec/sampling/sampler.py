@@ -30,6 +30,10 @@ _LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # range without relevant under- o
 _FIRST_NUCLEUS = 256  # number of candidates tried first for top-p without top-k
 
 
+class NoTokenLeft(EngineError):
+    """All logits of a row are -inf, once a constraint and biases are applied: nothing can be sampled from it."""
+
+
 class Sampler:
     """Turns logits rows into distributions and samples tokens from them, with the settings and noise of one generation.
 
@@ -79,7 +83,7 @@ class Sampler:
     def distribution(self, logits: Logits, history: TokenIds) -> Distribution:
         """Distribution of the next token from one row of logits [vocabulary] and all tokens before it [n].
 
-        Raises EngineError if the row contains NaN or infinity, or only -inf.
+        Raises EngineError if the row contains NaN or infinity, NoTokenLeft if it has only -inf left.
         """
         logits = logits[: self.vocabulary_size]  # a draft may have more ids, which the target cannot read
         row = self._adjusted(logits, history) if self._adjusts else logits
@@ -109,13 +113,17 @@ class Sampler:
         With the same noise, another distribution gives the same token unless its log probabilities differ by at least
         that margin. inf if there is only one token.
         """
-        token_ids, probs = distribution
+        token_ids = distribution.token_ids
         if token_ids.size == 1:
             return int(token_ids[0]), math.inf
-        times = self.noise.exponential(stream, position, token_ids, index) / probs
+        times = self._times(distribution, position, stream, index)
         first = times.argmin()
         first_time, times[first] = times[first], math.inf
         return int(token_ids[first]), math.log(times.min() / first_time)
+
+    def _times(self, distribution: Distribution, position: int, stream: Stream, index: int) -> NDArray[np.float64]:
+        with np.errstate(over="ignore"):  # inf for a token of hardly any probability, which then comes last
+            return self.noise.exponential(stream, position, distribution.token_ids, index) / distribution.probs
 
     def ranked(
         self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
@@ -125,7 +133,7 @@ class Sampler:
         The first k are a sample of size k without replacement (Kool et al. 2019, arXiv 1903.06059, section 3).
         """
         token_ids, probs = distribution
-        times = self.noise.exponential(stream, position, token_ids, index) / probs
+        times = self._times(distribution, position, stream, index)
         order = times.argsort(kind="stable")
         return Distribution(token_ids[order], probs[order]), times[order]
 
@@ -229,7 +237,7 @@ class Sampler:
 def _unusable(best: float) -> EngineError:
     """The error for a row whose largest logit is not finite."""
     if best == -math.inf:
-        return EngineError(
+        return NoTokenLeft(
             "no token can be sampled: all logits are -inf, from the model, from logit_bias or from it with a grammar"
         )
     kind = "NaN" if math.isnan(best) else "infinite"

@@ -54,6 +54,7 @@ class BoundedAnswer(Answer):
         super().__init__(ticket, vocabulary)
         self._n_indent, self._most_s, self._first_s = form.n_indent, form.most_s, 0.0
         self._is_cut_short = False
+        self._last_line = 0  # where it begins; those before it have been looked at
 
     @property
     def finish_reason(self) -> str:
@@ -68,7 +69,9 @@ class BoundedAnswer(Answer):
         return super()._joined(events)
 
     def _kept(self, piece: Piece) -> Piece:
-        end = end_of_block(self.text + piece.text, self._n_indent)
+        text = self.text + piece.text
+        end = end_of_block(text, self._n_indent, self._last_line)
+        self._last_line = text.rfind("\n") + 1
         if end is not None:
             piece.text, self._is_cut_short = piece.text[: max(0, end - len(self.text))], True
         return super()._kept(piece)
@@ -79,11 +82,15 @@ class BoundedAnswer(Answer):
         return self._is_cut_short
 
 
-def end_of_block(text: str, n_indent: int) -> int | None:
-    """Where the first line begins its text that is indented by less than `n_indent` blanks; None without one."""
-    start = text.find("\n") + 1 if n_indent else 0
+def end_of_block(text: str, n_indent: int, begin: int = 0) -> int | None:
+    """Where the first line begins its text that is indented by less than `n_indent` blanks; None without one.
+
+    The very first line may be indented as it likes; of the others those that begin at `begin` or later are looked at.
+    """
+    start = (begin or text.find("\n") + 1) if n_indent else 0
     while start:
-        line = text[start:].split("\n", 1)[0]
+        end = text.find("\n", start)
+        line = text[start:] if end < 0 else text[start:end]
         blanks = len(line) - len(line.lstrip(" \t"))
         if blanks < len(line) and blanks < n_indent:
             return start + blanks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -26,6 +27,7 @@ from edgespec.server.residence import Loading
 from edgespec.server.service import Service
 from edgespec.server.services import Services
 
+logger = logging.getLogger("edgespec")
 TELLING_S = 0.5  # of the seconds that running answers have to end are for telling clients that they do not
 
 
@@ -144,6 +146,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._services.stop()
+        if count := self._services.num_running:
+            answers = "1 answer" if count == 1 else f"{count} answers"
+            logger.warning("finishing %s, for at most %s s; Ctrl-C ends at once", answers, self._drain_s)
         # uvicorn cuts off what still runs after `drain_s`; just before, clients are told.
         ending = asyncio.get_running_loop().call_later(max(self._drain_s - TELLING_S, 0), self._services.end_running)
         try:

@@ -88,6 +88,11 @@ class Services:
             name = fields.text("name")
         return self.named(name, path)
 
+    @property
+    def num_running(self) -> int:
+        """Answers that are being written."""
+        return sum(service.loaded.scheduler.num_running for service in self.all if service.loaded is not None)
+
     def stop(self) -> None:
         """Accept no more requests; the running ones go on."""
         for service in self.all:

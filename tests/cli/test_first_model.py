@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import edgespec
 from demo import DEMO
 from edgespec.cli import first_model as module
-from edgespec.cli.first_model import CONVERTED, FIRST, first_model
+from edgespec.cli.first_model import FIRST, QUANTS, converted_name, first_model, quant_here
 from edgespec.config.sources import Settings
 from edgespec.errors import DownloadError
 from edgespec.formats.manifest import ModelPair
@@ -24,6 +24,8 @@ from edgespec.loading.registry import models_folder
 from edgespec.loading.registry import resolve as pair_of
 
 UNNAMED = Settings({}, {})
+CONVERTED = converted_name(quant_here())
+WITH_VNNI, WITHOUT = frozenset({"avx2", "avx_vnni"}), frozenset({"avx2"})
 
 
 @pytest.fixture(autouse=True)
@@ -99,22 +101,33 @@ def test_it_is_converted_where_llama_cpp_is_missing(
     assert fetched == [FIRST]
 
 
-def test_with_both_engines_it_is_converted_where_that_is_faster(
-    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("instructions", "quant"), [(WITH_VNNI, "int8"), (WITHOUT, "w8a8")])
+def test_with_both_engines_it_is_converted_on_x86(
+    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch, instructions: frozenset[str], quant: str
 ) -> None:
     pytest.importorskip("gguf")
     monkeypatch.setattr(module, "has_engine", lambda engine: True)
-    monkeypatch.setattr(module, "instruction_sets", lambda: frozenset({"avx2", "avx_vnni"}))
-    assert asked("y\n")[0] == CONVERTED
-    assert asked("")[0] == CONVERTED
+    monkeypatch.setattr(module, "is_x86", lambda: True)
+    monkeypatch.setattr(module, "instruction_sets", lambda: instructions)
+    assert asked("y\n")[0] == converted_name(quant)
+    assert asked("")[0] == converted_name(quant)
     assert fetched == [FIRST]
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_what_another_processor_or_version_converted_is_used(
+    terminal: None, monkeypatch: pytest.MonkeyPatch, quant: str
+) -> None:
+    monkeypatch.setattr(module, "has_engine", lambda engine: True)
+    add(DEMO / "demo-target-q8_0.gguf", converted_name(quant))
+    assert asked("") == (converted_name(quant), "")
 
 
 def test_elsewhere_llama_cpp_reads_the_file_itself(
     terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "has_engine", lambda engine: True)
-    monkeypatch.setattr(module, "instruction_sets", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(module, "is_x86", lambda: False)
     assert asked("y\n")[0] == FIRST
     assert asked("")[0] == FIRST
     assert fetched == [FIRST]

@@ -38,6 +38,8 @@ END_NAMES = (
     ),
 )
 
+_LONG = 1 << 16  # characters
+
 
 class TokenizerFile(Vocabulary):
     """`folder` holds tokenizer.json and its companions; `size` is the width of the model's logits."""
@@ -70,7 +72,11 @@ class TokenizerFile(Vocabulary):
             # Without `parse_special`, control tokens in a text are encoded as text. A second tokenizer would take as
             # long to load and as much memory again.
             self._tokenizer.encode_special_tokens = not parse_special
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if len(text) > _LONG:  # which takes seconds; only the call for several texts lets other threads run
+                (found,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            else:
+                found = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = found.ids
         return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
 
     @cached_property

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-from edgespec.engines.limits import spare_memory
+from edgespec.engines.limits import keep_one_arena, return_freed_memory, spare_memory
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.sessions import open_session
@@ -35,6 +35,7 @@ class Sessions:
         self._spins = True
         self._making: threading.Thread | None = None
         self._left_s = 0.0  # when the other one was last in use
+        self._was_dropped = False  # since the last pass
 
     @property
     def is_settled(self) -> bool:
@@ -48,6 +49,8 @@ class Sessions:
         self._spins, self._left_s = spins, 0.0
         if spins in self._open or self._making is not None or not self._has_room():
             return
+        # In an arena of its own, what the thread allocates in between would keep the session's memory after its end.
+        keep_one_arena()
         self._making = threading.Thread(target=self._add, args=(spins,), name="edgespec-session", daemon=True)
         self._making.start()
 
@@ -60,13 +63,16 @@ class Sessions:
         """The session for the next pass."""
         if self._making is not None and not self._making.is_alive():
             self._making = None
+        if self._was_dropped:  # and freed by now: the last pass may still have held it
+            self._was_dropped = False
+            return_freed_memory()
         found = self._open[self.spins]
         if len(self._open) > 1 and self._making is None:
             now_s = monotonic()
             self._left_s = self._left_s or now_s
             if now_s > self._left_s + KEPT_S:
                 self._open = {self.spins: found}
-                self._left_s = 0.0
+                self._left_s, self._was_dropped = 0.0, True
         return found
 
     def close(self) -> None:
@@ -82,7 +88,7 @@ class Sessions:
     def _add(self, spins: bool) -> None:
         try:
             self._open[spins] = self._make(spins)
-        except (EdgespecError, MemoryError):
+        except (EdgespecError, MemoryError, OSError):  # the last: the model's folder is gone
             return  # passes go on in the present one
 
 

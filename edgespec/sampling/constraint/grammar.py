@@ -125,6 +125,13 @@ def escaped(text: str) -> str:
 
 def compiled(grammar: Grammar, library: Library) -> LLMatcher:
     """A matcher at the beginning of an answer. Raises ConfigError, which names the place of a mistake."""
+    try:
+        return _compiled(grammar, library)
+    except RecursionError as exc:
+        raise ConfigError(f"{grammar.kind} cannot be used: it is nested too deeply") from exc
+
+
+def _compiled(grammar: Grammar, library: Library) -> LLMatcher:
     matcher = library.matcher(grammar.source)
     schema = _parsed(grammar.text) if grammar.kind == "json_schema" else None
     if not matcher.is_error():
@@ -140,7 +147,10 @@ def compiled(grammar: Grammar, library: Library) -> LLMatcher:
 def _refuse_counts(schema: dict[str, Any]) -> None:
     """Raises ConfigError for a `minProperties` that a repeated name would meet: the library counts it every time."""
     for path, part in _all_parts(schema):
-        least, named = part.get("minProperties", 0), len(set(part.get("required", [])))
+        least, required = part.get("minProperties", 0), part.get("required", [])
+        if not (isinstance(least, int) and isinstance(required, list)):
+            continue  # in a definition that nothing uses, which the library did not read
+        named = len({name for name in required if isinstance(name, str)})
         if least > named + 1:
             place = f"at {path}: " if path else ""
             raise ConfigError(

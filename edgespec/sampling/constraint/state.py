@@ -78,6 +78,7 @@ class Constraint:
 
     def __init__(self, matcher: LLMatcher, vocabulary_size: int, end_ids: frozenset[int], begin: int) -> None:
         self._matcher, self._size, self._end_ids, self._begin = matcher, vocabulary_size, end_ids, begin
+        self._ends = np.array(sorted(end_ids), np.int32)
         self._read: TokenIds = np.empty(0, np.int32)  # what the matcher has consumed
         self._masks: dict[bytes, Mask] = {}
         self._forced: tuple[bytes, tuple[int, ...]] | None = None
@@ -163,7 +164,8 @@ class Constraint:
         return draft if len(kept) == draft.num_tokens else _restricted(draft, kept)
 
     def _has_ended(self, answer: TokenIds) -> bool:
-        return answer.size > 0 and int(answer[-1]) in self._end_ids
+        # Not its last token alone: a draft model that lacks one of the target's end tokens drafts on behind it.
+        return bool(np.isin(answer, self._ends).any())
 
     def _go_to(self, answer: TokenIds) -> None:
         """Roll the matcher back to what it shares with `answer` [m] and let it read the rest, in which nothing ends."""

@@ -1,0 +1,129 @@
+"""A grammar and drafters that know less than the target: the text stays plain decoding's, and the drafter in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from edgespec.control.base import FixedLength
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.dflash import DFlashDrafter
+from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.tree import TreeDrafter
+from edgespec.engines.head import Confidences, States
+from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.table import TableEngine
+from edgespec.generation.decode import autoregressive, speculative
+from edgespec.generation.run_state import Run
+from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling.acceptance import RULES
+from edgespec.sampling.constraint.grammar import Grammar
+from edgespec.sampling.constraint.state import Constraints
+from edgespec.sampling.stopping import StopRules
+from edgespec.types import Draft, Logits, TokenIds, Verdict
+from tiny_heads import LAYERS, OpenBlock, OpenHead
+
+pytest.importorskip("llguidance")
+PROMPT = np.arange(4, dtype=np.int32)
+
+
+def written(
+    target: TableEngine, regex: str, drafter: Drafter | None, sampling: Sampling, length: int = 8
+) -> tuple[list[int], Run]:
+    """The answer's tokens, and the run that made it."""
+    target.rollback(0)
+    constraint = Constraints().of(Grammar("regex", regex), target.vocabulary, PROMPT.size)
+    sequence = CachedSequence(target, 0)
+    sequence.keep_layer_inputs(LAYERS)
+    sampler = Sampler(sampling, target.vocabulary.size, 0, constraint)
+    run = Run(sequence, PROMPT, sampler, StopRules(target.vocabulary.end_ids, (), 60))
+    rule = RULES["coupled"]
+    events = autoregressive(run) if drafter is None else speculative(run, FixedLength(drafter, length), rule)
+    return [event.token_id for event in events], run
+
+
+@pytest.mark.parametrize("as_tree", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_draft_model_without_the_targets_end_token_drafts_on_behind_it(seed: int, *, as_tree: bool) -> None:
+    """As a base model beside an instruct one: what it drafts behind the end is no text that a grammar can follow."""
+    size = 30
+    target = TableEngine.random(size, order=2, seed=3, end_id=size - 1)
+    small = target.related(0.3)
+    small.vocabulary.end_ids = frozenset()
+    sampling = Sampling(temperature=0.8, seed=seed)
+    drafter: Drafter = ModelDrafter(small, owns_engine=False)
+    drafter = TreeDrafter(drafter) if as_tree else drafter
+    plain, _ = written(target, "[a-d]{1,3}", None, sampling)
+    drafted, run = written(target, "[a-d]{1,3}", drafter, sampling)
+    assert drafted == plain and not run.stats.notes
+
+
+FEWER = 8  # tokens that the heads know, of ten
+
+
+class FewHead(OpenHead):
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        logits, state = super().decode(token_ids, states)
+        return np.where(np.arange(logits.size) < FEWER, logits, -np.inf).astype(np.float32), state
+
+
+class FewBlock(OpenBlock):
+    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+        rows, confidences = super().block(token_id)
+        return np.where(np.arange(rows.shape[1]) < FEWER, rows, -np.inf).astype(np.float32), confidences
+
+
+HEADS: dict[str, Callable[[], Drafter]] = {
+    "eagle3": lambda: Eagle3Drafter(FewHead(64), 512),
+    "dflash": lambda: DFlashDrafter(FewBlock(64), 512),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_know_no_allowed_token_draft_nothing_there_and_go_on_later(name: str, temperature: float) -> None:
+    target = TableEngine.random(10, order=1, end_id=None)
+    target.vocabulary.end_ids = frozenset({9})
+    regex, sampling = "([a-d]{2}i[a-d]{2}){4}", Sampling(temperature=temperature, seed=1)  # the heads know no i
+    plain, _ = written(target, regex, None, sampling)
+    drafted, run = written(target, regex, HEADS[name](), sampling, 3)
+    assert drafted == plain and not run.stats.notes
+    assert run.stats.drafted_tokens > 12
+
+
+class Watched(LookaheadDrafter):
+    """Notes the columns that it learns from, and whether they are those that it drafted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: Draft | None = None
+        self.wrong = self.right = 0
+
+    def draft(self, request):  # type: ignore[no-untyped-def]
+        self.own = super().draft(request)
+        return self.own
+
+    def observe(self, draft: Draft, verdict: Verdict) -> None:
+        added = self._pool.add
+        assert self.own is not None
+        own = {tuple(self.own.token_ids[nodes].tolist()) for _, nodes in self._columns}
+
+        def add(token_id: int, tail: tuple[int, ...]) -> None:
+            is_own = (token_id, *tail[:-1]) in own
+            self.right, self.wrong = self.right + is_own, self.wrong + (not is_own)
+            added(token_id, tail)
+
+        self._pool.add = add  # type: ignore[method-assign]
+        super().observe(draft, verdict)
+        self._pool.add = added  # type: ignore[method-assign]
+
+
+def test_lookahead_learns_only_what_it_drafted_where_a_grammar_takes_nodes_out() -> None:
+    target = TableEngine.random(12, order=2, end_id=11, seed=5)
+    watched = Watched()
+    written(target, "[a-e]{60}", watched, Sampling(temperature=0.8, seed=1), 20)
+    assert watched.right > 10 and not watched.wrong
