@@ -116,6 +116,7 @@ def test_an_answer_that_is_cut_says_so(model):
     full = Stats(new_tokens=5, finish_reason="length")
     assert "context is full" in (length_note(full, GenerateOptions()) or "")
     assert length_note(Stats(new_tokens=5, finish_reason="stop"), GenerateOptions()) is None
+    assert "/continue" in (length_note(full, GenerateOptions(max_tokens=5), in_chat=True) or "")
 
 
 def test_a_long_load_says_what_it_waits_for(monkeypatch, capsys):

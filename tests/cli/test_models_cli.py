@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from edgespec.cli.main import cli
 from edgespec.control.cost import CostCurve
 from edgespec.control.measure import store_file_curve
 from edgespec.loading.catalogue import Entry, SourceFile, entries
+from edgespec.loading.own_models import write_manifest
 from edgespec.loading.registry import resolve
 from edgespec.tuning.matching import find_aim, rank
 from tiny_gguf import Shape, write_model
@@ -278,3 +280,21 @@ def test_a_pulled_model_runs_in_a_new_process(tmp_path: Path, home: Path):
     command = [sys.executable, "-m", "edgespec", "chat", "mine", "-n", "4", "-q"]
     done = subprocess.run(command, input="hello\n", capture_output=True, text=True, check=False, env=dict(os.environ))
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_a_model_goes_by_the_name_of_its_folder(home: Path, tmp_path: Path):
+    for folder in (home / "mine", tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+        copy = replace(resolve("demo", engine="llamacpp").files["target"], path=folder / "model.gguf")
+        shutil.copy(TARGET, copy.path)
+        write_manifest(folder, {"name": "inner"}, {"target": copy})
+    assert resolve(str(tmp_path / "elsewhere")).name == "inner"
+    assert resolve("mine").name == "mine" and run("show", "mine").stdout.startswith("mine:")
+
+
+@pytest.mark.parametrize("size", [0, 3, 1000, 600_000])
+def test_show_refuses_a_file_that_cannot_be_run(tmp_path: Path, size: int):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(TARGET.read_bytes()[:size])
+    failed = run("show", str(cut))
+    assert failed.exit_code == 2 and "run it" not in failed.stdout and str(cut) in failed.stderr

@@ -169,6 +169,7 @@ def models(tmp_path, monkeypatch):
         ("chat none.gguf", ""),
         ("chat noise.gguf", ""),
         ("show x.gguf", ""),
+        ("add x.gguf --name x", "x.gguf"),
         ("tune x.gguf", "x.gguf"),
         ("tune x.gguf --forget", ""),
         ("chat both", ""),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +18,10 @@ import edgespec
 from bench_table import table_model
 from edgespec import GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.engines.parked import ParkedStates
-from edgespec.errors import CapabilityError, EngineError
+from edgespec.errors import Busy, CapabilityError, EngineError
 from edgespec.reports import TokenEvent
 from edgespec.types import Batch, Logits
+from waiting import until
 
 OPTIONS = GenerateOptions(max_tokens=30, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7] * 12, [3], [2, 2, 2], [9, 8, 7, 6], [0, 1], [5, 4, 3, 2, 1] * 7]
@@ -453,3 +455,34 @@ class Counting:
             raise EngineError("broken")
         logits: Logits = self._forward(batch)
         return logits
+
+
+def test_who_reads_a_generation_that_a_batch_runs_leaves_the_model_free(model: Model) -> None:
+    generation = model.stream([1, 2, 3], options=OPTIONS)
+    found: list[str] = []
+    reader = Thread(target=lambda: found.append(generation.result().finish_reason), daemon=True)
+    with model.batch() as batch:
+        batch.begin(generation)
+        reader.start()
+        until(lambda: generation.claim.inside is reader)  # it waits behind the batch
+        while batch.num_running:
+            batch.step()
+    reader.join(10)
+    assert found == ["length"]
+    assert len(model.generate([1, 2], options=GenerateOptions(max_tokens=2, max_wait_s=0)).token_ids) == 2
+
+
+def test_prompts_wait_no_longer_than_they_may(model: Model) -> None:
+    with model.stream([1, 2, 3], options=OPTIONS) as running:
+        next(running)
+        elsewhere = Thread(target=lambda: refused.append(refusal(model)), daemon=True)
+        refused: list[str] = []
+        elsewhere.start()
+        elsewhere.join(10)
+    assert len(refused) == 1 and "wait limit of 0 s" in refused[0]
+
+
+def refusal(model: Model) -> str:
+    with pytest.raises(Busy) as raised:
+        model.generate_all([[1, 2]], options=GenerateOptions(max_wait_s=0))
+    return str(raised.value)

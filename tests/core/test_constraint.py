@@ -277,6 +277,20 @@ def test_a_number_of_properties_is_kept_where_no_repeated_name_can_meet_it() -> 
         Constraints().of(Grammar("json_schema", json.dumps({"type": "object"} | fields)), table().vocabulary, 0)
 
 
+@pytest.mark.parametrize("odd", [{"required": 5}, {"minProperties": "3"}, {"required": [1, {}], "minProperties": 1.5}])
+def test_a_definition_that_nothing_uses_may_be_odd(odd: dict[str, Any]) -> None:
+    schema = {"$defs": {"x": odd}, "type": "object"}
+    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_one_error() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    with pytest.raises(ConfigError, match="json_schema cannot be used: it is nested too deeply"):
+        Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+
+
 def test_a_list_may_say_that_its_items_need_not_differ() -> None:
     lists = {"type": "array", "items": {"enum": [1]}, "maxItems": 2}
     schema = {"type": "object", "properties": {"a": {**lists, "uniqueItems": False}}, "required": ["a"]}

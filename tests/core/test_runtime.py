@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.errors import (
     CapabilityError,
     ConfigError,
+    EdgespecError,
     EngineError,
     ModelNotFound,
     PromptError,
@@ -135,6 +137,8 @@ def test_bad_options_are_refused_by_name(given: dict, error: type[Exception], me
         ("x", {}, {"max_wait_s": "soon"}, ConfigError, "seconds"),
         ("x", {}, {"drafter": "medusa"}, CapabilityError, "heads"),
         ("x", {}, {"max_token": 3}, ConfigError, "GenerateOptions has no option 'max_token'; known: max_tokens"),
+        ("x", {"heat": 3}, {}, SamplingError, "Sampling has no option 'heat'; known: temperature"),
+        ("x", {}, {"max_wait_s": 10**400}, ConfigError, "max_wait_s must be from 0 to 1000000000 seconds"),
         ("x " * 9000, {}, {}, PromptError, "context"),
         ("x", {"logit_bias": {4096: 1.0}}, {}, SamplingError, "4096"),
     ],
@@ -289,3 +293,19 @@ def test_a_model_whose_file_was_deleted_meanwhile_still_closes(tiny_path: Path, 
     model.close()
     with pytest.raises(EngineError):
         model.target.length()
+
+
+def test_arguments_of_another_type_are_typed_errors(model: edgespec.Model, tmp_path: Path) -> None:
+    anything: Any = 5
+    for call, words in {
+        (lambda: model.generate_all("abc")): "prompts must be a list of prompts, got 'abc'",
+        (lambda: model.generate_all(anything)): "prompts must be a list of prompts, got 5",
+        (lambda: model.generate("x", on_round=anything)): "on_round must be a function of one RoundRecord, got 5",
+        (lambda: model.split_answer(anything)): "result must be Result, got int",
+        (lambda: model.encode_chat([], anything)): "tools must be a list such as .*, got int",
+        (lambda: model.save_state(anything)): "path must be a path, got 5",
+        (lambda: model.load_state("a\0b")): "path must be a path",
+        (lambda: model.load_state(cast(Any, None))): "path is None",
+    }.items():
+        with pytest.raises(EdgespecError, match=words):
+            call()

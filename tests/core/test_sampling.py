@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -212,3 +213,14 @@ def test_a_seed_of_minus_one_is_none():
     drawn = {Sampling(seed=-1).seeded().seed for _ in range(3)}
     assert Sampling(seed=-1) == Sampling(seed=None) and len(drawn) == 3
     assert Sampling(seed=-2).seeded().seed == -2
+
+
+def test_a_low_temperature_without_truncation_warns_of_nothing() -> None:
+    sampler = Sampler(Sampling(temperature=0.03, top_k=0, top_p=1.0, min_p=0.0, seed=1), 50_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(20):
+            logits = np.random.default_rng(seed).normal(0, 4, 50_000).astype(np.float32)
+            found = sampler.distribution(logits, NO_HISTORY)
+            assert found.prob_of(sampler.pick(found, seed)) > 1e-4
+            sampler.ranked(found, seed)

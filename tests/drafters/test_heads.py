@@ -11,15 +11,18 @@ import struct
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info
 
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.blas import ONE_BLAS_THREAD
 from edgespec.drafters.eagle import AT_ONCE, EagleDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
@@ -531,3 +534,24 @@ def test_layers_that_make_no_sense_are_refused(layers: list[Any], tmp_path: Path
     np.savez(path, **arrays)
     with pytest.raises(ModelFileError, match=r"layers|feature_size"):
         read_head_file(path)
+
+
+def test_drafts_in_two_threads_give_blas_its_threads_back() -> None:
+    def threads() -> list[int]:
+        return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+
+    before, inside, leave = threads(), Event(), Event()
+
+    def draft() -> None:
+        with ONE_BLAS_THREAD:
+            inside.set()
+            leave.wait(10)
+
+    other = Thread(target=draft)
+    with ONE_BLAS_THREAD:
+        other.start()
+        assert inside.wait(10) and set(threads()) <= {1}
+    assert set(threads()) <= {1}  # the other one still drafts
+    leave.set()
+    other.join()
+    assert threads() == before

@@ -340,6 +340,7 @@ def test_an_answer_ends_with_its_block(coder: TestClient) -> None:
 )
 def test_where_a_block_ends(text: str, end: int | None) -> None:
     assert end_of_block(text, 4) == end and end_of_block(text, 0) is None
+    assert end_of_block(text, 4, text.rfind("\n") + 1) == end  # the lines before it have none
 
 
 def test_an_answer_may_have_a_limit_of_time_once_it_has_a_line(coder: TestClient) -> None:
