@@ -37,13 +37,14 @@ from edgespec.errors import ConfigError, shown
 class GenerateOptions:
     """Options of one generation. `drafter`, `draft_length` and `verify` None: as the model was loaded.
 
-    `max_tokens`: limit of new tokens; None: until the context is full. `stop`: one or more strings that end the answer
-    and are not part of it. `ignore_eos`: end tokens do not end the answer. `logprobs`: return each token's natural log
-    probability under the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: number of
-    most likely tokens to return the same for. `max_wait_s`: seconds to wait for another generation to end; 0: do not
-    wait; None: no limit. `noise_offset`: sample position i with the random numbers of position i + `noise_offset`. Set
-    it when the oldest turns of a conversation were dropped, else a new answer may get the random numbers of an old one
-    and repeat it; `edgespec.chat.conversation.Conversation.noise_offset` computes it.
+    `max_tokens`: limit of new tokens; None, or -1 as in llama.cpp: until the context is full. `stop`: one or more
+    strings that end the answer and are not part of it. `ignore_eos`: end tokens do not end the answer. `logprobs`:
+    return each token's natural log probability under the raw softmax, before temperature, bias, penalties and
+    truncation; `top_logprobs`: number of most likely tokens to return the same for. `max_wait_s`: seconds to wait for
+    another generation to end; 0: do not wait; None: no limit. `noise_offset`: sample position i with the random numbers
+    of position i + `noise_offset`. Set it when the oldest turns of a conversation were dropped, else a new answer may
+    get the random numbers of an old one and repeat it; `edgespec.chat.conversation.Conversation.noise_offset` computes
+    it.
 
     Structured output, one of: `json_schema`: the answer is JSON that matches it, a dict or JSON text; `grammar`: a Lark
     or GBNF grammar that the answer follows; `regex`: a regular expression that the whole answer matches.
@@ -73,6 +74,8 @@ class GenerateOptions:
             object.__setattr__(self, "json_schema", as_schema(self.json_schema))
         self._check_structure()
         at_least("noise_offset", whole("noise_offset", self.noise_offset), 0)
+        if self.max_tokens == NO_LIMIT and isinstance(self.max_tokens, int):
+            object.__setattr__(self, "max_tokens", None)
         at_least("max-tokens", self.max_tokens, 1, "leave it out for an answer of any length")
         object.__setattr__(self, "stop", as_texts(self.stop))
         switches(self, "ignore_eos", "logprobs")
@@ -119,6 +122,7 @@ class GenerateOptions:
 
 
 _MOST_WAIT_S = 10**9
+NO_LIMIT = -1
 STRUCTURES = ("json_schema", "grammar", "regex")
 
 

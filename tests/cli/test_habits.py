@@ -46,7 +46,7 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["serve", "--draft-p-min", "0.8"], "--draft-length N fixes"),
         (["generate", "-b", "512"], "size of passes"),
         (["chat", "-r", "User:"], "did you mean '--stop'?"),
-        (["generate", "-p", "x", "-n", "-1"], "leave it out for an answer of any length"),
+        (["generate", "-p", "x", "-n", "-2"], "leave it out for an answer of any length"),
         (["generate", "-p", "x", "--top-k", "-1"], "0 keeps all"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
         (["generate", "demo", "hello"], "a prompt is given with -p, in quotes"),
         (["chat", "demo", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
         (["chat", "demo", "-p", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
-        (["generate", "-p", "x", "-n", "-1"], "leave it out for an answer of any length"),
+        (["generate", "-p", "x", "-n", "-2"], "leave it out for an answer of any length"),
         (["generate", "-p", "x", "-c", "-1"], "0 or max is the model's own"),
         (["generate", "-p", "x", "-t", "0"], "leave it out to use the free fast cores"),
         (["pull", "demo"], "is already on this machine; run it with: edgespec chat demo"),

@@ -210,3 +210,9 @@ def test_paths_may_be_text():
 def test_a_value_of_another_type_is_refused_by_name(given, told):
     with pytest.raises(ConfigError, match=told):
         LoadOptions(**given)
+
+
+def test_a_limit_of_minus_one_is_none() -> None:
+    assert GenerateOptions(max_tokens=-1) == GenerateOptions()
+    with pytest.raises(ConfigError, match="max-tokens must be at least 1, got -2"):
+        GenerateOptions(max_tokens=-2)
