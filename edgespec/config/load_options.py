@@ -200,6 +200,10 @@ class LoadOptions:
         check_draft_length(self.draft_length)
         check_draft_temperature(self.draft_temperature)
         check_share(self.max_slowdown)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise ConfigError for options that contradict each other."""
         if self.reproducible and self.verify != "coupled":
             raise ConfigError(
                 f"--reproducible does not work with --verify {self.verify}, whose text depends on the "
@@ -210,7 +214,6 @@ class LoadOptions:
                 "--reproducible does not work with -ngl auto, which depends on how much memory is free: results "
                 "depend on which layers are on the GPU. Give their number; edgespec plan -ngl auto prints it"
             )
-
         if self.context_length == "auto" and (self.target_gpu_layers or self.provider not in ("auto", "cpu")):
             raise ConfigError(
                 "ctx-size auto is chosen by this machine's memory, which a GPU, another device or an RPC server does "

@@ -35,6 +35,42 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
+# What transformers takes where config.json says nothing, and other programs may not.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+    "SmolLM3ForCausalLM": {"num_key_value_heads": 4, "rope_theta": 2e6},
+    "GemmaForCausalLM": {"num_key_value_heads": 16, "head_dim": 256},
+    "Gemma2ForCausalLM": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "Gemma3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+    },
+}
+
+
+def full_config(folder: Path) -> Config:
+    """config.json of a model folder, with what it implies. Raises as `read_json`."""
+    config = read_json(folder / "config.json")
+    return {**DEFAULTS.get(named_architecture(config), {}), **config}
+
+
+def named_architecture(config: Mapping[str, Any]) -> str:
+    """The architecture named in a config.json, or 'none'."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else named
+    return first if isinstance(first, str) else "none"
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Location of one tensor: `offset` in bytes from the start of `file`."""
@@ -57,7 +93,7 @@ class Checkpoint:
     @staticmethod
     def open(folder: Path) -> Checkpoint:
         """Read config and tensor headers. Raises ModelFileError if a file is missing, truncated or not supported."""
-        config = read_json(folder / "config.json")
+        config = full_config(folder)
         listed = _listed_tensors(folder)
         tensors: dict[str, StoredTensor] = {}
         for file in sorted({folder / name for name in listed.values()}) if listed else _weight_files(folder):
@@ -73,8 +109,7 @@ class Checkpoint:
     @property
     def architecture(self) -> str:
         """The architecture named in config.json, or 'none'."""
-        named = self.config.get("architectures")
-        return str(named[0]) if isinstance(named, list) and named else "none"
+        return named_architecture(self.config)
 
     def names(self) -> Iterator[str]:
         return iter(self.tensors)

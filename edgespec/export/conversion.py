@@ -31,6 +31,7 @@ from edgespec.formats.files import atomic_folder
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import read_pair
+from edgespec.formats.onnx.llama import rotary_bytes
 from edgespec.installation import has_engine, install_command, require_engine
 from edgespec.types import Progress
 
@@ -149,12 +150,14 @@ def _output_bytes(model: GgufModel, quant: str) -> int:
     table = model.config.vocab_size * model.config.hidden_size * (4 if quant == "fp32" else 1.1)
     in_eight = sum(kept_in_more(model).values()) if quant == "int4" else 0
     bits = (model.num_parameters - in_eight) * BITS[quant] + in_eight * BITS["int8"]
-    return round((bits / 8 + table) * SPARE) + _TOKENIZER_BYTES * model.config.vocab_size
+    beside = _TOKENIZER_BYTES * model.config.vocab_size + rotary_bytes(model.config)
+    return round((bits / 8 + table) * SPARE) + beside
 
 
 def _largest_matrix(model: GgufModel) -> int:
-    """Bytes of the largest matrix as it is written, and of the rows that are being quantised."""
-    return 5 * model.config.hidden_size * max(model.config.vocab_size, model.config.intermediate_size)
+    """Bytes of the largest matrix as it is written, and of the rows that are being quantised, or of rotary tables."""
+    matrix = 5 * model.config.hidden_size * max(model.config.vocab_size, model.config.intermediate_size)
+    return max(matrix, 2 * rotary_bytes(model.config))
 
 
 def _stages(request: ExportRequest, models: Models, workspace: Workspace) -> Iterator[Stage]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from edgespec.errors import ModelFileError
 from edgespec.export.architectures.table import is_tied
-from edgespec.export.checkpoint import Checkpoint, is_head_config
+from edgespec.export.checkpoint import Checkpoint, is_head_config, named_architecture
 from edgespec.export.hub import Source
 from edgespec.export.reference import has_transformers
 from edgespec.export.request import ExportRequest, Format
@@ -53,6 +53,7 @@ class Facts:
     num_layers: int
     vocabulary_size: int
     context_length: int | None
+    rotary_bytes: int = 0  # tables of a graph, for every position
 
     def output_bytes(self, wanted: Format, quant: str) -> int:
         bits = BITS.get(quant, WIDEST_BITS)
@@ -60,7 +61,7 @@ class Facts:
             return round(self.num_parameters * bits / 8 * SPARE)
         # ONNX graphs have a separate embedding table, which only w8a8 quantises.
         wide = self.table_parameters * {"fp16": 2, "w8a8": 1.1}.get(quant, 4)
-        return round((self.num_parameters * bits / 8 + wide) * SPARE)
+        return round((self.num_parameters * bits / 8 + wide) * SPARE) + self.rotary_bytes
 
     def temporary_bytes(self, wanted: Format, quant: str) -> int:
         if wanted == "gguf":
@@ -79,7 +80,7 @@ class Facts:
     def written_bytes(self, quant: str) -> int:
         """Memory for edgespec's own writer, in bytes: the largest matrix; for w8a8 also a first graph, which runs."""
         graph = self.output_bytes("onnx", quant) if quant == "w8a8" else 0
-        return PROGRAM_BYTES + max(5 * self.largest_parameters, graph)
+        return PROGRAM_BYTES + max(5 * self.largest_parameters, 2 * self.rotary_bytes, graph)
 
     def graph_check_bytes(self, quant: str) -> int:
         """Memory for the comparison of a written graph with llama.cpp, in bytes; both are opened one by one."""
@@ -120,9 +121,8 @@ def read_facts(source: Source) -> Facts:
     stored = sum(source.weights.values())
     table = _number(text, "vocab_size") * _number(text, "hidden_size", "n_embd")
     sizes = _estimated_sizes(text, stored, table) if source.missing else _sizes(Checkpoint.open(source.folder))
-    named = config.get("architectures")
     return Facts(
-        architecture=str(named[0]) if isinstance(named, list) and named else "none",
+        architecture=named_architecture(config),
         num_parameters=sum(sizes.values()),
         table_parameters=table,
         largest_parameters=max(sizes.values()),
@@ -130,7 +130,17 @@ def read_facts(source: Source) -> Facts:
         num_layers=_number(text, "num_hidden_layers", "n_layer"),
         vocabulary_size=_number(text, "vocab_size"),
         context_length=_number(text, "max_position_embeddings", "n_positions", "n_ctx") or None,
+        rotary_bytes=_rotary_bytes(text),
     )
+
+
+def _rotary_bytes(config: Mapping[str, Any]) -> int:
+    """Cosines and sines of half a head for every position; Gemma 3's windows have tables of their own."""
+    heads = _number(config, "num_attention_heads") or 1
+    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+    nested = config.get("rope_parameters")
+    is_apart = "rope_local_base_freq" in config or (isinstance(nested, Mapping) and "sliding_attention" in nested)
+    return (2 if is_apart else 1) * 4 * head_dim * _number(config, "max_position_embeddings")
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -169,6 +169,8 @@ def _refusal(error: Any, repo: str, at: str) -> Exception:
         return ConnectionError(f"{at} answers with status {status}")
     if status in (401, 403):
         return ModelNotFound(f"{at} refuses {repo} (status {status}): {_TOKEN}, or unset one that has expired")
+    if status in (404, 410):
+        return ModelNotFound(f"{at} does not have what is wanted of {repo} (status {status}): check name and revision")
     return DownloadError(f"{at} refuses {repo} ({reason_of(error)}): run the same command again later")
 
 

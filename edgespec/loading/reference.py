@@ -16,6 +16,7 @@ from edgespec.loading.hub import REPO, endpoint
 
 _HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
 _NAME = re.compile(r"[^\W_]([\w.-]{0,98}[\w-])?")
+MOST_NAME_BYTES = 200  # file systems allow 255, and parts are added to it
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # Windows has devices of these names
 
 
@@ -72,6 +73,11 @@ def check_name(name: str) -> str:
     """`name`, if a folder may be called so. Raises ModelNotFound."""
     if not _NAME.fullmatch(name) or _RESERVED.fullmatch(name):
         raise ModelNotFound(f"{shown(name)} is not a valid name: use letters, digits, '.', '_' and '-'")
+    if len(name.encode()) > MOST_NAME_BYTES:
+        raise ModelNotFound(
+            f"{shown(name)} is too long for a folder: it has {len(name.encode())} bytes, at most {MOST_NAME_BYTES} are "
+            "allowed"
+        )
     return name
 
 

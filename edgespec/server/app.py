@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from edgespec.server import embeddings, facts, messages, native, ollama, ollama_facts, page, responses
+from edgespec.server import embeddings, facts, messages, native, ollama, ollama_facts, page, readable, responses
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import apply_template, read_chat
 from edgespec.server.completions import read_completion
@@ -25,8 +25,6 @@ from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.infill import read_infill
-from edgespec.server.openapi import document
-from edgespec.server.options import unknown_model
 from edgespec.server.service import Loaded, Service
 from edgespec.server.services import Services
 from edgespec.server.waking import WakingStream
@@ -90,7 +88,9 @@ def create_app(
     routes += [Route(path, _caught(_replying(services, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
     routes += [Route(path, _caught(_telling(services, tell)), methods=["POST"]) for path, tell in _TELLING.items()]
     routes += [Route(path, _caught(_embedding(services, read)), methods=["POST"]) for path, read in _EMBEDDING.items()]
-    routes += _readable(services)
+    reading = {path: _reading(services, read) for path, read in readable.AT_ONCE.items()}
+    reading |= {path: _reading(services, read, in_thread=True) for path, read in readable.FROM_DISK.items()}
+    routes += [Route(path, _caught(handle), methods=["GET"]) for path, handle in reading.items()]
     shown = page.routes()
     paths = [route.path for route in (*routes, *shown)]
     open_paths = ["/health", "/v1/health", *(route.path for route in shown)]  # the page asks for the key itself
@@ -160,67 +160,11 @@ def _telling(services: Services, tell: Callable[[Service, Fields], dict[str, Any
     return handle
 
 
-def _readable(services: Services) -> list[Route]:
-    """The paths that are read with GET. `?model=` chooses one of several models, as in llama-server's router."""
+def _reading(services: Services, read: readable.ReadPath, *, in_thread: bool = False) -> Handler:
+    async def handle(request: Request) -> Response:
+        return await asyncio.to_thread(read, services, request) if in_thread else read(services, request)
 
-    def chosen(request: Request) -> Service:
-        return services.named(request.query_params.get("model"))
-
-    async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": facts.model_objects(services)})
-
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        service = services.named(name)
-        if not service.names.include(name):
-            raise unknown_model(service.names)
-        shown = name if name in service.names.all else service.name
-        return json_response(facts.model_object(service, shown, with_status=services.are_several))
-
-    async def health(_: Request) -> Response:
-        status, body = facts.health(services)
-        return json_response(body, status)
-
-    async def metrics(_: Request) -> Response:
-        return PlainTextResponse(facts.metrics_text(services), media_type="text/plain; version=0.0.4")
-
-    async def properties(request: Request) -> Response:
-        return json_response(facts.properties(chosen(request)))
-
-    async def described(_: Request) -> Response:
-        return json_response(document(services.names))
-
-    async def slots(request: Request) -> Response:
-        must_have_room, service = request.query_params.get("fail_on_no_slot") == "1", chosen(request)
-        loaded, unloaded = service.loaded, service.unloaded
-        if loaded is None and unloaded is not None:
-            return json_response(unloaded.slots)
-        return json_response(native.slots(loaded or service.require(), must_have_room=must_have_room))
-
-    async def version(_: Request) -> Response:
-        return json_response(ollama_facts.version())
-
-    async def listed(_: Request) -> Response:
-        return json_response(await asyncio.to_thread(ollama_facts.listed, services))
-
-    async def running(_: Request) -> Response:
-        return json_response(await asyncio.to_thread(ollama_facts.running, services))
-
-    handlers = {
-        "/v1/models": models,
-        "/models": models,
-        "/v1/models/{name:path}": model,  # hub ids have slashes
-        "/health": health,
-        "/v1/health": health,
-        "/slots": slots,
-        "/metrics": metrics,
-        "/props": properties,
-        "/openapi.json": described,
-        "/api/version": version,
-        "/api/tags": listed,
-        "/api/ps": running,
-    }
-    return [Route(path, _caught(handler), methods=["GET"]) for path, handler in handlers.items()]
+    return handle
 
 
 def _caught(handler: Handler) -> Handler:

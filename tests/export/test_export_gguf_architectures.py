@@ -201,7 +201,9 @@ def test_what_llama_cpp_would_compute_differently_is_refused(tmp_path: Path, mes
     case, changes = REFUSED[message]
     folder = write_checkpoint(tmp_path / "hf", case)
     config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    # A cap that is left out has a default; null means none.
+    kept = {key: value for key, value in config.items() if value is not None or key.endswith("softcapping")}
+    (folder / "config.json").write_text(json.dumps(kept))
     with pytest.raises(ModelFileError, match=message):
         convert(folder, tmp_path / "out.gguf", "f32")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -21,10 +21,11 @@ from edgespec.export.checkpoint import INDEX, Checkpoint
 from edgespec.export.onnx.convert import FORMS
 from edgespec.export.onnx.from_hub import HubWeights, convert_hub
 from edgespec.export.onnx.hub_model import open_hub
-from edgespec.formats.onnx import DATA
+from edgespec.formats.onnx import DATA, llama
 from edgespec.types import Batch
 from tiny_checkpoints import (
     COLUMNS,
+    LLAMA3_SCALING,
     LOGITS,
     TOKEN_IDS,
     VARIANTS,
@@ -177,7 +178,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("smollm2", {"hidden_act": "relu"}, "its hidden_act is 'relu'; allowed: 'silu'"),
     ("smollm2", {"quantization_config": {"quant_method": "awq"}}, "its quantization_config is"),
     ("smollm2", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "scaled by 'yarn'; .*--exporter builder"),
-    ("smollm2", {"rope_scaling": {"type": "linear", "factor": -1}}, "scaled by -1"),
+    ("smollm2", {"rope_scaling": {"type": "linear", "factor": -1}}, "have factor -1; a number above 0 is needed"),
+    ("smollm2", {"rope_scaling": {"type": "linear"}}, "have factor None; a number above 0 is needed"),
+    ("smollm2", {"rope_theta": 0}, "have rope_theta 0; a number above 0 is needed"),
+    (
+        "smollm2",
+        {"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 4.0}},
+        "high_freq_factor 4 above low_freq_factor 4",
+    ),
+    (
+        "smollm2",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "rope_scaling": {"type": "yarn", "factor": 4},
+        },
+        r"both rope_parameters and rope_scaling, and they differ \(rope_type, factor\): keep what is meant",
+    ),
     ("smollm2", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
     ("smollm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("smollm2", {"num_attention_heads": 8, "num_key_value_heads": 8}, "needs a multiple of 16"),
@@ -206,6 +222,41 @@ def test_what_the_graph_would_not_compute_is_refused(case: str, changes: dict[st
     with pytest.raises(ModelFileError, match=said) as refused:
         open_hub(source)
     assert str(source) in str(refused.value) or "config.json" in str(refused.value)
+
+
+def test_rotary_settings_may_be_there_twice_where_both_say_the_same(tmp_path: Path):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    source = write_checkpoint(
+        tmp_path / "m", "smollm2", rope_parameters={**linear, "rope_theta": 700.0}, rope_scaling={**linear}
+    )
+    found = open_hub(source).config
+    assert (found.rope_theta, set(found.rope_divisors)) == (700.0, {4.0})
+
+
+def test_a_tokenizer_with_more_words_than_the_model_is_refused_before_anything_is_written(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "m", "smollm2")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["one too many"] = VOCABULARY
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelFileError, match=f"a token with the id {VOCABULARY}, config.json has {VOCABULARY} ids"):
+        graph(source, tmp_path / "made")
+    assert not list((tmp_path / "made").iterdir())
+
+
+def test_an_architecture_may_be_named_alone(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "m", "smollm2", architectures="LlamaForCausalLM")
+    assert open_hub(source).config.num_layers == 3
+
+
+def test_rotary_tables_do_not_depend_on_how_many_positions_are_made_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = open_hub(write_checkpoint(tmp_path / "m", "smollm2")).config
+    whole = llama.rotary_tables(config)
+    monkeypatch.setattr(llama, "_POSITIONS_AT_ONCE", 7)
+    parts = llama.rotary_tables(config)
+    assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
+    assert llama.rotary_bytes(config) == sum(table.nbytes for table in whole)
 
 
 def truncate(source: Path) -> None:

@@ -136,6 +136,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gemma3-defaults": ("gemma3", {}, UNROTATED[::2]),
     "gemma3-capped": ("gemma3", {"final_logit_softcapping": 5.0}, ()),
     "gemma3-pattern": ("gemma3", {"sliding_window_pattern": 2}, ("layer_types",)),
+    # What config.json leaves out, and what it says of layers that are all alike.
+    "gemma3-silent": ("gemma3", {}, ("query_pre_attn_scalar", *UNROTATED)),
+    "smollm3-silent": ("smollm3", {}, ("rope_theta",)),
+    "qwen2-silent": (
+        "qwen2",
+        {"num_hidden_layers": 30, "sliding_window": 6, "use_sliding_window": True},
+        ("max_window_layers",),
+    ),
+    "llama-kinds": ("smollm2", {"sliding_window": 6, "layer_types": ["sliding_attention"] * 3}, ()),
 }
 SPECIALS = ["<|start|>", "<|end|>", "<|user|>"]
 

@@ -73,6 +73,10 @@ class LlamaCppVocabulary(Vocabulary):
         room = len(data) + 8
         ids = (ctypes.c_int32 * room)()
         count = library().llama_tokenize(self._vocab, data, len(data), ids, room, add_special, parse_special)
+        if room < -count < 4 * room:  # as many as it needs: a blank is put before each token that is a byte of its own
+            room = -count
+            ids = (ctypes.c_int32 * room)()
+            count = library().llama_tokenize(self._vocab, data, len(data), ids, room, add_special, parse_special)
         if not 0 <= count <= room:
             raise EngineError(f"llama.cpp could not encode a text of {len(data)} bytes (result {count})")
         return list(ids[:count])

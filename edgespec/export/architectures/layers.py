@@ -12,6 +12,8 @@ from edgespec.errors import ModelFileError
 from edgespec.export.architectures.rows import Architecture
 from edgespec.export.checkpoint import Checkpoint, Config, Weights
 
+UNIFORM = ("llama", "gemma")  # architectures whose layers are all alike, whatever config.json says of their kinds
+
 
 def check_unrotated_layers(checkpoint: Checkpoint, found: Architecture) -> None:
     """Raise ModelFileError unless every fourth layer of a SmolLM3 has no rotary positions, as llama.cpp hard-codes."""
@@ -36,7 +38,7 @@ def rotated_layers(config: Config, layers: int) -> Any:
 def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:
     """Whether each layer has sliding attention, [layers]."""
     config = checkpoint.config
-    if kinds := config.get("layer_types"):
+    if found.name not in UNIFORM and (kinds := config.get("layer_types")):
         known = {"sliding_attention": True, "full_attention": False}
         if len(kinds) != layers or not set(kinds) <= known.keys():
             raise ModelFileError(f"{checkpoint.folder}: layer_types must hold {layers} of {', '.join(known)}")
@@ -46,7 +48,7 @@ def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> lis
         return [(index + 1) % every != 0 for index in range(layers)]
     if checkpoint.architecture == "MistralForCausalLM":
         return [window_of(checkpoint) is not None] * layers
-    if config.get("use_sliding_window") and config.get("sliding_window"):  # Qwen: the first layers have full attention
+    if config.get("use_sliding_window") and window_of(checkpoint):  # Qwen: the first layers have full attention
         return [index >= int(config.get("max_window_layers", layers)) for index in range(layers)]
     return [False] * layers
 
@@ -76,16 +78,35 @@ def canonical_name(found: Architecture, name: str) -> str:
 def rotary_settings(config: Config) -> dict[str, Any]:
     """Rotary settings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) as one dict.
 
-    For a model with settings per kind of layer (Gemma 3), those of full attention. Raises ModelFileError.
+    For a model with settings per kind of layer (Gemma 3), those of full attention. Raises ModelFileError, also where
+    the two differ, since programs disagree on which of them counts.
     """
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, dict):
-        raise ModelFileError(f"config.json has rotary settings {str(found)[:60]!r}; they must be an object")
-    settings = dict(found.get("full_attention") or found)
+    new, old = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    for found in (new, old):
+        if not isinstance(found, dict):
+            raise ModelFileError(f"config.json has rotary settings {str(found)[:60]!r}; they must be an object")
+    settings = dict(new.get("full_attention") or new or old)
     settings.pop("sliding_attention", None)
     settings.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     settings.setdefault("rope_type", settings.get("type", "default"))
+    if new:
+        told = {"rope_type" if key == "type" else key: value for key, value in old.items()}
+        if differing := [key for key, value in told.items() if settings.get(key) != value]:
+            raise ModelFileError(
+                f"config.json has both rope_parameters and rope_scaling, and they differ ({', '.join(differing)}): "
+                "keep what is meant"
+            )
+    _check_rotary(settings)
     return settings
+
+
+def _check_rotary(settings: dict[str, Any]) -> None:
+    """Raise ModelFileError for numbers that no rotation can have."""
+    needed = ["rope_theta", *(["factor"] if settings["rope_type"] == "linear" else [])]
+    for name in needed:
+        value = settings.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ModelFileError(f"config.json's rotary settings have {name} {value!r:.40}; a number above 0 is needed")
 
 
 def window_frequency_base(config: Config) -> float | None:
@@ -103,6 +124,12 @@ def llama3_frequency_factors(settings: dict[str, Any], head_dim: int) -> Weights
     if missing := [key for key in keys if key not in settings]:
         raise ModelFileError(f"config.json's llama3 rotary scaling lacks {', '.join(missing)}")
     factor, low, high, original = (float(settings[key]) for key in keys)
+    if not (factor > 0 and original > 0 and high > low):
+        raise ModelFileError(
+            f"config.json's llama3 rotary scaling is impossible: factor {factor:g} and "
+            f"original_max_position_embeddings {original:g} must be above 0, and high_freq_factor {high:g} above "
+            f"low_freq_factor {low:g}"
+        )
     frequencies = float(settings["rope_theta"]) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     wavelengths = 2 * math.pi / frequencies
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)

@@ -15,6 +15,7 @@ from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
 from edgespec.export.onnx.hub_model import HubModel
 from edgespec.export.onnx.source import open_source
 from edgespec.export.onnx.writer import check_form, write_graph
+from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.types import Progress, no_progress
 
@@ -55,6 +56,17 @@ class HubWeights:
         return values
 
 
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raise ModelFileError where tokenizer.json has words that the model does not; added tokens may lie beyond it."""
+    words = read_json(folder / "tokenizer.json").get("model", {}).get("vocab") or ()
+    most = max(words.values(), default=0) if isinstance(words, dict) else len(words) - 1
+    if most >= vocab_size:
+        raise ModelFileError(
+            f"{folder} cannot be converted to ONNX: tokenizer.json has a token with the id {most}, config.json has "
+            f"{vocab_size} ids. Take the tokenizer that belongs to the weights"
+        )
+
+
 def convert_hub(
     model: HubModel,
     folder: Path,
@@ -71,6 +83,8 @@ def convert_hub(
     folder without tokenizer.json, and what `write_graph` raises.
     """
     check_form(quant)
-    open_source(model.checkpoint.folder).copy_companions(folder)
+    source = open_source(model.checkpoint.folder)
+    _check_tokenizer(source.folder, model.config.vocab_size)
+    source.copy_companions(folder)
     config = vocabulary.applied(model.config, folder) if vocabulary else model.config
     return write_graph(folder, config, HubWeights(model), quant, group_size, progress, grouped=grouped)

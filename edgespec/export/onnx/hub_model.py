@@ -24,9 +24,8 @@ from edgespec.export.architectures.layers import (
 )
 from edgespec.export.architectures.rows import Architecture, Sizes, Tensor, read_sizes
 from edgespec.export.architectures.table import ARCHITECTURES
-from edgespec.export.checkpoint import BUFFERS, Checkpoint
+from edgespec.export.checkpoint import BUFFERS, Checkpoint, full_config
 from edgespec.export.onnx.convert import HEAD_MULTIPLE, WRITABLE
-from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx.llama_config import LlamaConfig
 
 HEAD = "lm_head.weight"
@@ -68,8 +67,7 @@ def open_hub(folder: Path) -> HubModel:
 
 def check_config(folder: Path) -> None:
     """Raise ModelFileError for a folder whose config.json tells that its model cannot be written as a graph."""
-    config = read_json(folder / "config.json")
-    _reader(Checkpoint(folder, config, {})).check_settings()
+    _reader(Checkpoint(folder, full_config(folder), {})).check_settings()
 
 
 def _reader(checkpoint: Checkpoint) -> _Reader:
@@ -166,9 +164,7 @@ class _Reader:
         settings = rotary_settings(self._settings)
         if settings["rope_type"] == "llama3":
             return tuple(float(each) for each in llama3_frequency_factors(settings, head_dim))
-        factor = float(settings.get("factor", 1.0)) if settings["rope_type"] == "linear" else 1.0
-        if not math.isfinite(factor) or factor <= 0:
-            raise self._wrong(f"its rotary positions are scaled by {factor}")
+        factor = float(settings["factor"]) if settings["rope_type"] == "linear" else 1.0
         return () if factor == 1 else (factor,) * (head_dim // 2)
 
     def _unrotated(self, layers: int) -> frozenset[int]:

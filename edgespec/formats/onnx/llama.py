@@ -27,6 +27,7 @@ Progress = Callable[[int, int], None]
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 _LENGTHS = "/model/attn_mask_reformat/attn_mask_subgraph/Sub/Cast/output_0"
 _TOTAL = "/model/attn_mask_reformat/attn_mask_subgraph/Gather/Cast/output_0"
+_POSITIONS_AT_ONCE = 4096
 _TABLES, _WINDOW_TABLES = ("cos_cache", "sin_cache"), ("cos_cache_local", "sin_cache_local")
 
 
@@ -61,9 +62,19 @@ def rotary_tables(config: LlamaConfig) -> Tables:
     frequencies = np.reciprocal(powers)
     if config.rope_divisors:
         frequencies = frequencies / np.array(config.rope_divisors, np.float32)
-    angles = np.arange(config.max_positions, dtype=np.float32)[:, None] * frequencies
-    wide = angles.astype(np.float64)
-    return np.cos(wide).astype(np.float32), np.sin(wide).astype(np.float32)
+    cosines, sines = (np.empty((config.max_positions, frequencies.size), np.float32) for _ in range(2))
+    for start in range(0, config.max_positions, _POSITIONS_AT_ONCE):  # of a context of a million tokens gigabytes
+        stop = min(start + _POSITIONS_AT_ONCE, config.max_positions)
+        angles = np.arange(start, stop, dtype=np.float32)[:, None] * frequencies
+        wide = angles.astype(np.float64)
+        cosines[start:stop], sines[start:stop] = np.cos(wide), np.sin(wide)
+    return cosines, sines
+
+
+def rotary_bytes(config: LlamaConfig) -> int:
+    """Size of a graph's rotary tables: one pair, and another where windowed layers have a base of their own."""
+    pairs = 2 if config.has_window_tables else 1
+    return pairs * 2 * 4 * config.max_positions * (config.head_dim // 2)
 
 
 class _Graph:
