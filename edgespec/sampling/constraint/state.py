@@ -165,7 +165,7 @@ class Constraint:
 
     def _has_ended(self, answer: TokenIds) -> bool:
         # Not its last token alone: a draft model that lacks one of the target's end tokens drafts on behind it.
-        return bool(np.isin(answer, self._ends).any())
+        return bool((answer[:, None] == self._ends).any())
 
     def _go_to(self, answer: TokenIds) -> None:
         """Roll the matcher back to what it shares with `answer` [m] and let it read the rest, in which nothing ends."""
