@@ -92,8 +92,10 @@ MUTANTS = (
     Mutant(
         "let an unlikely sampled sibling fall out of the tree",
         "drafters/growth.py",
-        "        above.num_children += 1\n",
-        "        above.num_children += 1\n        if candidate.evidence[1] < -1.0:\n            return\n",
+        "        candidate = above.candidates.take(len(above.children))\n",
+        "        candidate = above.candidates.take(len(above.children))\n"
+        "        if candidate.evidence[1] < -1.0 and len(above.children) + 1 < above.candidates.count:\n"
+        "            candidate = above.candidates.take(len(above.children) + 1)\n",
         ("tests/drafters/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
     ),
     Mutant(

@@ -56,7 +56,7 @@ def test_a_name_resolves_to_all_files_of_the_pair(home: Path):
 def test_the_users_folder_comes_before_the_checkout(home: Path):
     assert "demo" in models.registered_folders()
     write_pair(home / "demo")
-    assert resolve("demo").name == "pair"
+    assert resolve("demo").target.read_bytes() == TARGET
     assert models.registered_folders()["demo"] == home / "demo"
 
 
