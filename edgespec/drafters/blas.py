@@ -1,43 +1,35 @@
 """One thread for the matrix products of drafts.
 
 Threads of a BLAS wait for more work by spinning, for longer than a draft takes, and would take cores from the target's
-next pass. Their number is the whole process's. So drafts in several threads share one limit: the first sets it, and the
-last one gives back what it found. Each with a limit of its own would give back that of another.
+next pass. Their number is the whole process's: two threads that each set and restore it would restore what they saw of
+one another. So one at a time does, and what another drafts meanwhile goes by its limit, for the milliseconds it lasts.
 """
 
 from __future__ import annotations
 
 import threading
-from functools import cached_property
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
 from threadpoolctl import ThreadpoolController
 
-
-class BlasLimit:
-    """A context manager in which BLAS uses one thread; any thread may be in it, also several at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-
-    @cached_property
-    def _controller(self) -> ThreadpoolController:
-        return ThreadpoolController()  # finds the libraries that are loaded: milliseconds, so once
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._num_inside:
-                self._limiter = self._controller.limit(limits=1, user_api="blas")
-            self._num_inside += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._limiter.restore_original_limits()
+_LIMITING = threading.Lock()
 
 
-ONE_BLAS_THREAD = BlasLimit()
+@cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()  # finds the libraries that are loaded: milliseconds, so once
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """BLAS uses one thread within the block, unless a draft in another thread ends before it."""
+    if not _LIMITING.acquire(blocking=False):
+        yield
+        return
+    try:
+        with _controller().limit(limits=1, user_api="blas"):
+            yield
+    finally:
+        _LIMITING.release()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.blas import ONE_BLAS_THREAD
+from edgespec.drafters.blas import one_blas_thread
 from edgespec.drafters.candidates import MakeCandidates
 from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.growth import ROOT, Growth
@@ -75,7 +75,7 @@ class StateDrafter(Drafter):
         if request.max_tokens < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT
         self._scored.read(request.token_ids)
-        with ONE_BLAS_THREAD, np.errstate(over="ignore", invalid="ignore"):
+        with one_blas_thread(), np.errstate(over="ignore", invalid="ignore"):
             return self.drafted(request, request.features)
 
     def begin(self, prompt_ids: TokenIds) -> None:

@@ -126,7 +126,7 @@ def _identity(request: ExportRequest, models: Models) -> dict[str, Any]:
 
 def _check_room(request: ExportRequest, models: Models, workspace: Workspace, reporter: Reporter) -> None:
     sizes = {role: _output_bytes(model, request.quant_of(role, "onnx")) for role, model in models.items()}
-    memory = [PROGRAM_BYTES + _largest_matrix(model) for model in models.values()]
+    memory = [PROGRAM_BYTES + _largest_part(model) for model in models.values()]
     # w8a8 is smoothed by what a first graph shows, which runs.
     memory += [PROGRAM_BYTES + sizes[role] for role in models if request.quant_of(role, "onnx") == "w8a8"]
     if request.check:
@@ -154,7 +154,7 @@ def _output_bytes(model: GgufModel, quant: str) -> int:
     return round((bits / 8 + table) * SPARE) + beside
 
 
-def _largest_matrix(model: GgufModel) -> int:
+def _largest_part(model: GgufModel) -> int:
     """Bytes of the largest matrix as it is written, and of the rows that are being quantised, or of rotary tables."""
     matrix = 5 * model.config.hidden_size * max(model.config.vocab_size, model.config.intermediate_size)
     return max(matrix, 2 * rotary_bytes(model.config))

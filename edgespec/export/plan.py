@@ -14,7 +14,7 @@ from typing import Any
 
 from edgespec.errors import ModelFileError
 from edgespec.export.architectures.table import is_tied
-from edgespec.export.checkpoint import Checkpoint, is_head_config, named_architecture
+from edgespec.export.checkpoint import DEFAULTS, Checkpoint, is_head_config, named_architecture
 from edgespec.export.hub import Source
 from edgespec.export.reference import has_transformers
 from edgespec.export.request import ExportRequest, Format
@@ -117,12 +117,13 @@ def read_facts(source: Source) -> Facts:
     Raises ModelFileError if config.json cannot be read or a safetensors file is truncated or corrupt.
     """
     config = read_config(source.folder)
-    text = {**config, **(config.get("text_config") or {})}
+    kind = named_architecture(config)
+    text = {**DEFAULTS.get(kind, {}), **config, **(config.get("text_config") or {})}
     stored = sum(source.weights.values())
     table = _number(text, "vocab_size") * _number(text, "hidden_size", "n_embd")
     sizes = _estimated_sizes(text, stored, table) if source.missing else _sizes(Checkpoint.open(source.folder))
     return Facts(
-        architecture=named_architecture(config),
+        architecture=kind,
         num_parameters=sum(sizes.values()),
         table_parameters=table,
         largest_parameters=max(sizes.values()),
@@ -130,17 +131,15 @@ def read_facts(source: Source) -> Facts:
         num_layers=_number(text, "num_hidden_layers", "n_layer"),
         vocabulary_size=_number(text, "vocab_size"),
         context_length=_number(text, "max_position_embeddings", "n_positions", "n_ctx") or None,
-        rotary_bytes=_rotary_bytes(text),
+        rotary_bytes=_rotary_bytes(text, num_tables=2 if kind == "Gemma3ForCausalLM" else 1),
     )
 
 
-def _rotary_bytes(config: Mapping[str, Any]) -> int:
-    """Cosines and sines of half a head for every position; Gemma 3's windows have tables of their own."""
+def _rotary_bytes(config: Mapping[str, Any], num_tables: int) -> int:
+    """Cosines and sines of half a head for every position, twice where windows have tables of their own."""
     heads = _number(config, "num_attention_heads") or 1
     head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
-    nested = config.get("rope_parameters")
-    is_apart = "rope_local_base_freq" in config or (isinstance(nested, Mapping) and "sliding_attention" in nested)
-    return (2 if is_apart else 1) * 4 * head_dim * _number(config, "max_position_embeddings")
+    return num_tables * 4 * head_dim * _number(config, "max_position_embeddings")
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -52,23 +52,18 @@ def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:
         raise PromptError(
             'messages must be a list such as [{"role": "user", "content": "..."}], got a str: wrap it in a message'
         )
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-        raise PromptError(
-            f'messages must be a list such as [{{"role": "user", "content": "..."}}], got {type(messages).__name__}'
-        )
-    return messages
+    return _objects("messages", messages, '{"role": "user", "content": "..."}')
 
 
 def checked_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
     """`tools` if it is None or a list of mappings, else raises PromptError."""
-    if tools is None:
-        return None
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise PromptError(
-            'tools must be a list such as [{"type": "function", "function": {"name": "..."}}], got '
-            f"{type(tools).__name__}"
-        )
-    return tools
+    return None if tools is None else _objects("tools", tools, '{"type": "function", "function": {"name": "..."}}')
+
+
+def _objects(name: str, given: object, example: str) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(given, Sequence) or not all(isinstance(each, Mapping) for each in given):
+        raise PromptError(f"{name} must be a list such as [{example}], got {type(given).__name__}")
+    return given
 
 
 def require_writer(facts: EngineFacts) -> None:

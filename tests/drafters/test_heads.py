@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.blas import ONE_BLAS_THREAD
+from edgespec.drafters.blas import one_blas_thread
 from edgespec.drafters.eagle import AT_ONCE, EagleDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
@@ -540,18 +540,18 @@ def test_drafts_in_two_threads_give_blas_its_threads_back() -> None:
     def threads() -> list[int]:
         return [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
 
-    before, inside, leave = threads(), Event(), Event()
+    inside, leave = Event(), Event()
 
     def draft() -> None:
-        with ONE_BLAS_THREAD:
+        with one_blas_thread():
             inside.set()
             leave.wait(10)
 
     other = Thread(target=draft)
-    with ONE_BLAS_THREAD:
-        other.start()
-        assert inside.wait(10) and set(threads()) <= {1}
-    assert set(threads()) <= {1}  # the other one still drafts
-    leave.set()
-    other.join()
-    assert threads() == before
+    with threadpool_limits(2, "blas"):
+        with one_blas_thread():
+            other.start()
+            assert inside.wait(10) and set(threads()) <= {1}
+        leave.set()
+        other.join()
+        assert set(threads()) <= {2}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 import edgespec
 from edgespec.engines.limits import own_bytes, return_freed_memory, spare_memory
+from edgespec.engines.onnx import waiting as session_waiting
 from edgespec.engines.onnx.waiting import Sessions
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
@@ -80,6 +82,28 @@ def test_what_is_planned_and_not_taken_yet_is_not_spare() -> None:
     sessions.want(spins=True)
     sessions.want(spins=False)
     until(lambda: sessions.current() is False)
+
+
+def test_the_memory_of_a_session_goes_back_after_the_pass_that_still_held_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[bool] = []
+    monkeypatch.setattr(session_waiting, "KEPT_S", 0.0)
+    monkeypatch.setattr(session_waiting, "return_freed_memory", lambda: returned.append(True))
+    sessions = Sessions(lambda spins: spins, True, 0)
+    sessions.want(spins=False)
+    until(lambda: returned or sessions.current() is None)
+    assert sessions.current() is False and returned == [True]
+
+
+def test_passes_go_on_where_another_session_cannot_read_the_models_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(spins: bool) -> None:
+        raise FileNotFoundError("the folder is gone")
+
+    unhandled: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    sessions = Sessions(fails, True, 0)
+    sessions.want(spins=False)
+    until(lambda: sessions.current() and sessions.is_settled)
+    assert not unhandled
 
 
 def test_the_plans_of_others_count_once() -> None:
