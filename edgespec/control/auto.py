@@ -19,9 +19,10 @@ from edgespec.control import constants as c
 from edgespec.control.accounts import Accounts
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Clock, Controller, Proposal
-from edgespec.control.choice import Kinds, add_ucb_bonus, kind_of
+from edgespec.control.choice import add_ucb_bonus
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost, RoundCost
+from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.length import Prices, best_length, ceiling, forecast, while_it_may_pay
 from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts, to_read
 from edgespec.control.run_cost import RunCosts
@@ -44,13 +45,14 @@ class AutoController(Controller):
         self.drafters = dict(drafters)
         self._accounts, self._kinds = accounts, kinds
         self._clock = self._own_clock = clock
-        self._states, self._hedge, self._decision_score = kinds.of("greedy")
+        self._kind = kinds.of("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._dropped = set[str]()  # who was closed
         self._rest = 0  # rounds before the next decision: where a pass takes a millisecond, deciding is not free
         self._rested = 0  # plain rounds since the last one that was decided
+        self._has_begun = False  # with this text's kind
         self._has_decided = False  # since the prompt: the first decision also reads that
         self._is_short = False  # it rests because the bank could pay for no draft
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
@@ -96,9 +98,8 @@ class AutoController(Controller):
                 drafter.begin(prompt_ids)
         self._unused.clear()
         self._left_out &= self._dropped
-        if self._rested:  # the end of the last answer cut a rest short
-            self._accounts.rested(self._rested, self._context_ids.size)
-        self._round, self._rest, self._rested, self._has_decided = None, 0, 0, False
+        self._count_rested(self._context_ids.size)  # the end of the last answer cut a rest short
+        self._round, self._rest, self._has_begun, self._has_decided = None, 0, False, False
         self._accounts.begin(prompt_ids.size, prefill_s)
         self.costs.read_prompt(num_read, prefill_s)
 
@@ -127,11 +128,9 @@ class AutoController(Controller):
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         context = request.token_ids.size
         self._context_ids = request.token_ids
-        if self._rested:
-            self._accounts.rested(self._rested, context)
-            self._rested = 0
+        self._count_rested(context)
         self.costs.follow_threads()
-        self._states, self._hedge, self._decision_score = self._kinds.of(kind_of(request, self._prompt_tokens))
+        self._follow_kind(request)
         prices = self.costs.prices(context)
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
         if not self.costs.curve.is_sure_of_plain():
@@ -165,11 +164,26 @@ class AutoController(Controller):
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
         self._learn(proposal, verdict, record)
-        self._learn_unused(proposal.draft.token_ids[list(verdict.accepted_nodes)], verdict.next_token_id)
+        new_ids = *proposal.draft.token_ids[list(verdict.accepted_nodes)].tolist(), verdict.next_token_id
+        self._kind.learn_unused(self._unused, np.append(self._context_ids, np.array(new_ids, np.int32)))
         self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
         self._accounts.learning_s = self._clock() - started_s
 
     # -- deciding
+
+    def _count_rested(self, context: int) -> None:
+        """Account for the rounds since the last decision."""
+        if self._rested:
+            self._accounts.rested(self._rested, context)
+            self._kind.rested(self._rested)
+            self._rested = 0
+
+    def _follow_kind(self, request: DraftRequest) -> None:
+        """Use what was learnt of texts of this kind."""
+        self._kind = self._kinds.of(kind_of(request, self._prompt_tokens))
+        if not self._has_begun:
+            self._has_begun = True
+            self._kind.begin()
 
     def _expected(self, request: DraftRequest, prices: Prices) -> Round:
         """What each drafter is expected to gain: free ones draft on trial, paid ones are forecast."""
@@ -179,18 +193,18 @@ class AutoController(Controller):
                 continue
             self._asked = name
             if drafter.is_free:
-                state = self._states[name]
+                state = self._kind.states[name]
                 trial = request._replace(should_continue=while_it_may_pay(state.calibrator.predictor(), prices))
                 found.trials[name] = draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
                 confidences = state.confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
             else:
-                cost, state = self.costs.draft(name), self._states[name]
+                cost, state = self.costs.draft(name), self._kind.states[name]
                 num_uncached = to_read(drafter, request.token_ids, cost, state, prices, self.bank.balance_s)
                 found.uncached[name] = num_uncached
                 found.gains[name] = self._forecast(name, num_uncached, prices, request.max_tokens)
         if len(found.uncached) > 1:
-            add_ucb_bonus(found.gains, {name: self._states[name].ucb_bonus for name in found.uncached})
+            add_ucb_bonus(found.gains, {name: self._kind.states[name].ucb_bonus for name in found.uncached})
         return found
 
     def _forecast(self, name: str, num_uncached: int, prices: Prices, most: int) -> float:
@@ -199,13 +213,13 @@ class AutoController(Controller):
         Not the gain at the expected confidences: whether to verify is decided when they are known, so that the gain of
         asking is larger on average.
         """
-        cost, state = self.costs.draft(name), self._states[name]
+        cost, state = self.costs.draft(name), self._kind.states[name]
         if not self.bank.can_pay(prices.pass_s[2] + cost.of(1, num_uncached), prices.pass_s[1]):
             return 0.0
-        if state.expected_gain is None:
+        if not state.gain.is_known:
             ahead = state.upcoming.chain(None, min(most, c.FORESIGHT))
             gain = forecast(0, 1.0, ahead, prices, cost.next_s, most)[1]
-            state.expected_gain = max(gain - prices.rate * cost.once_s, 0.0)
+            state.gain.value = max(gain - prices.rate * cost.once_s, 0.0)
         return state.score - prices.rate * num_uncached * cost.read_s / min(c.READING_ROUNDS, most)
 
     def _chosen(self, decided: Round, most: int) -> str | None:
@@ -215,7 +229,7 @@ class AutoController(Controller):
         showing what it gains.
         """
         first = self._probe(decided, most, first=True)
-        return first or self._hedge.pick(decided.gains) or self._probe(decided, most, first=False)
+        return first or self._kind.hedge.pick(decided.gains) or self._probe(decided, most, first=False)
 
     def _probe(self, decided: Round, most: int, *, first: bool) -> str | None:
         """A paid drafter that is due for a trial, one of its `first` or a later one, which the bank can pay.
@@ -224,7 +238,7 @@ class AutoController(Controller):
         other drafts are paid from the same bank.
         """
         pass_s, share = decided.prices.pass_s, c.FIRST_READING if first else c.PROBE_READING
-        for name, state in self._states.items():
+        for name, state in self._kind.states.items():
             if name in decided.uncached and state.probe_in <= 0 and first == (state.times_asked < c.FIRST_TRIALS):
                 cost = self.costs.draft(name)
                 may_pay = ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING
@@ -236,14 +250,14 @@ class AutoController(Controller):
         """The part of a free drafter's draft that pays and that the bank can afford after `spent_s` of the round."""
         draft, length, pass_s = decided.trials[name], decided.lengths[name], decided.prices.pass_s
         length = self.bank.longest(length, lambda count: pass_s[count + 1] + spent_s, pass_s[1])
-        confidences = list(islice(self._states[name].confidences(draft), length))
+        confidences = list(islice(self._kind.states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     def _paid_proposal(self, decided: Round, name: str, request: DraftRequest) -> Passes[Proposal]:
         """A paid drafter's draft, as far as it pays, or a free one's that is expected to gain more."""
         self._asked = name
         asked = PaidRound(
-            self.drafters[name], self._states[name], self.costs.draft(name), decided.prices, decided.uncached[name]
+            self.drafters[name], self._kind.states[name], self.costs.draft(name), decided.prices, decided.uncached[name]
         )
         if not (most := asked.affordable(request.max_tokens, self.bank)):
             return NOTHING
@@ -254,7 +268,7 @@ class AutoController(Controller):
         else:
             free_gains = {free: decided.gains[free] for free in decided.trials}
             if max(free_gains.values(), default=0.0) > asked.gain:
-                second = self._hedge.second(free_gains)
+                second = self._kind.hedge.second(free_gains)
                 if second is not None:
                     return self._affordable(decided, second, asked.seconds)
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
@@ -277,18 +291,18 @@ class AutoController(Controller):
             return
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
-            self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
+            self._kind.states[proposal.drafter].learn_verdict(proposal.draft, verdict)
             gained = num_tokens - 1 - rate * (work_s + pass_s - reading_s - plain_s)
         else:
             gained = -rate * (work_s - reading_s)  # drafted, and a wider pass would not have paid
         if self._has_decided:
-            self._decision_score.observe(gained)
-            if is_plain and decided.paid is None and not decided.is_refresh and not self._decision_score.pays:
+            self._kind.score.observe(gained)
+            if is_plain and decided.paid is None and not decided.is_refresh and not self._kind.score.pays:
                 self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
         self._has_decided = True
-        self._hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
-        self._hedge.share()
-        self._count_probes(decided)
+        self._kind.hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
+        self._kind.hedge.share()
+        self._kind.count_probes(decided, self.drafters)
 
     def _learn_drafts(self, decided: Round, used: str | None, record: RoundRecord, rate: float) -> None:
         """Learn each drafter's costs and confidences; drafts that were not verified wait for the text."""
@@ -299,25 +313,11 @@ class AutoController(Controller):
                 extra = rate * (pass_s[length + 1] - pass_s[1])
                 self._unused.add(UnusedDraft(name, context, draft, length, decided.gains, extra))
         if decided.chosen is not None and decided.paid is not None and decided.paid.draft is not None:
-            decided.paid.learn(is_disturbed=record.is_disturbed)
+            is_priced = self.costs.curve.is_sure_of_rows
+            decided.paid.learn(is_disturbed=record.is_disturbed, is_priced=is_priced)
             if used != decided.chosen and decided.paid.draft.distributions is None:
                 chain = decided.paid.draft.main_chain
                 self._unused.add(UnusedDraft(decided.chosen, context, chain, 0, decided.gains, 0.0))
-
-    def _learn_unused(self, accepted_ids: TokenIds, next_id: int) -> None:
-        text_ids = np.concatenate((self._context_ids, accepted_ids, np.array([next_id], np.int32)))
-        for unused, agreed in self._unused.resolved(text_ids):
-            self._states[unused.drafter].learn(unused.draft, agreed)
-            if unused.kept:
-                net = min(agreed, unused.kept) - unused.cost_tokens
-                self._hedge.update(unused.gains, {unused.drafter: net})
-
-    def _count_probes(self, decided: Round) -> None:
-        for name, state in self._states.items():
-            if name in self.drafters and not self.drafters[name].is_free:
-                expected = decided.gains.get(name, 0.0) > 0
-                is_promising = decided.paid is not None and decided.paid.is_promising
-                state.count_probe(asked=name == decided.chosen, expected=expected, promising=is_promising)
 
     # -- kept between runs
 

@@ -1,4 +1,4 @@
-"""The choice of a drafter: what is learnt of each, and the weights among them, by kind of sampling.
+"""The choice of a drafter: what is learnt of each, and the weights among them.
 
 Hedge over policies (Freund & Schapire 1997; fixed share of Herbster & Warmuth 1998). The policies are "never draft",
 "this drafter whenever it expects a gain" and "the drafter that expects most". Drafters that copy are right in bursts,
@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from edgespec.control import constants as c
 from edgespec.control.confidence import BetaTable, Calibrator, Logistic, NextConfidence
 from edgespec.control.length import path_products
-from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.control.text_mean import TextMean
+from edgespec.drafters.base import Drafter
 from edgespec.types import Draft, Verdict
 
 BEST, NEVER = "best", "never"
-LONG = " long"  # of a kind's name
 
 
 @dataclass(slots=True)
 class DrafterState:
-    """What is known of one drafter: how its evidence is calibrated, its next confidence, when to probe it again."""
+    """What is known of one drafter: how its evidence is calibrated, its next confidence, when to probe it again.
+
+    `gain`: tokens per draft of a paid drafter, net of drafting, not of reading.
+    """
 
     calibrator: Calibrator
     upcoming: NextConfidence = field(default_factory=NextConfidence)
-    expected_gain: float | None = None  # tokens per draft of a paid drafter, net of drafting, not of reading
+    gain: TextMean = field(default_factory=lambda: TextMean(c.GAIN_RATE, c.GAIN_FIRST))
     times_asked: int = 0
     acceptance_bias: float = 0.0  # accepted less expected tokens, decaying each round
     times_tried: float = 0.0  # number of drafts in `acceptance_bias`, decaying in the same way
@@ -65,11 +67,20 @@ class DrafterState:
         for node, depth, accepted in outcomes(draft, verdict):
             self.calibrator.observe(depth, draft.evidence[node], accepted=accepted)
 
-    def asked(self, gain: float) -> None:
-        """A paid drafter was asked and its draft is expected to gain `gain` tokens, net of the drafting."""
+    def begin(self) -> None:
+        """Another text begins: one that usually gains is tried soon, however it fared in the last text."""
+        self.gain.begin()
+        if self.gain.value > 0:
+            self.probe_in = min(self.probe_in, c.FIRST_PROBE)
+
+    def asked(self, gain: float | None) -> None:
+        """A paid drafter was asked and its draft is expected to gain `gain` tokens, net of the drafting.
+
+        None: nobody knows yet what verifying drafts costs.
+        """
         self.times_asked += 1
-        before = gain if self.expected_gain is None else self.expected_gain
-        self.expected_gain = before + max(c.GAIN_RATE, 1.0 / (2.0 + self.times_asked)) * (gain - before)
+        if gain is not None:
+            self.gain.observe(gain)
 
     @property
     def score(self) -> float:
@@ -77,12 +88,16 @@ class DrafterState:
 
         Without the correction a few overconfident drafts would count in full until the drafter is asked again.
         """
-        return (self.expected_gain or 0.0) + self.acceptance_bias / (self.times_tried + c.BIAS_PRIOR)
+        return self.gain.value + self.acceptance_bias / (self.times_tried + c.BIAS_PRIOR)
 
     @property
     def ucb_bonus(self) -> float:
         """Upper confidence bonus on `score`, in tokens (Auer et al. 2002): large where rarely tried or long ago."""
         return c.UCB_SCALE / math.sqrt(self.times_tried + c.BIAS_PRIOR)
+
+    def rested(self, num_rounds: int) -> None:
+        """`num_rounds` went by without a decision."""
+        self.probe_in -= num_rounds
 
     def count_probe(self, *, asked: bool, expected: bool, promising: bool) -> None:
         """A round is over: a probe is due again at once after a promising draft, else after a longer interval."""
@@ -114,25 +129,6 @@ def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, int, bool]]:
     for depth, parent in enumerate((-1, *verdict.accepted_nodes)):
         found += [(child, depth, child in accepted) for child in draft.children_of(parent)]
     return found
-
-
-@dataclass(slots=True)
-class DecisionScore:
-    """Tokens gained per decision, net of what it cost, whether anything was drafted or not.
-
-    Lookups are right in bursts and rarely in between, so nothing short of the mean tells whether looking pays.
-    """
-
-    tokens: float = 0.0
-    _seen: int = 0
-
-    @property
-    def pays(self) -> bool:
-        return self.tokens > c.LEAST_SCORE
-
-    def observe(self, net_tokens: float) -> None:
-        self._seen += 1
-        self.tokens += max(c.SCORE_RATE, 1.0 / (self._seen + c.SCORE_FIRST)) * (net_tokens - self.tokens)
 
 
 class Hedge:
@@ -193,54 +189,3 @@ def add_ucb_bonus(gains: dict[str, float], bonuses: Mapping[str, float]) -> None
         best = max(able, key=gains.__getitem__)
         explored = max(able, key=lambda name: gains[name] + bonuses[name])
         gains[best], gains[explored] = gains[explored], gains[best]
-
-
-class Kinds:
-    """The drafters' states and the weights of the choice, kept apart by kind of text (`kind_of`).
-
-    Acceptance differs between the kinds.
-    """
-
-    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
-        self._drafters = drafters
-        self._kinds: dict[str, tuple[dict[str, DrafterState], Hedge, DecisionScore]] = {}
-
-    def of(self, kind: str) -> tuple[dict[str, DrafterState], Hedge, DecisionScore]:
-        """(drafter states, weights, score of a decision) of one kind, made when first asked for."""
-        if kind not in self._kinds:
-            other = self._kinds.get(kind.removesuffix(LONG) if kind.endswith(LONG) else kind + LONG)
-            if other is not None:  # the same sampling: nearer than a prior
-                self._kinds[kind] = deepcopy(other)
-            else:
-                states = {name: DrafterState.of(drafter) for name, drafter in self._drafters.items()}
-                self._kinds[kind] = states, Hedge(self._drafters), DecisionScore()
-        return self._kinds[kind]
-
-    def to_json(self) -> dict[str, Any]:
-        """What was learnt, for the next run."""
-        kinds = self._kinds.items()
-        return {kind: {name: state.to_json() for name, state in states.items()} for kind, (states, *_) in kinds}
-
-    def restore(self, kept: object) -> None:
-        """Continue from what `to_json` returned; what does not fit is ignored."""
-        for kind, drafters in kept.items() if isinstance(kept, dict) else ():
-            states, *_ = self.of(kind)
-            for name, parts in drafters.items() if isinstance(drafters, dict) else ():
-                if name not in states:
-                    continue
-                try:
-                    states[name].restore(parts)
-                except (ValueError, TypeError, KeyError, IndexError):
-                    states[name] = DrafterState.of(self._drafters[name])
-
-
-def kind_of(request: DraftRequest, prompt_tokens: int) -> str:
-    """The kind of text: temperature, whether the rule compares distributions or a grammar constrains, a long prompt.
-
-    Answers about a long text are of another kind than others: fewer tokens of heads are accepted (docs/training.md).
-    """
-    temperature = request.sampler.sampling.temperature
-    heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
-    kind = f"{heat} rejection" if request.needs_distributions else heat
-    kind = kind if request.sampler.constraint is None else f"{kind} constrained"
-    return kind + LONG if prompt_tokens >= c.LONG_PROMPT else kind

@@ -39,7 +39,8 @@ PROBE_READING, FIRST_READING = 0.25, 0.75  # share of the balance that a probe m
 # The share for a part of a long text; plain passes that reading all of it takes at least: waiting for less pays.
 PART_READING, LONG_READING = 0.5, 8.0
 PROBE_CEILING = 1.02  # a probe cannot pay if the speedup with everything accepted is below this
-GAIN_RATE = 0.05  # learning rate, per draft, of the expected gain of asking for one
+GAIN_RATE, GAIN_FIRST = 0.05, 4.0  # learning rate, per draft, of the gain of asking; drafts its prior counts for
+USUAL_RATE = 0.1  # decay per text of what former ones say of a new one
 BIAS_DECAY, BIAS_PRIOR = 0.98, 4.0  # decay per round; number of drafts whose outcome may be chance
 UCB_SCALE = 2.5  # tokens: standard deviation of accepted less expected tokens of a draft
 HEDGE_RATE = 0.15  # change of a weight's logarithm per net token
@@ -75,8 +76,9 @@ CONTEXT_STEP = 64  # the same in tokens of context
 COST_RATE, MOST_DRAFT_SURPRISE = 0.1, 2.0  # learning rate per draft or round; largest surprise, in logarithms
 
 # -- cost before anything was timed
-FIRST_ROW = 0.45  # prior cost of another row in plain passes; measured were 0.05 (tiny models) to 0.9
-ROW_WEIGHT = 0.75  # passes that this prior counts for
+FIRST_ROW = 0.2  # prior cost of another row in plain passes; measured were 0.05 (tiny models) to 0.9
+ROW_WEIGHT, ROW_PASSES = 0.75, 2  # passes that this prior counts for; wide ones until it is more than a guess
+ROW_FACTOR, ROW_STEP = 2.0, 0.1  # one pass may suggest at most so much of what a row was believed to cost, and that
 MOST_ROW = 2.0  # largest cost of a row, in plain passes, that one pass may suggest
 MOST_ROW_PASSES = 24.0  # passes that the cost of a row is averaged over
 LEAST_ROW_CHANGE = 0.02  # smaller changes of a pass, in plain passes, leave the line as it is

@@ -108,6 +108,11 @@ class CostCurve:
         """Whether its times are in seconds of this machine, and not a guess."""
         return True
 
+    @property
+    def is_sure_of_rows(self) -> bool:
+        """Whether what a row costs is more than a guess."""
+        return True
+
     def is_sure_of_plain(self) -> bool:
         """Whether plain passes were timed in this run, and the last one was not much faster than expected.
 

@@ -1,8 +1,9 @@
 """What the target's passes cost before anything was measured: a guess that the first answer's passes put right.
 
 Nothing is measured before the first token. A first run begins with a straight line: a pass of one row costs what the
-first plain passes take, and each additional row a share of that, which is too high for most kernels. The time bank
-limits what a wrong line can lose.
+first plain passes take, and each additional row a share of that, which is too low for many kernels. Two passes put that
+right, and the time bank limits what they can lose; a share that is too high would be believed for ever, since nothing
+would be verified. For the same reason one late pass may raise the line by little: the first of a width often is late.
 
 Many kernels cost far less per row in wide passes than in narrow ones, which is how prompts are read. So the time of a
 prompt tells what a long draft costs, and without it nobody would find out: where a few rows are dear, nothing longer is
@@ -43,6 +44,10 @@ class PriorCurve(CostCurve):
     @property
     def is_scaled(self) -> bool:
         return self._is_scaled
+
+    @property
+    def is_sure_of_rows(self) -> bool:
+        return self._row_weight >= c.ROW_WEIGHT + c.ROW_PASSES
 
     def is_sure_of_plain(self) -> bool:
         return self._is_scaled and super().is_sure_of_plain()
@@ -93,7 +98,7 @@ class PriorCurve(CostCurve):
                 self._rebase(self._base[1])
                 return
             seen = (seen - wideness * wide_row) / (1.0 - wideness)
-        seen = min(max(seen, 0.0), c.MOST_ROW)
+        seen = min(max(seen, 0.0), c.MOST_ROW, c.ROW_FACTOR * self._row + c.ROW_STEP)
         self._row_weight = min(self._row_weight + 1.0, c.MOST_ROW_PASSES)
         row = self._row + (seen - self._row) / self._row_weight
         if abs(row - self._row) * (width - 1) > c.LEAST_ROW_CHANGE:

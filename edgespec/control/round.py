@@ -114,13 +114,16 @@ class PaidRound:
         length, self.gain = best_nodes(draft, confidences, prices, most)
         return draft, confidences, length
 
-    def learn(self, *, is_disturbed: bool = False) -> None:
-        """Learn the drafter's cost and the expected confidence of its next tokens from the draft."""
+    def learn(self, *, is_disturbed: bool = False, is_priced: bool = True) -> None:
+        """Learn the drafter's cost, its gain and the expected confidence of its next tokens from the draft.
+
+        `is_priced`: the costs of verifying drafts are more than a guess.
+        """
         if self.draft is not None:
             if not is_disturbed:
                 self.cost.observe(self.draft.num_tokens, self.num_uncached, self.seconds)
             self.reading_s = self.num_uncached * self.cost.read_s
-            self.state.asked(self.net_gain)
+            self.state.asked(self.net_gain if is_priced else None)
             self.state.upcoming.observe_chain(self.confidences[: self.draft.main_chain.num_tokens])
 
 

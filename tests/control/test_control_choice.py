@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.control.choice import BEST, NEVER, DecisionScore, Hedge, Kinds, add_ucb_bonus, choice_of, kind_of
+from edgespec.control.choice import BEST, NEVER, Hedge, add_ucb_bonus, choice_of
+from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.round import UnusedDraft, UnusedDrafts
+from edgespec.control.text_mean import DecisionScore, TextMean
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.sampling import Sampler, Sampling
@@ -57,15 +59,15 @@ def test_a_long_prompt_is_a_kind_of_its_own_that_begins_with_what_is_known() -> 
     assert [kind_of(request, tokens) for tokens in (0, 255, 256)] == ["greedy", "greedy", "greedy long"]
     for first, second in (("greedy", "greedy long"), ("warm long", "warm")):
         kinds = Kinds({"ngram": NgramDrafter()})
-        states, hedge, _ = kinds.of(first)
+        states, hedge = kinds.of(first).states, kinds.of(first).hedge
         states["ngram"].upcoming.observe(None, 0.1)
         play(hedge, {"ngram": -0.5}, 30)
-        others, other_hedge, _ = kinds.of(second)
+        others, other_hedge = kinds.of(second).states, kinds.of(second).hedge
         assert others["ngram"].to_json() == states["ngram"].to_json() and other_hedge.weights == hedge.weights
         play(other_hedge, {"ngram": 1.0}, 30)
         others["ngram"].upcoming.observe(None, 0.9)
         assert others["ngram"].to_json() != states["ngram"].to_json() and other_hedge.weights != hedge.weights
-    assert Kinds({"ngram": NgramDrafter()}).of("warm")[1].weights == Hedge(["ngram"]).weights
+    assert Kinds({"ngram": NgramDrafter()}).of("warm").hedge.weights == Hedge(["ngram"]).weights
 
 
 def test_the_leader_follows_what_was_really_gained() -> None:
@@ -172,3 +174,22 @@ def test_a_decision_pays_when_its_mean_gain_is_clear() -> None:
     for _ in range(200):
         score.observe(-0.02)
     assert not score.pays
+
+
+def test_a_text_begins_with_what_is_usual_and_soon_says_more_itself() -> None:
+    mean = TextMean(rate=0.05, prior=4.0)
+    assert not mean.is_known
+    for value in (1.0, 0.0, 1.0, 0.0):
+        mean.begin()
+        for _ in range(60):
+            mean.observe(value)
+        assert mean.value == pytest.approx(value, abs=0.1), "the text itself"
+    mean.begin()
+    assert mean.is_known and mean.value == pytest.approx(0.5, abs=0.1), "texts in general, not the last one"
+    for _ in range(4):
+        mean.observe(1.0)
+    assert 0.6 < mean.value < 0.9
+    mean.begin()
+    usual = mean.value
+    mean.begin()
+    assert mean.value == usual, "a text without any says nothing"

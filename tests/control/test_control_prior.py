@@ -90,10 +90,10 @@ def test_a_prompt_tells_what_rows_of_wide_passes_cost() -> None:
 
 def test_a_prompt_read_before_any_plain_pass_counts_once_one_was_timed() -> None:
     curve, told = PriorCurve(1.0), fed(FIRST_ROW, passes=0)
-    curve.read_prompt(0.02 * 0.1)
+    curve.read_prompt(0.02 * 0.05)
     for _ in range(3):
         curve.observe(1, 0, 0.02)
-    told.read_prompt(0.02 * 0.1)
+    told.read_prompt(0.02 * 0.05)
     assert curve.table(0) == pytest.approx(told.table(0)) and curve.at(32) < 0.5 * fed(FIRST_ROW, passes=0).at(32)
 
 
@@ -187,3 +187,16 @@ def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
             assert model._pool.cost_curve.is_scaled is not is_first
             model.generate("one two one two one two", options=edgespec.GenerateOptions(max_tokens=8, ignore_eos=True))
             assert model._pool.cost_curve.is_scaled
+
+
+def test_a_late_first_pass_is_believed_in_part_only() -> None:
+    """Memory is allocated for a new width; if that passed for its cost, no draft would ever be verified again."""
+    curve, sound = fed(0.1, passes=0), fed(0.1, passes=1)
+    assert not curve.is_sure_of_rows
+    curve.observe(2, 0, 0.02 * 4)
+    assert curve.at(3) / curve.at(1) < 1 + 2 * 0.45 and not curve.is_sure_of_rows
+    for late in (curve, sound):
+        late.observe(3, 0, 0.02 * 1.2)
+    assert curve.is_sure_of_rows and sound.at(4) < curve.at(4) < 0.02 * 2.2
+    again = PriorCurve.from_json(json.loads(json.dumps(curve.to_json())))
+    assert again is not None and again.is_sure_of_rows
