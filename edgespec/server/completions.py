@@ -7,6 +7,7 @@ marks of a template or of a gap to fill there. Unlike in a chat, the whole promp
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,6 +40,20 @@ from edgespec.server.ticket import Job, Ticket
 MOST_LOGPROBS = 20  # OpenAI's limit is 5, Ollama's and llama-server's clients ask for more
 
 
+class _Offsets:
+    """Where the tokens of an answer begin in its text, in characters. A character may take several tokens."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def push(self, piece: bytes) -> int:
+        """Where the next token begins, whose bytes are `piece`."""
+        begin = self._num_characters
+        self._num_characters += len(self._decoder.decode(piece))
+        return begin
+
+
 class CompletionExchange(Exchange):
     """A request to `/v1/completions`: the answers to one or more prompts."""
 
@@ -56,7 +71,7 @@ class CompletionExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
-            self._choice(index, answer.text, self._logprobs(answer.tokens, 0), answer.finish_reason)
+            self._choice(index, answer.text, self._logprobs(answer.tokens, _Offsets()), answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
         last = {
@@ -68,14 +83,13 @@ class CompletionExchange(Exchange):
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         for index, answer in enumerate(answers):
-            offset = 0
+            offsets = _Offsets()
             async for piece in answer.pieces():
-                logprobs = self._logprobs(piece.tokens, offset)
+                logprobs = self._logprobs(piece.tokens, offsets)
                 extra: dict[str, Any] = {"timings": answer.timings} if self._per_token else {}
                 if piece.progress is not None:
                     extra = {"prompt_progress": prompt_progress(piece.progress)}
                 yield self._chunk(self._choice(index, piece.text, logprobs, None), extra)
-                offset += len(piece.text)
             end = self._choice(index, "", None, answer.finish_reason)
             yield self._chunk(end, {"timings": answer.timings, "seed": answer.ticket.seed})
         if self._includes_usage:
@@ -99,21 +113,17 @@ class CompletionExchange(Exchange):
     def _choice(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, tokens: Sequence[TokenEvent], offset: int) -> dict[str, Any] | None:
-        """OpenAI's older shape: lists that run in step. `offset`: characters of the answer before `tokens`."""
+    def _logprobs(self, tokens: Sequence[TokenEvent], offsets: _Offsets) -> dict[str, Any] | None:
+        """OpenAI's older shape: lists that run in step. `offsets`: those of the answer, `tokens` come next in it."""
         if not self._has_logprobs:
             return None
         own = [token_logprob(self._vocabulary, event.token_id, event.logprob or 0.0) for event in tokens]
-        offsets = []
-        for each in own:
-            offsets.append(offset)
-            offset += len(each["token"])
         tops = [[token_logprob(self._vocabulary, *pair) for pair in event.top_logprobs] for event in tokens]
         return {
             "tokens": [each["token"] for each in own],
             "token_logprobs": [each["logprob"] for each in own],
             "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
-            "text_offset": offsets,
+            "text_offset": [offsets.push(bytes(each["bytes"])) for each in own],
         }
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:

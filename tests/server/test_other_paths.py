@@ -46,6 +46,21 @@ def test_a_streamed_completion(client: TestClient, model: Model, greedy: Samplin
     assert whole["text_offset"] == offsets and offsets[0] == 0 and offsets == sorted(set(offsets))
 
 
+def test_offsets_count_characters_and_not_the_tokens_that_spell_them(client: TestClient):
+    written = "a 😀🚉 bus and a train"  # the demo spells an emoji in bytes; " train" is held for the stop
+    fields = {"prompt": "Say", "max_tokens": 60, "regex": written, "stop": "train is late", "logprobs": 1}
+    whole = client.post(COMPLETE, json=fields).json()["choices"][0]
+    events = client.post(COMPLETE, json=fields | {"stream": True}).text.split("\n\n")[:-2]
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0]["logprobs"] for event in events]
+    streamed = {name: [each for part in parts if part for each in part[name]] for name in ("tokens", "text_offset")}
+    assert whole["text"] == written
+    for found in (whole["logprobs"], streamed):
+        named = dict(zip(found["text_offset"], found["tokens"], strict=True))
+        spelled = {offset: token for offset, token in named.items() if "�" not in token}
+        assert spelled and all(written[offset:].startswith(token) for offset, token in spelled.items())
+        assert set(found["text_offset"]) <= set(range(len(written))) and max(found["text_offset"]) > 10
+
+
 def test_control_tokens_are_read_in_raw_prompts_and_where_they_are_asked_for(client: TestClient, model: Model):
     text = "a<|im_end|>"
     ids = client.post("/tokenize", json={"content": text}).json()["tokens"]
