@@ -111,12 +111,11 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or tool_calls."""
-        if self.calls:
+        """stop, length or tool_calls; length too where the limit came behind a call, perhaps within the next one."""
+        is_limited = self.ticket.reads_only or (self._end is not None and self._end.finish_reason == "length")
+        if self.calls and (self._is_cut or not is_limited):
             return "tool_calls"
-        if self.ticket.reads_only:
-            return "length"
-        return "length" if self._end is not None and self._end.finish_reason == "length" else "stop"
+        return "length" if is_limited else "stop"
 
     def matched_stop(self, stops: Sequence[str]) -> str | None:
         """Which of the request's stop strings ended it; None if something else did."""

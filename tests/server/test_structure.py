@@ -131,6 +131,19 @@ def test_a_forced_call_is_a_call_of_the_tools(client: TestClient, choice: Any, n
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
+def test_the_limit_within_a_later_call_is_no_end_of_the_calls(client: TestClient):
+    tools = [tool("find", {"type": "object", "properties": {}})]
+    fields = {"tools": tools, "tool_choice": "required", "messages": [{"role": "user", "content": "?"}]}
+    both = post(client, CHAT, **fields)
+    assert both["choices"][0]["finish_reason"] == "tool_calls" and len(both["choices"][0]["message"]["tool_calls"]) > 1
+    most = both["usage"]["completion_tokens"] - 6
+    (cut,) = post(client, CHAT, **fields, max_tokens=most)["choices"]
+    assert cut["finish_reason"] == "length" and cut["message"]["tool_calls"]
+    asked = {"input": "?", "tools": [{"type": "function", **tools[0]["function"]}], "tool_choice": "required"}
+    answered = client.post("/v1/responses", json=asked | {"temperature": 0, "max_output_tokens": most})
+    assert answered.json()["status"] == "incomplete"
+
+
 @pytest.mark.parametrize("required", [[], ["size"]])
 def test_a_forced_call_has_the_listed_arguments_only(client: TestClient, required: list[str]):
     """Also where the schema would allow others, which a small model would invent until its tokens are used up."""
@@ -162,7 +175,7 @@ def test_a_strange_list_of_required_arguments_is_no_server_error(client: TestCli
 def test_anthropics_tool_choice(client: TestClient):
     tools = [{"name": "FindTable", "input_schema": SCHEMA}, {"name": "BookTable", "input_schema": SCHEMA}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "BookTable", "disable_parallel_tool_use": True}):
-        answer = post(client, MESSAGES, tools=tools, tool_choice=choice)
+        answer = post(client, MESSAGES, tools=tools, tool_choice=choice, max_tokens=300)
         assert answer["stop_reason"] == "tool_use"
         block = answer["content"][-1]
         assert block["name"] == choice.get("name", block["name"])
