@@ -185,4 +185,7 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
     """Starlette's own errors: an unknown path, a wrong method."""
     assert isinstance(exc, HTTPException)
     messages = {404: "no such path", 405: f"{request.method} is not allowed on this path"}
-    return error_response(HttpError(exc.status_code, messages.get(exc.status_code, exc.detail)), request.url.path)
+    error = HttpError(exc.status_code, messages.get(exc.status_code, exc.detail))
+    answer = error_response(error, request.url.path)
+    answer.headers.update(exc.headers or {})  # which methods are allowed
+    return answer

@@ -131,6 +131,8 @@ def renamed(service: Service) -> TestClient:
 def test_what_is_not_there(client: TestClient, method: str, path: str, status: int):
     answered = client.request(method, path, json={"input": "x", "model": "demo"})
     assert answered.status_code == status and answered.json()["error"]["message"]
+    if status == 405:  # RFC 9110, 15.5.6
+        assert {*answered.headers["Allow"].split(", ")} == ({"POST"} if path == CHAT else {"GET", "HEAD"})
 
 
 @pytest.mark.parametrize(
