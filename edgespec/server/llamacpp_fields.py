@@ -42,7 +42,10 @@ LLAMACPP = Unbuilt(
 )
 OLLAMA = Unbuilt(
     {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "penalize_newline": (True,)},
-    ("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "use_mmap", "numa"),
+    (
+        *("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "use_mmap"),
+        *("numa", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),  # how it is loaded
+    ),
 )
 _OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
 _NAMES = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p"]

@@ -213,7 +213,8 @@ def test_log_probabilities_of_ollama(client: TestClient, path: str, more: dict[s
 
 
 def test_fields_of_ollama_that_ask_for_nothing(client: TestClient):
-    options = {"typical_p": 1.0, "mirostat": 0, "mirostat_tau": 5.0, "num_predict": 1}
+    options = {"typical_p": 1.0, "mirostat": 0, "mirostat_tau": 5.0, "num_predict": 1, "use_mmap": True}
+    options |= {"use_mlock": True, "low_vram": False, "f16_kv": True, "vocab_only": False, "logits_all": False}
     assert post(client, "/api/chat", messages=QUESTION, options=options, truncate=True, stream=False)["done"]
 
 
