@@ -142,7 +142,8 @@ def _as_system(message: Any) -> Any:
 def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore(*WITHOUT_EFFECT)
     fields.refuse("modalities", "this server answers with text only", (["text"],))
-    for name in ("audio", "prediction", "web_search_options", "moderation", "verbosity"):
+    fields.without_effect("verbosity", "the model decides how much it writes", ("medium",))
+    for name in ("audio", "prediction", "web_search_options", "moderation"):
         fields.refuse(name, "this server has no such feature")
     for name in ("functions", "function_call"):
         fields.refuse(name, "use tools and tool_choice")

@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.web import NOTES
 
 CHAT = "/v1/chat/completions"
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
@@ -164,6 +165,13 @@ def test_a_biased_token_is_never_sampled(client, model, greedy, plain):
 def test_the_limit_of_tokens_ends_an_answer(client):
     answer = post(client, temperature=0, max_tokens=None, max_completion_tokens=2)
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(("verbosity", "is_noted"), [("medium", False), ("low", True)])
+def test_verbosity_changes_nothing_and_a_note_says_so(client, verbosity: str, is_noted: bool):
+    body = {"model": "demo", "messages": QUESTION, "max_tokens": 1, "verbosity": verbosity}
+    answered = client.post(CHAT, json=body)
+    assert answered.status_code == 200 and ("verbosity" in answered.headers.get(NOTES, "")) == is_noted
 
 
 def test_a_limit_of_minus_one_is_none(client, model, greedy):
