@@ -53,7 +53,12 @@ class ResponsesExchange(Exchange):
             yield event
 
     def failure(self, error: HttpError) -> bytes:
-        return self.event("error", **_error(error))
+        told = self.event("error", **_error(error))
+        if self._sequence == 1:
+            return told
+        # Clients read until the response that has begun ends, and take the reason from there.
+        reason = {name: value for name, value in _error(error).items() if name != "param"}
+        return told + self.event("response.failed", response=self._object("failed", []) | {"error": reason})
 
     @classmethod
     def failed_early(cls, error: HttpError) -> bytes:

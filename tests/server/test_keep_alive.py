@@ -119,6 +119,23 @@ def test_a_failure_after_the_beginning_has_the_form_of_the_protocol(service: Ser
     asyncio.run(main())
 
 
+def test_a_response_that_has_begun_ends_as_failed(service: Service, gate: Gate):
+    async def main() -> None:
+        gate.open()
+        path = "/v1/responses"
+        client = Client(create_app(service), path, **FIELDS[path] | {"max_output_tokens": 400}, stream=True)
+        await reached(lambda: b"response.created" in client.body)
+        gate.open(EngineError("it broke"))
+        await client.task
+        *_, error, failed = [json.loads(part.split("data: ")[1]) for part in client.body.decode().split("\n\n")[:-1]]
+        assert (error["type"], failed["type"]) == ("error", "response.failed")
+        assert failed["sequence_number"] == error["sequence_number"] + 1
+        assert failed["response"]["status"] == "failed"
+        assert failed["response"]["error"] == {"code": error["code"], "message": error["message"]}
+
+    asyncio.run(main())
+
+
 def test_a_failure_in_the_first_seconds_has_a_status(service: Service, gate: Gate):
     async def main() -> None:
         client = streamed(service, PATHS[0])
