@@ -12,7 +12,9 @@ from typing import Any
 from edgespec.config.habits import did_you_mean
 from edgespec.config.settings import BY_KEY, ENVIRONMENT_PREFIX, PLACES, SETTINGS, Part, Setting
 from edgespec.errors import ConfigError
-from edgespec.formats.files import expanded, is_file, read_text, user_folder
+from edgespec.formats.files import exists, expanded, is_file, read_text, user_folder
+
+_NAMED = ("model", "draft", "medium")  # a path, or the name that a model goes by here
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,15 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
         if setting.name in seen:
             raise ConfigError(f"{path}: {key!r} and {seen[setting.name]!r} are the same setting; keep one")
         seen[setting.name] = key
-        checked = setting.check(value, f"{path}: {key}")
-        if isinstance(checked, Path):  # a path in a file is meant from where the file lies
-            checked = path.parent / checked
-        found.append((setting.name, checked, str(path)))
+        found.append((setting.name, setting.check(_placed(setting, value, path.parent), f"{path}: {key}"), str(path)))
     return found
+
+
+def _placed(setting: Setting, value: Any, folder: Path) -> Any:
+    """A path in a settings file is meant from `folder`, where that file lies; the name of a model stays one."""
+    is_path = setting.kind in ("path", "contents") or setting.name == "model"
+    if not is_path or not isinstance(value, str) or value.lstrip().startswith("{"):
+        return value
+    beside = folder / expanded(value)
+    is_name = setting.name in _NAMED and beside.suffix not in (".gguf", ".onnx") and not exists(beside)
+    return value if is_name else str(beside)

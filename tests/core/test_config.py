@@ -71,6 +71,21 @@ def test_the_environment_names_a_config_file(config):
     assert resolve({}, {"EDGESPEC_CONFIG": str(config("threads = 3"))}).part("load") == {"threads": 3}
 
 
+def test_paths_in_a_file_are_meant_from_its_folder_and_names_of_models_stay(config, tmp_path):
+    for name in ("t.gguf", "g.lark"):
+        (tmp_path / name).write_text("start: 'a'")
+    texts = ("model = 't.gguf'", "model-draft = './t.gguf'", "heads = 'h.npz'", "grammar = 'g.lark'")
+    path = config("\n".join(texts))
+    assert resolve({}, {}, path).values == {
+        "model": str(tmp_path / "t.gguf"),
+        "draft": tmp_path / "t.gguf",
+        "heads": tmp_path / "h.npz",
+        "grammar": "start: 'a'",
+    }
+    named = resolve({}, {}, config("model = 'demo'\nmodel-draft = 'qwen3:8b'\nmedium = 'demo'\njson-schema = '{}'"))
+    assert named.values == {"model": "demo", "draft": Path("qwen3:8b"), "medium": Path("demo"), "json_schema": "{}"}
+
+
 def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
     (tmp_path / "config.toml").write_text("threads = 3")
     assert resolve({}, {"EDGESPEC_HOME": str(tmp_path)}).part("load") == {"threads": 3}
