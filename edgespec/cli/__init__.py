@@ -8,12 +8,25 @@ import shutil
 import sys
 import textwrap
 from functools import partial
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 import click
 
+from edgespec.formats.files import expanded
+
 # A model's text must not move the cursor, change the window title or answer for the user.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class FilePath(click.Path):
+    """A path; `~` is the home folder behind `--option=` too, where shells leave it as it is."""
+
+    def __init__(self, *, dir_okay: bool = True) -> None:
+        super().__init__(path_type=Path, dir_okay=dir_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(expanded(value), param, ctx)
 
 
 def has_escapes() -> bool:

@@ -16,6 +16,7 @@ from edgespec.bench.output import check_outputs
 from edgespec.bench.report import Setup, report_of
 from edgespec.bench.runner import Runner, Task, load_standard, tasks_of
 from edgespec.bench.table import table_lines
+from edgespec.cli import FilePath
 from edgespec.cli.bench_progress import progress, trial_line
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
@@ -36,7 +37,7 @@ from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, wi
 DEFAULT_TOKENS = 96
 DEFAULT_PER_DOMAIN = 4
 _LEFT_OUT = ("stop", *PROMPTING, *STRUCTURE, *PRINTING, *REMEMBERING)
-_PATH = click.Path(path_type=Path)
+_PATH = FilePath()
 
 
 @click.command(cls=SettingsCommand)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgespec.cli import FilePath
 from edgespec.cli.bar import bar
 from edgespec.cli.calibrate_report import Found, as_object, show
 from edgespec.cli.help import SettingsCommand
@@ -38,7 +39,7 @@ DEFAULT_TURNS = 12
 @settings_options("load", leave_out=REMEMBERING)
 @click.option("--contexts", metavar="N,N", help="Cached tokens to measure at  [default: 64,512,2048]")
 @click.option("--passes", type=int, default=DEFAULT_TURNS, show_default=True, help="Passes per width and context")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve as a PNG too")
+@click.option("--plot", type=FilePath(), metavar="FILE", help="Draw the curve as a PNG too")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the drawing")
 def command(
     model_name: str | None,

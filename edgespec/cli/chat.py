@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli import FilePath
 from edgespec.cli.converted_model import offer_conversion, with_converted
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.first_model import CHOSEN_HERE, first_model
@@ -29,7 +30,7 @@ from edgespec.errors import EdgespecError
     "session_path",
     cls=GroupedOption,
     group="Answer",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FilePath(dir_okay=False),
     metavar="FILE",
     help="Keep the conversation in FILE, or continue it",
 )

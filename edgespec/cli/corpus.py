@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli import printable, say
+from edgespec.cli import FilePath, printable, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
@@ -57,7 +57,7 @@ def command(context: click.Context) -> None:
 
 
 @command.command("add")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=FilePath(), metavar="PATH...")
 @_MODEL
 @click.option("--name", help="Name of the text.  [default: that of the file or folder]")
 @click.option(

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli import FilePath
 from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
@@ -77,14 +78,12 @@ def option(
 @click.argument("target", shell_complete=files)
 @click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     multiple=True,
     metavar="FILE",
     help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without it: text written by the target.',
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Folder to create.  [default: TARGET's name-draft]"
-)
+@click.option("-o", "--output", type=FilePath(), help="Folder to create.  [default: TARGET's name-draft]")
 @click.option("--init", metavar="layers:N,N", help="Start from these layers of a Llama-like target.")
 @_request_options
 @click.option("--restart", is_flag=True, help="Begin anew: discard an unfinished run.")

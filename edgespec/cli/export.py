@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec import __version__
-from edgespec.cli import say
+from edgespec.cli import FilePath, say
 from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
@@ -29,7 +29,7 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 
 @click.command()
 @click.argument("source", shell_complete=files)
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", help="Default: ./NAME-pair.")
+@click.option("-o", "--output", type=FilePath(), metavar="FOLDER", help="Default: ./NAME-pair.")
 @click.option("--to", default="gguf", metavar="gguf|onnx|both", help="What to make.  [default: gguf]")
 @click.option(
     "--quant",
@@ -62,7 +62,7 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 )
 @click.option(
     "--draft-text",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE.txt",
     help="Text whose most common tokens --draft-vocab keeps; if it has too few, the tokens with the lowest ids are "
     "added.",
@@ -89,7 +89,7 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 )
 @click.option(
     "--imatrix",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE.txt",
     help="GGUF: text from which the importance of weights is measured before they are quantised.",
 )

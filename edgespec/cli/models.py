@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from edgespec.cli import printable, say
+from edgespec.cli import FilePath, printable, say
 from edgespec.cli.completion import names_here, names_known
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
@@ -87,9 +87,9 @@ def show(name: str) -> int:
 
 
 @click.command("add", short_help="Register a model file or folder that is already here.")
-@click.argument("path", type=click.Path(path_type=Path), metavar="PATH")
+@click.argument("path", type=FilePath(), metavar="PATH")
 @click.option("--name", default="", help="Name of the model.  [default: that of the file or folder]")
-@click.option("--draft", type=click.Path(path_type=Path), metavar="FILE", help="Its draft model")
+@click.option("--draft", type=FilePath(), metavar="FILE", help="Its draft model")
 def add(path: Path, name: str, draft: Path | None) -> int:
     """Give a GGUF or ONNX model a name. The file stays where it is; it is tried and its checksum is kept."""
     chosen = add_model(path, name, draft)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from edgespec.cli import FilePath
 from edgespec.cli.completion import models
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.terminal import set_verbosity
@@ -16,7 +17,6 @@ from edgespec.config.habits import did_you_mean
 from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents
 from edgespec.config.sources import Settings, resolve
 from edgespec.errors import ConfigError
-from edgespec.formats.files import is_file
 from edgespec.tuning.profiles import with_profile
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Contents(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
 
 _TYPES: dict[Kind, Any] = {
     "text": str,
-    "path": click.Path(path_type=Path),
+    "path": FilePath(),
     "integer": int,
     "number": float,
     "switch": bool,
@@ -110,7 +110,7 @@ def settings_options(
 
 
 def _common_options() -> list[Callable[[Function], Function]]:
-    config: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FILE", "help": "Settings file, TOML"}
+    config: dict[str, Any] = {"type": FilePath(), "metavar": "FILE", "help": "Settings file, TOML"}
     return [
         verbosity_option("-v", "--verbose", help="Show notes on what is measured and chosen"),
         verbosity_option("-q", "--quiet", help="Show the result and errors only"),
@@ -160,8 +160,6 @@ def resolve_settings(
         if flags.get("model") not in (None, model_name):
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
-    if config_file is not None and not is_file(config_file):
-        raise ConfigError(f"config file {config_file} does not exist")
     settings = resolve(flags, config_file=config_file).without(leave_out)
     return settings if ignores_profile else with_profile(settings, leaves_plain=speculates)
 

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli import say
+from edgespec.cli import FilePath, say
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.main import INTERRUPTED
@@ -62,7 +62,7 @@ class Planned:
 @click.option("--acceptance", type=float, metavar="A", help="Assume this acceptance per token, decode nothing")
 @click.option("--pass-ms", metavar="W:MS,W:MS", help="Assume these pass times, load nothing")
 @click.option("--draft-ms", type=float, metavar="MS", help="Assume this time per draft token")
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help='Lines, or JSON lines with "text"')
+@click.option("--prompts", type=FilePath(), metavar="FILE", help='Lines, or JSON lines with "text"')
 @click.option(
     "--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Maximum number of prompts to decode"
 )

@@ -20,6 +20,7 @@ from rich.text import Text
 from edgespec.bench.output import check_file
 from edgespec.bench.race import Race
 from edgespec.bench.race_reasons import proof, reasons, speed
+from edgespec.cli import FilePath
 from edgespec.cli.generate import encode_prompt, read_prompt
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import Interruption, stops
@@ -54,7 +55,7 @@ HOW = "each side runs alone, so that neither slows the other; the left one ran f
     help="Without MODEL: expand the demo pair without asking, or race the small one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the race.")
-@click.option("--svg", "picture", type=click.Path(path_type=Path), metavar="FILE", help="Draw the finish as an image.")
+@click.option("--svg", "picture", type=FilePath(), metavar="FILE", help="Draw the finish as an image.")
 def command(
     model_name: str | None,
     config_file: Path | None,

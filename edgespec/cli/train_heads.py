@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli import FilePath
 from edgespec.cli.completion import files
 from edgespec.cli.distill import CHOICES, NUMBERS, option, progress, run_resumably
 from edgespec.cli.terminal import note
@@ -46,14 +47,12 @@ def _request_options(function: Callable[..., int]) -> Callable[..., int]:
 )
 @click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     multiple=True,
     metavar="FILE",
     help='Text, or .jsonl or .jsonl.xz with "text" or "messages"; repeatable. Without it: text written by the target.',
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="File to create.  [default: TARGET's name-KIND.npz]"
-)
+@click.option("-o", "--output", type=FilePath(), help="File to create.  [default: TARGET's name-KIND.npz]")
 @_request_options
 @click.option(
     "--read-layers",

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 import click
 
-from edgespec.cli import say
+from edgespec.cli import FilePath, say
 from edgespec.cli.bar import bar
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.main import INTERRUPTED
@@ -42,9 +42,7 @@ DEFAULT_TOKENS, DEFAULT_PROMPTS = 48, 8
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "sampling", "session", leave_out=(*PROMPTING, *PRINTING, *REMEMBERING))
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), metavar="FILE", help='JSON lines with "text", or plain lines'
-)
+@click.option("--prompts", type=FilePath(), metavar="FILE", help='JSON lines with "text", or plain lines')
 @click.option(
     "--max-prompts", type=int, default=DEFAULT_PROMPTS, show_default=True, help="Maximum number of prompts to decode"
 )

@@ -88,7 +88,7 @@ def user_folder(kind: FolderKind, environ: Mapping[str, str] | None = None) -> P
     """
     environ = os.environ if environ is None else environ
     if home := environ.get("EDGESPEC_HOME"):
-        return Path(home, "cache") if kind == "cache" else Path(home)
+        return expanded(home) / "cache" if kind == "cache" else expanded(home)
     if chosen := environ.get(f"XDG_{kind.upper()}_HOME"):
         return Path(chosen, "edgespec")
     home_folder()

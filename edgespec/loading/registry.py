@@ -36,7 +36,7 @@ SUFFIXES = (".gguf", ".onnx")
 def models_folder() -> Path:
     """Where a user's own pairs live: `EDGESPEC_MODELS`, or `models` in the user's data folder."""
     chosen = os.environ.get("EDGESPEC_MODELS")
-    return Path(chosen) if chosen else user_folder("data") / "models"
+    return expanded(chosen) if chosen else user_folder("data") / "models"
 
 
 def _named_folders() -> Iterator[tuple[str, Path]]:

@@ -338,7 +338,8 @@ def test_an_unknown_command_names_the_nearest():
         (["-s", "x", "--no-chat-template"], "--system needs the chat template"),
         (["--json", "--show-draft"], "keep one"),
         (["other", "-m", "another"], "two models"),
-        (["--config", "/nonexistent.toml"], "/nonexistent.toml does not exist"),
+        (["--config", "/nonexistent.toml"], "/nonexistent.toml cannot be read: No such file"),
+        (["--config", "."], "config file . cannot be read: Is a directory"),
         (["demo", "superfluous"], "superfluous"),
     ],
 )

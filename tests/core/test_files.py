@@ -14,6 +14,7 @@ import pytest
 
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import atomic_file, atomic_folder, home_folder, user_folder, write_atomically, write_errors
+from edgespec.loading.registry import models_folder
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -179,6 +180,16 @@ def test_edgespec_home_holds_everything(tmp_path: Path) -> None:
         ("config", "data", "state"), tmp_path
     )
     assert user_folder("cache", given) == tmp_path / "cache"
+
+
+def test_a_tilde_in_edgespec_home_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell has replaced it in a service's settings or an .env file."""
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    assert user_folder("config", {"EDGESPEC_HOME": "~/own"}) == tmp_path / "own"
+    assert user_folder("cache", {"EDGESPEC_HOME": "~/own"}) == tmp_path / "own/cache"
+    monkeypatch.setenv("EDGESPEC_MODELS", "~/models")
+    assert models_folder() == tmp_path / "models"
 
 
 @pytest.mark.parametrize("kind", ["config", "data", "state", "cache"])
