@@ -13,7 +13,7 @@ from edgespec.cli.dialogue import Chat
 from edgespec.cli.first_model import CHOSEN_HERE, first_model
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.lines import ReadLine, file_text, is_interactive, line_reader, read_message
-from edgespec.cli.main import exit_code
+from edgespec.cli.main import as_typed, exit_code
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.saved_chat import SavedChat
 from edgespec.cli.session import open_session, require_chat_template, show_beginning
@@ -102,7 +102,7 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first:
                 raise
             reply("Ctrl-D or /exit leaves")
         except EdgespecError as exc:
-            complain(str(exc))
+            complain(as_typed(exc))
             code = 0 if is_interactive() else exit_code(exc)
 
 

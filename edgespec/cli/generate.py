@@ -16,7 +16,8 @@ from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.piped import text_behind, whole_input
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
-from edgespec.config import GenerateOptions, SessionOptions
+from edgespec.config import SessionOptions
+from edgespec.config.names import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Result
 from edgespec.installation import quoted
@@ -48,7 +49,7 @@ STATS_KEYS = (
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
 @click.option(
     "--logprobs",
-    type=int,
+    type=click.IntRange(0, MAX_TOP_LOGPROBS),
     cls=GroupedOption,
     group="Output",
     is_basic=False,
@@ -73,7 +74,6 @@ def command(
     _check(SessionOptions(**settings.part("session")), as_json)
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs needs --json: text has no place for them")
-    GenerateOptions(top_logprobs=logprobs or 0)  # a number out of range is said before anything is loaded
     text = read_prompt(prompt)
     require_chat_template(settings)
     session = open_session(settings, remembers=True)

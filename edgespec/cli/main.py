@@ -11,6 +11,7 @@ import errno
 import importlib
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -130,7 +131,7 @@ class CommandGroup(click.Group):
         except click.ClickException as exc:
             code = _report(describe(exc), BAD_INPUT)
         except EdgespecError as exc:
-            code = _report(str(exc), exit_code(exc))
+            code = _report(as_typed(exc), exit_code(exc))
         except BrokenPipeError:
             code = BROKEN_PIPE
         except SystemExit as exc:
@@ -210,6 +211,16 @@ def main() -> NoReturn:
 def exit_code(error: EdgespecError) -> int:
     """2 for what the caller can change in the input, 1 for what went wrong inside."""
     return BAD_INPUT if isinstance(error, (UsageError, VocabularyMismatch, CapabilityError)) else FAILED
+
+
+def as_typed(error: EdgespecError) -> str:
+    """Its message; where that is about a setting, settings have the names of options, not those of Python's fields."""
+    from edgespec.config.settings import BY_KEY
+
+    text = str(error)
+    if "_" not in (name := text.partition(" ")[0]) or name not in BY_KEY:
+        return text
+    return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: BY_KEY[found[0]].key if found[0] in BY_KEY else found[0], text)
 
 
 def describe(error: click.ClickException) -> str:

@@ -76,7 +76,7 @@ class GenerateOptions:
         at_least("noise_offset", whole("noise_offset", self.noise_offset), 0)
         if self.max_tokens == NO_LIMIT and isinstance(self.max_tokens, int):
             object.__setattr__(self, "max_tokens", None)
-        at_least("max-tokens", self.max_tokens, 1, "leave it out for an answer of any length")
+        at_least("max-tokens", self.max_tokens, 1, "leave it out for an answer of any length, as -1 does")
         object.__setattr__(self, "stop", as_texts(self.stop))
         switches(self, "ignore_eos", "logprobs")
         whole("top_logprobs", self.top_logprobs)

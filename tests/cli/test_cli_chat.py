@@ -186,6 +186,7 @@ def test_unset_takes_a_setting_back(model):
         ("/set tmep 1", "unknown setting 'tmep'; did you mean 'temp'?"),
         ("/set temp warm", "'warm' is not a number"),
         ("/set temp nan", "temperature must be a number"),
+        ("/set repeat-last-n -2", "error: repeat-last-n must be a whole number"),
         ("/set temp", "needs a name and a value"),
         ("/set threads 2", "threads cannot change while the model is loaded"),
         ("/set allowed-host x", "allowed-host is a setting of edgespec serve"),

@@ -48,11 +48,11 @@ def test_a_grammar_comes_from_a_file(tmp_path: Path, pair):
     ("arguments", "words"),
     [
         (["--json-schema", "nowhere.json"], "the file 'nowhere.json' cannot be read: No such file"),
-        (["--json-schema", "{"], "json_schema is not valid JSON"),
+        (["--json-schema", "{"], "json-schema is not valid JSON"),
         (["--json-schema", '{"properties": {"a": {"type": "strin"}}}'], "at properties.a: Invalid type: strin"),
         (["--json-schema", "{}", "--regex", "a"], "one structure"),
-        (["--regex", "a", "--ignore-eos"], "ignore_eos contradicts regex"),
-        (["--free-until", "</think>"], "free_until needs json_schema"),
+        (["--regex", "a", "--ignore-eos"], "ignore-eos contradicts regex"),
+        (["--free-until", "</think>"], "free-until needs json-schema"),
     ],
 )
 def test_a_mistake_is_one_line(pair, arguments: list[str], words: str):
