@@ -129,14 +129,14 @@ def length_note(stats: Stats, options: GenerateOptions, *, in_chat: bool = False
         return None
     if stats.new_tokens == options.max_tokens:
         more = "/continue goes on, /set max-tokens gives more" if in_chat else "a larger -n (--max-tokens) gives more"
-        return f"cut at {options.max_tokens} tokens: {more}"
+        return f"cut at {counted(stats.new_tokens, 'token')}: {more}"
     return "cut: the context is full; a larger -c (--ctx-size) gives more"
 
 
 def stats_lines(stats: Stats) -> Iterable[str]:
     reused = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
     yield (
-        f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tokens/s, "
+        f"{counted(stats.new_tokens, 'token')} at {stats.tokens_per_second:.1f} tokens/s, "
         f"prompt {stats.prompt_tokens}{reused} in {stats.prefill_s:.2f} s"
     )
     if stats.drafted_tokens:

@@ -35,7 +35,15 @@ _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "size": (int, str),
     "contents": (str,),
 }
-_NUMBERS_OR_WORDS: dict[Kind, str] = {"length": "a number or auto", "context": "a number, auto or max"}
+_EXPECTED: dict[Kind, str] = {
+    "integer": "a whole number",
+    "number": "a number",
+    "switch": "true or false",
+    "texts": "a text or a list of texts",
+    "length": "a whole number or auto",
+    "context": "a whole number, auto or max",
+    "size": "a number of bytes, or a text such as '6GiB', '80%' or 'auto'",
+}
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -79,10 +87,7 @@ class Setting:
             if self.kind == "number":
                 return float(text)
         except ValueError:
-            names = {"integer": "a whole number", "length": "a whole number or auto"}
-            names |= {"context": "a whole number, auto or max"}
-            wanted = names.get(self.kind, "a number")
-            raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+            raise ConfigError(f"{source}: {text!r} is not {_EXPECTED[self.kind]}") from None
         if self.kind == "switch":
             if text.lower() not in _SWITCHES:
                 raise ConfigError(f"{source}: {text!r} is neither on nor off; allowed: {', '.join(_SWITCHES)}")
@@ -96,8 +101,7 @@ class Setting:
     def check(self, value: Any, source: str) -> Any:
         """`value` of a TOML file as the right Python value. Raises ConfigError naming `source`."""
         if type(value) not in _TOML_TYPES[self.kind]:  # exactly: to isinstance, a bool is an int
-            expected = _NUMBERS_OR_WORDS.get(self.kind, f"a value of kind '{self.kind}'")
-            raise ConfigError(f"{source}: {value!r} has the wrong type; expected {expected}")
+            raise ConfigError(f"{source}: {value!r} has the wrong type; expected {_EXPECTED.get(self.kind, 'a text')}")
         if self.kind == "texts":
             texts = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(text, str) for text in texts):
