@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import click
 
+from edgespec.errors import EdgespecError
 from edgespec.formats.files import expanded
 
 # A model's text must not move the cursor, change the window title or answer for the user.
@@ -46,6 +47,16 @@ def wrapped(text: str, stream: TextIO | None = None) -> str:
     columns = shutil.get_terminal_size().columns
     fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(map(fill, text.split("\n")))
+
+
+def as_typed(error: EdgespecError) -> str:
+    """Its message; where that is about a setting, settings have the names of options, not those of Python's fields."""
+    from edgespec.config.settings import BY_KEY
+
+    text = str(error)
+    if "_" not in (name := text.partition(" ")[0]) or name not in BY_KEY:
+        return text
+    return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: BY_KEY[found[0]].key if found[0] in BY_KEY else found[0], text)
 
 
 def say(text: str) -> None:

@@ -11,7 +11,6 @@ import errno
 import importlib
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli import has_escapes, printable, wrapped
+from edgespec.cli import as_typed, has_escapes, printable, wrapped
 from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -211,16 +210,6 @@ def main() -> NoReturn:
 def exit_code(error: EdgespecError) -> int:
     """2 for what the caller can change in the input, 1 for what went wrong inside."""
     return BAD_INPUT if isinstance(error, (UsageError, VocabularyMismatch, CapabilityError)) else FAILED
-
-
-def as_typed(error: EdgespecError) -> str:
-    """Its message; where that is about a setting, settings have the names of options, not those of Python's fields."""
-    from edgespec.config.settings import BY_KEY
-
-    text = str(error)
-    if "_" not in (name := text.partition(" ")[0]) or name not in BY_KEY:
-        return text
-    return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: BY_KEY[found[0]].key if found[0] in BY_KEY else found[0], text)
 
 
 def describe(error: click.ClickException) -> str:

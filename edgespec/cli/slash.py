@@ -264,7 +264,7 @@ def _spec(chat: Chat, argument: str) -> None:
     elif argument:
         raise ConfigError(f"/spec takes on, off, auto or a draft length of 0..{MAX_DRAFT_LENGTH}, got {argument!r}")
     drafter = session.options.drafter or loaded
-    length = session.options.draft_length or session.model.options.draft_length
+    length = _present(chat, BY_KEY["draft_length"])
     reply("speculation off" if drafter == "none" else f"speculation on: drafter {drafter}, draft length {length}")
 
 

@@ -217,6 +217,10 @@ def test_a_drafter_that_is_missing_is_said_when_it_is_set(target_path):
     assert result.stdout.strip() and re.search(r"^drafter +auto *$", result.stderr, re.MULTILINE)
 
 
+def test_a_draft_length_of_zero_is_shown(model):
+    assert "draft length 0\n" in chat(model, "/set draft-length 0", "/spec").stderr
+
+
 def asked(path) -> list[str]:
     return [message["content"] for message in saved(path) if message["role"] == "user"]
 
