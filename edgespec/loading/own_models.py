@@ -30,7 +30,7 @@ from edgespec.loading.checksums import keep_hash
 from edgespec.loading.download import PART
 from edgespec.loading.hub import library
 from edgespec.loading.reference import check_name
-from edgespec.loading.registry import model_in, models_folder, name_in, registered_folders
+from edgespec.loading.registry import folder_of, model_in, models_folder, name_in, registered_folders
 
 _LOCKS, UNFINISHED = ".locks", ".unfinished"
 
@@ -138,6 +138,9 @@ def remove(name: str) -> int:
 
     Raises ModelNotFound for a name that is not there, ConfigError for a model that came otherwise, Busy.
     """
+    found = folder_of(name)
+    if found is not None and found.parent == models_folder():
+        name = found.name  # it may go by what it was pulled as
     if not is_folder(models_folder() / check_name(name)):
         if name in registered_folders():
             raise ConfigError(

@@ -128,6 +128,8 @@ def test_a_repository_becomes_a_pair_that_is_found_by_its_names(get, hub, home, 
     asked = len(hub.asked)
     assert get().target == pair.target
     assert len(hub.asked) == asked and "already on this machine" in notes[-1]
+    remove(ID)
+    assert not folder.exists()
 
 
 def test_a_quantisation_a_file_and_an_address_can_be_named(get, hub, home):
