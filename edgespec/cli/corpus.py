@@ -24,9 +24,9 @@ from edgespec.config.sources import resolve
 from edgespec.corpus.database import MAX_BUDGET_BYTES, MAX_NAME_LENGTH, Corpus, CorpusText, check_budget, check_name
 from edgespec.corpus.documents import Documents
 from edgespec.corpus.learnt import LearntTexts
-from edgespec.corpus.store import vocabulary_key
+from edgespec.corpus.store import DamagedError, vocabulary_key
 from edgespec.drafters.factory import learnt_texts
-from edgespec.errors import ConfigError
+from edgespec.errors import ConfigError, StateError
 from edgespec.formats.files import resolved
 from edgespec.loading.opening import open_vocabulary
 from edgespec.runtime import load
@@ -172,7 +172,11 @@ def _opened(model: str | None) -> Iterator[tuple[Vocabulary, Corpus, LearntTexts
     """The vocabulary of `model` and what is kept in it."""
     options = LoadOptions(**resolve({"model": model}).part("load"))
     with open_vocabulary(options) as (_, vocabulary):
-        yield vocabulary, Corpus(vocabulary_key(vocabulary), vocabulary.size), learnt_texts(vocabulary)
+        try:
+            yield vocabulary, Corpus(vocabulary_key(vocabulary), vocabulary.size), learnt_texts(vocabulary)
+        except DamagedError as exc:
+            fix = "edgespec corpus rm --all removes your own texts, --learnt the stored answers, damaged or not"
+            raise StateError(f"{exc}; {fix}") from exc
 
 
 def _encoded(documents: Documents, vocabulary: Vocabulary, corpus: Corpus, budget_bytes: int | None) -> list[TokenIds]:

@@ -136,9 +136,7 @@ class Corpus:
                 ids, signature = self._read(database)
                 order = _read_places(database, signature, ids.size)
         except DamagedError as exc:
-            raise DamagedError(
-                f"the corpus is not used: {exc}; edgespec corpus ls lists it, corpus rm removes one text or --all"
-            ) from exc
+            raise DamagedError(f"the corpus is not used: {exc}; edgespec corpus rm removes one text, or --all") from exc
         if not ids.size:
             return None
         if order is None:

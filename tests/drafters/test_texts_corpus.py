@@ -100,7 +100,7 @@ def test_a_file_that_grew_beyond_its_budget_is_not_loaded(tmp_path: Path) -> Non
     with sqlite3.connect(corpus.path) as connection:
         connection.execute("INSERT INTO budget VALUES (100)")
     connection.close()
-    with pytest.raises(StateError, match=r"it takes 0.0 MiB and its budget is 0.0 MiB; edgespec corpus ls"):
+    with pytest.raises(StateError, match=r"it takes 0.0 MiB and its budget is 0.0 MiB; edgespec corpus rm"):
         corpus.index()
 
 
