@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as published, where a model or a file of heads is wanted: the error names its conversion."""
+"""Heads that do not fit: an EAGLE-3 head as published, whose conversion the error names, and heads of another model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from edgespec.cli.main import cli
+from edgespec.formats.files import shipped_models
 from edgespec.formats.hub_folder import eagle3_fix
 
 
@@ -30,6 +31,15 @@ def test_the_error_names_the_command(head: Path, target_path: Path, option: str)
         assert f"edgespec export TARGET --draft '{head}' -o PAIR" in found.stderr, found.output
     exported = CliRunner().invoke(cli, ["export", str(target_path), "--to", "onnx", "--draft", str(head)])
     assert exported.exit_code == 2 and "EAGLE-3 head as published" in exported.stderr
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_heads_that_read_layers_of_a_deeper_model_are_refused(engine: str) -> None:
+    heads = shipped_models() / "smollm2" / "eagle.npz"
+    arguments = ["generate", "demo", "--engine", engine, "--heads", str(heads), "-p", "x", "-n", "1"]
+    found = CliRunner().invoke(cli, arguments)
+    assert found.exit_code == 2 and "the heads read the input of layer 14" in found.stderr
+    assert "give heads that were made for" in found.stderr and "export" not in found.stderr
 
 
 def test_other_folders_are_none(tmp_path: Path) -> None:

@@ -41,7 +41,10 @@ class LayerInputs:
             )
         outside = [layer for layer in layers if not 0 <= layer < self._num_layers]
         if outside:
-            raise CapabilityError(f"there is no layer {outside[0]}, this model has 0..{self._num_layers - 1}")
+            raise CapabilityError(
+                f"the heads read the input of layer {outside[0]}, but this model has 0..{self._num_layers - 1}: give "
+                "heads that were made for it"
+            )
         for layer in {*self._layers} ^ {*layers}:
             extension("set_layer_input")(self._context, layer, layer in layers)
         self._layers = layers

@@ -152,8 +152,10 @@ def _attention_of(attention: list[Any], layer: int, path: Path) -> Any:
         match = PAST.fullmatch(node.input[3])
         if match and int(match[1]) == layer:
             return node
-    reason = f"it has {len(attention)}" if attention else "its attention is not GroupQueryAttention"
-    raise CapabilityError(f"the heads read the input of layer {layer} of {path}, but {reason}: export it again")
+    reason = "its attention is not GroupQueryAttention: export it again"
+    if attention:
+        reason = f"it has {len(attention)} layers: give heads that were made for this model"
+    raise CapabilityError(f"the heads read the input of layer {layer} of {path}, but {reason}")
 
 
 def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
