@@ -115,6 +115,10 @@ def read_prompt(prompt: str | None) -> str:
         prompt = f"{prompt}\n\n{behind}"
     if not prompt.strip():
         raise PromptError("the prompt is empty: give at least one character with -p TEXT")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as exc:  # bytes of an argument that Python could not decode
+        raise PromptError(f"-p is not UTF-8 text: invalid byte behind {exc.start} characters") from exc
     return prompt
 
 

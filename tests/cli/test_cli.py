@@ -291,6 +291,7 @@ def test_an_empty_prompt(pair, prompt):
 
 def test_a_prompt_that_is_no_text(pair):
     assert_refused(run("generate", *pair, "-p", "-", stdin=b"\xff\xfe"), "not UTF-8")
+    assert_refused(run("generate", *pair, "-p", "a\udcff"), "-p is not UTF-8 text: invalid byte behind 1 characters")
 
 
 @pytest.mark.parametrize("mode", [[], ["--json"], ["--no-chat-template"]])
