@@ -1,7 +1,7 @@
 """The `edgespec` command: finds the subcommand, and turns every failure into one line and an exit code.
 
-Exit codes: 0 done, 1 the engine failed or a check found a difference, 2 bad input, 130 interrupted, 141 the reader of
-our output went away.
+Exit codes: 0 done, 1 the engine, a download or a file failed, or a check found a difference, 2 bad input, 130
+interrupted, 141 the reader of our output went away.
 """
 
 from __future__ import annotations
