@@ -8,12 +8,12 @@ scores. Any other is refused by name, since a wrong splitter loads silently and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
 from edgespec.export.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
+from edgespec.export.onnx.piece_merges import merges_of, refused
 from edgespec.formats.gguf.header import GgufHeader
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings
 
@@ -29,6 +29,7 @@ ALIASES = {
 SPLITTERS = {name: stages for stages, name in PRE_TOKENIZERS.items()}
 # These split text as another does and differ from it in what `IGNORE_MERGES` and the bos token say (SmolLM3, OLMo 2).
 SPLITTERS |= dict.fromkeys(("smaug-bpe", "dbrx"), SPLITTERS["llama-bpe"])
+BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 BEGIN_WITH_BOS = ("llama-bpe", "tekken")  # where the file does not say, as in llama.cpp
@@ -100,14 +101,16 @@ def _stage(stage: Stage) -> Json:
 
 
 def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> Json:
-    """SentencePiece merges the neighbours whose token scores best; ranks of pairs in that order do the same."""
     scores = header.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, GgufNumbers) or len(scores.items) != len(texts):
         raise ModelFileError("the GGUF's vocabulary has no score for every token (tokenizer.ggml.scores)")
     vocabulary = {text: index for index, text in enumerate(texts) if kinds[index] != UNUSED}
-    mergeable = {text for text, index in vocabulary.items() if kinds[index] in (NORMAL, USER_DEFINED)}
-    ranked = sorted(mergeable, key=lambda text: -float(scores.items[vocabulary[text]]))
-    merges = [pair for text in ranked for pair in _pairs(text, mergeable, vocabulary)]
+    if {text for text, kind in zip(texts, kinds, strict=True) if kind == BYTE} != BYTES:
+        raise refused("its tokens for bytes are not those marked as such")
+    unused = {text for text, kind in zip(texts, kinds, strict=True) if kind == UNUSED}
+    # Looked for before spaces become SPACE, so that one with SPACE in it is no part of ordinary texts.
+    alone = {text for text, kind in zip(texts, kinds, strict=True) if kind == USER_DEFINED and SPACE not in text}
+    merges = merges_of(dict(zip(texts, map(float, scores.items), strict=True)), alone, unused)
     unknown = next((text for index, text in enumerate(texts) if kinds[index] == UNKNOWN), None)
     adds_space = bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True))
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -122,13 +125,6 @@ def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> J
         "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": model | {"unk_token": unknown},
     }
-
-
-def _pairs(text: str, mergeable: set[str], vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """All two parts that make `text`, the parts with the lowest ids first."""
-    cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
-    found = [(left, right) for left, right in cuts if left in mergeable and right in mergeable]
-    yield from sorted(found, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
 
 
 def _texts(header: GgufHeader) -> list[str]:
