@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from edgespec.engines.onnx.tokenizer import END_NAMES
 from edgespec.errors import ModelFileError
 from edgespec.export.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
 from edgespec.export.onnx.piece_merges import merges_of, refused
@@ -33,6 +34,9 @@ BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 BEGIN_WITH_BOS = ("llama-bpe", "tekken")  # where the file does not say, as in llama.cpp
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2}, "gpt2": {"bos": 11, "eos": 11}}  # llama.cpp's, where the file has none
+# Of these llama.cpp makes control tokens, whatever the file says; Gemma 3's </s> is HTML.
+CONTROL_NAMES = frozenset(END_NAMES) - {"</s>", "<|eos|>", "<|EOT|>"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -45,14 +49,14 @@ def write_tokenizer_files(header: GgufHeader, folder: Path) -> None:
 def tokenizer_json(header: GgufHeader) -> Json:
     """What the library `tokenizers` reads, for the vocabulary in the header. Raises ModelFileError."""
     texts = _texts(header)
-    kinds = _kinds(header, len(texts))
+    kinds = _kinds(header, texts)
     splitter = splitter_of(header)
     made = _byte_level(header, splitter, texts, kinds) if splitter else _sentence_piece(header, texts, kinds)
     added = [
         {"id": index, "content": text, "special": kinds[index] in (CONTROL, UNKNOWN), "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for index, text in enumerate(texts)
-        if kinds[index] in (CONTROL, USER_DEFINED, UNKNOWN)
+        if text and kinds[index] in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
 
@@ -79,7 +83,7 @@ def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int
     if not isinstance(found, GgufStrings) or not len(found):
         raise ModelFileError("the GGUF's vocabulary has no merges (tokenizer.ggml.merges)")
     merges = [each.decode("utf-8").split(" ", 1) for each in found]
-    vocabulary = {text: index for index, text in enumerate(texts) if kinds[index] != UNUSED}
+    vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": name in IGNORE_MERGES}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     stages = [_stage(stage) for stage in SPLITTERS[name]]
@@ -104,7 +108,7 @@ def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> J
     scores = header.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, GgufNumbers) or len(scores.items) != len(texts):
         raise ModelFileError("the GGUF's vocabulary has no score for every token (tokenizer.ggml.scores)")
-    vocabulary = {text: index for index, text in enumerate(texts) if kinds[index] != UNUSED}
+    vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
     if {text for text, kind in zip(texts, kinds, strict=True) if kind == BYTE} != BYTES:
         raise refused("its tokens for bytes are not those marked as such")
     unused = {text for text, kind in zip(texts, kinds, strict=True) if kind == UNUSED}
@@ -137,28 +141,30 @@ def _texts(header: GgufHeader) -> list[str]:
     return texts
 
 
-def _kinds(header: GgufHeader, count: int) -> list[int]:
+def _kinds(header: GgufHeader, texts: list[str]) -> list[int]:
     found = header.metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(found, GgufNumbers):
-        return [NORMAL] * count
-    if len(found.items) != count:
-        raise ModelFileError(f"the GGUF has {count} tokens and {len(found.items)} kinds of tokens; it is damaged")
-    return [int(kind) for kind in found.items]
+    given = [int(kind) for kind in found.items] if isinstance(found, GgufNumbers) else [NORMAL] * len(texts)
+    if len(given) != len(texts):
+        raise ModelFileError(f"the GGUF has {len(texts)} tokens and {len(given)} kinds of tokens; it is damaged")
+    return [CONTROL if text in CONTROL_NAMES else kind for text, kind in zip(texts, given, strict=True)]
 
 
 def _settings(header: GgufHeader) -> tuple[Json, Json]:
     """tokenizer_config.json and generation_config.json: special tokens, the chat template, what ends a text."""
     texts = _texts(header)
 
-    def named(key: str) -> str | None:
-        index = header.metadata.get(f"tokenizer.ggml.{key}")
-        return texts[index] if isinstance(index, int) and 0 <= index < len(texts) else None
-
-    settings: Json = {"bos_token": named("bos_token_id"), "eos_token": named("eos_token_id")}
-    is_spm = header.metadata.get("tokenizer.ggml.model") == "llama"
+    model = str(header.metadata.get("tokenizer.ggml.model"))
+    ids = dict(DEFAULT_IDS.get(model, {}))
+    for key in ids:
+        given = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(given, int) and 0 <= given < len(texts):
+            ids[key] = given
+    settings: Json = {f"{key}_token": texts[index] for key, index in ids.items() if index < len(texts)}
     name = str(header.metadata.get("tokenizer.ggml.pre", ""))
-    adds = header.metadata.get("tokenizer.ggml.add_bos_token", is_spm or ALIASES.get(name, name) in BEGIN_WITH_BOS)
-    settings["add_bos_token"] = bool(adds) and settings["bos_token"] is not None
+    adds = header.metadata.get(
+        "tokenizer.ggml.add_bos_token", model == "llama" or ALIASES.get(name, name) in BEGIN_WITH_BOS
+    )
+    settings["add_bos_token"] = bool(adds) and "bos_token" in settings
     template = header.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         settings["chat_template"] = template

@@ -126,3 +126,37 @@ def test_what_is_equal_is_converted(tmp_path: Path, pieces: Words) -> None:
     with VocabularyFile(path) as theirs:
         for text in ("abc", "cab bc", "abcabcab", "ad da", "aab bbc", "ca bca", "dddab"):
             assert ours.encode(text) == theirs.encode(text), text
+
+
+IDS = ("bos_id", "eos_id", "adds_bos", "end_ids")
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("lacking", [("bos_token_id",), ("eos_token_id",), ("bos_token_id", "eos_token_id")])
+def test_ids_that_a_file_lacks_are_those_llama_cpp_takes(tmp_path: Path, model: str, lacking: tuple[str, ...]) -> None:
+    missing = dict.fromkeys(lacking)
+    if model == "llama":
+        path = written(tmp_path, words("abc"), **missing)
+    else:
+        metadata = {f"tokenizer.ggml.{name}": None for name in (*missing, "add_bos_token")}
+        path = write_model(tmp_path / "model.gguf", metadata=metadata)
+    ours = converted(path)
+    with VocabularyFile(path) as theirs:
+        assert [getattr(ours, name) for name in IDS] == [getattr(theirs, name) for name in IDS]
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+def test_the_end_of_a_turn_is_a_control_token_whatever_the_file_says(tmp_path: Path, kind: int) -> None:
+    """Else what a user writes would end the turn, and it would be printed."""
+    path = written(tmp_path, words("abc", **{"<|im_end|>": (-1.0, kind)}))
+    ours = converted(path)
+    with VocabularyFile(path) as theirs:
+        assert ours.pieces == theirs.pieces
+        for special in (False, True):
+            ids = theirs.encode("a<|im_end|>b", parse_special=special)
+            assert ours.encode("a<|im_end|>b", parse_special=special) == ids
+
+
+def test_tokens_without_a_name_print_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path, words("abc") | {"": (-1.0, CONTROL)})
+    assert converted(path).token_bytes(FIRST + 4) == b""
