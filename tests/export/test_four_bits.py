@@ -20,7 +20,6 @@ import gguf
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import ModelFileError
-from edgespec.export.accuracy import _log_softmax
 from edgespec.export.conversion import _output_bytes
 from edgespec.export.gguf.quantise import quantise
 from edgespec.export.onnx.convert import export_onnx
@@ -32,6 +31,7 @@ from edgespec.installation import has_engine
 from edgespec.types import Batch
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 from tiny_gguf import Shape, write_model
+from tiny_graphs import mean_kl
 
 Floats = NDArray[np.float32]
 Q = gguf.GGMLQuantizationType
@@ -47,11 +47,6 @@ def graph(path: Path, folder: Path, quant: str = "int4", group_size: int | None 
 def logits(path: Path, token_ids: list[int] | None = None) -> Floats:
     with OnnxEngine.load(path, context_length=128, threads=TEST_THREADS, reproducible=False) as engine:
         return engine.forward(Batch.chain(token_ids or TOKENS)).copy()
-
-
-def mean_kl(found: Floats, wanted: Floats) -> float:
-    p, q = _log_softmax(wanted), _log_softmax(found)
-    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
 
 
 def operators(path: Path) -> Counter[str]:

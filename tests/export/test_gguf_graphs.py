@@ -25,10 +25,12 @@ from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError, ModelFileError
+from edgespec.export.accuracy import compare_logits
 from edgespec.export.gguf import check_tokenizer, convert, export_gguf
 from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.onnx.gguf_model import KINDS
 from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.reference import Reference
 from edgespec.export.tokens import check_round_trip
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
@@ -304,3 +306,28 @@ def test_positions_are_scaled_as_in_llama_cpp(given: dict[str, Any], factor: flo
 def test_a_window_caps_the_context_where_llama_cpp_has_none(tmp_path: Path):
     path = write_model(tmp_path / "tiny.gguf", metadata={"llama.attention.sliding_window": 128})
     assert open_gguf(path).config.max_positions == 128
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.1, 30.0])
+def test_the_divergence_of_rows_is_that_of_whole_tables(noise: float):
+    rng = np.random.default_rng(3)
+    wanted = rng.standard_normal((50, 700), np.float32) * 9
+    found = wanted + rng.standard_normal(wanted.shape, np.float32) * np.float32(noise)
+    reference = Reference((np.arange(50, dtype=np.int32),), (wanted,), None, "a table")
+    compared = compare_logits(reference, [found])
+    assert compared.mean_kl == pytest.approx(mean_kl(found[1:], wanted[1:]), rel=1e-9)
+    assert np.isnan(compare_logits(reference, [np.full_like(found, np.nan)]).mean_kl)
+
+
+@pytest.mark.parametrize("width", [64, 2048, 2304])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
+def test_rows_are_decoded_as_the_package_does(tmp_path: Path, kind: str, width: int):
+    """Whatever their width and number: 299 rows of the embeddings have no factor in common with the rows joined."""
+    quant = gguf.GGMLQuantizationType[kind]
+    path = write_model(tmp_path / "m.gguf", Shape(layers=1, width=width, heads=width // 32, hidden=64, weights=quant))
+    model = open_gguf(path)
+    [info] = [tensor for tensor in model.header.tensors if tensor.name == "token_embd.weight"]
+    start = model.header.data_start + info.offset
+    raw = np.fromfile(path, np.uint8, info.num_bytes, offset=start).reshape(info.shape[1], -1)
+    found = np.concatenate(list(GgufWeights(model).rows("model.embed_tokens.weight")))
+    assert np.array_equal(found, gguf.quants.dequantize(raw, quant))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demo import TEST_THREADS
-from edgespec.export.accuracy import _log_softmax, open_engine
+from edgespec.export.accuracy import open_engine
 from edgespec.export.gguf import convert
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.types import Batch
@@ -47,6 +47,12 @@ def difference(found: Floats, wanted: Floats) -> float:
     return float(np.abs(found - wanted).max() / wanted.std())
 
 
+def log_softmax(logits: Floats) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
+
+
 def mean_kl(found: Floats, wanted: Floats) -> float:
-    p, q = _log_softmax(wanted), _log_softmax(found)
+    p, q = log_softmax(wanted), log_softmax(found)
     return float((np.exp(p) * (p - q)).sum(axis=1).mean())
