@@ -31,6 +31,7 @@ logger = logging.getLogger("edgespec")
 _LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
+ONNX_FOLDER = "onnx"  # of a repository for transformers.js, whose tokenizer and settings lie above it
 
 
 def models_folder() -> Path:
@@ -146,6 +147,12 @@ def model_in(path: Path) -> Path:
         )
     if (fix := eagle3_fix(path)) is not None:
         raise ModelFileError(fix)
+    if any((path / ONNX_FOLDER).glob("*.onnx")):
+        graphs = shown_path(path / ONNX_FOLDER)
+        raise ModelFileError(
+            f"the graphs of {shown_path(path)} lie in {graphs} and need its tokenizer and settings beside them: copy "
+            f"its .json and .jinja files to {graphs} and give that, or one of the graphs there"
+        )
     if is_file(path / "config.json"):
         raise ModelFileError(
             f"{shown_path(path)} is a Hugging Face model, convert it first: edgespec export {quoted(str(path))}"

@@ -123,6 +123,17 @@ def test_other_files_are_refused(home: Path, tmp_path: Path):
         resolve(str(tmp_path / "empty"))
 
 
+def test_a_clone_of_a_repository_with_graphs_says_what_they_need(home: Path, tmp_path: Path):
+    """As for transformers.js: an export, which was named before, finds no weights there."""
+    (tmp_path / "onnx").mkdir()
+    for name in ("config.json", "tokenizer.json", "onnx/model_q4.onnx", "onnx/model_int8.onnx"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    with pytest.raises(
+        ModelFileError, match=r"lie in .*onnx. and need .*: copy its \.json and \.jinja files to .*onnx"
+    ):
+        resolve(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
