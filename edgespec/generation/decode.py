@@ -23,7 +23,8 @@ from edgespec.engines.pass_request import PassRequest
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, TokenEvent
-from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, Rule, TargetAt
+from edgespec.sampling import Sampler
+from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, ROOT, Rule, TargetAt
 from edgespec.types import Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")
@@ -189,8 +190,29 @@ def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Lo
     position = context_ids.size
     if not draft.num_tokens:
         return Verdict((), run.sampler.pick(run.sampler.distribution(logits[0], context_ids), position))
-    verdict = rule(draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
+    verdict = _verdict(rule, draft, _target_at(run, draft, context_ids, logits), run.sampler, position)
     return replace(verdict, row_choices=tuple(logits.argmax(axis=1).tolist())) if draft.wants_rows else verdict
+
+
+def _verdict(rule: Rule, draft: Draft, target_at: TargetAt, sampler: Sampler, position: int) -> Verdict:
+    """The rule's verdict. A token behind which nothing can be sampled is not accepted but comes next, as undrafted.
+
+    The answer may end with it; if it goes on, the next round fails as plain decoding does, with all before it emitted.
+    """
+    latest = ROOT
+
+    def noted(node: int, path: tuple[int, ...]) -> Distribution:
+        nonlocal latest
+        latest = node
+        return target_at(node, path)
+
+    while True:
+        try:
+            return rule(draft, noted, sampler, position)
+        except EdgespecError:
+            if latest == ROOT:
+                raise
+            draft = draft.first(latest)
 
 
 def _target_at(run: Run, draft: Draft, context_ids: TokenIds, logits: Logits) -> TargetAt:

@@ -22,8 +22,8 @@ from edgespec.errors import PromptError
 from edgespec.generation.decode import alone, autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler, Sampling
-from edgespec.sampling.acceptance import coupled
+from edgespec.sampling import NoTokenLeft, Sampler, Sampling
+from edgespec.sampling.acceptance import RULES, Rule, coupled
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Evidence, Logits, TokenIds, Verdict
 
@@ -112,6 +112,28 @@ def test_text_ends_where_the_context_ends(target: CachedSequence, drafter: Model
     assert [event.token_id for event in events] == [event.token_id for event in plain]
     assert events[-1].position == 63  # the prompt and the answer have 64 tokens together
     assert run.stats.finish_reason == "length"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stop", ["", "e"])
+def test_a_row_that_nothing_can_be_sampled_from_counts_only_if_the_answer_goes_on(rule: str, stop: str) -> None:
+    table = np.full((11, 10), -20, np.float32)
+    table[np.arange(11), np.arange(11) % 10] = 20  # after token n comes n + 1
+    table[5] = -math.inf  # but nothing after "e"
+    engine = TableEngine(table, order=1)
+
+    def events(*rules: Rule) -> tuple[list[str], bool]:
+        run = make_run(CachedSequence(engine), strings=(stop,) if stop else ())
+        controller = FixedLength(ModelDrafter(engine.related(0)), 6)
+        found = []
+        try:
+            for event in speculative(run, controller, *rules) if rules else autoregressive(run):
+                found.append(event.text)
+        except NoTokenLeft:
+            return found, True
+        return found, False
+
+    assert events() == events(RULES[rule]) == ((["d", ""], False) if stop else (["d", "e"], True))
 
 
 @pytest.mark.parametrize("prompt, message", [([], "empty"), ([1] * 64, "64 tokens but the context holds only 64")])
