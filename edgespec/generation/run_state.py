@@ -119,8 +119,10 @@ class Run:
         self.stats.finish_reason = reason
         self._tick()
         paused_s = perf_counter()
-        yield TokenEvent(token_id, shown, position, drafter, logprob, reason, likeliest)
-        self._paused_s += perf_counter() - paused_s
+        try:
+            yield TokenEvent(token_id, shown, position, drafter, logprob, reason, likeliest)
+        finally:  # a consumer may end the generation here, long after it was given the event
+            self._paused_s += perf_counter() - paused_s
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.errors import PromptError
+from edgespec.generation import run_state
 from edgespec.generation.decode import alone, autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
@@ -80,6 +82,21 @@ def test_counters_add_up(target: CachedSequence, drafter: ModelDrafter) -> None:
     assert stats.finish_reason == "length"
     assert all(event.finish_reason is None for event in events[:-1])
     assert stats.wall_s >= stats.prefill_s + stats.draft_s + stats.verify_s > 0
+
+
+@pytest.mark.parametrize("taken", [1, 3, 20])
+def test_the_time_of_whoever_reads_the_events_does_not_count(
+    target: CachedSequence, drafter: ModelDrafter, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused_s = 0.0
+    monkeypatch.setattr(run_state, "perf_counter", lambda: perf_counter() + paused_s)
+    for run in make_run(target), make_run(target):
+        events = autoregressive(run) if paused_s else speculative(run, FixedLength(drafter, 3), coupled)
+        for _ in range(taken):
+            next(events)
+            paused_s += 100.0
+        events.close()
+        assert 0 < run.stats.wall_s < 50
 
 
 @pytest.mark.parametrize("stop", [{"end_ids": frozenset({3, 4})}, {"strings": ("bd", "c")}])
