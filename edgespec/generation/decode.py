@@ -232,13 +232,6 @@ def _record(
 ) -> RoundRecord:
     draft, accepted = proposal.draft, len(verdict.accepted_nodes)
     confidences = tuple(draft.confidences.tolist()) if draft.num_tokens else ()
-    depth = None if draft.is_chain else _depth(draft)
+    depth = None if draft.is_chain else max(draft.depths()) + 1
     counts = (position, proposal.drafter, draft.num_tokens, accepted, confidences)
     return RoundRecord(*counts, *seconds, is_disturbed, tree_depth=depth)
-
-
-def _depth(draft: Draft) -> int:
-    depths: list[int] = []
-    for parent in draft.parents.tolist():
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
