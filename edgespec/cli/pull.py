@@ -18,6 +18,7 @@ from rich.progress import (
 )
 
 from edgespec.cli.completion import names_known
+from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note, verbosity
 from edgespec.formats.manifest import ModelPair
@@ -43,7 +44,11 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     """
     if draft and no_draft:
         raise click.UsageError("--draft and --no-draft contradict each other: keep one")
-    pair = fetched(model, name=name, draft=draft, wants_draft=not no_draft, revision=revision)
+    try:
+        pair = fetched(model, name=name, draft=draft, wants_draft=not no_draft, revision=revision)
+    except KeyboardInterrupt:
+        note("interrupted: the same command continues")
+        return INTERRUPTED
     chosen = pair.target.parent.name
     size = pair_bytes(pair)
     if fits(size) is False:

@@ -89,6 +89,8 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
         setting = BY_KEY.get(key.lower())
         if setting is None:
             raise ConfigError(f"unknown environment variable {variable}{_nearest_variable(key)}")
+        if not text and setting.kind not in ("text", "texts", "contents"):
+            continue  # as good as unset
         found.append((setting.name, setting.parse(text, variable), variable))
     return found
 

@@ -25,18 +25,18 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-100.0, 100.0),
 }
 _WHOLE_LIMITS: dict[str, tuple[int, int]] = {
-    "top_k": (0, _MOST_WHOLE),
+    "top_k": (-1, _MOST_WHOLE),
     "penalty_window": (-1, _MOST_WHOLE),
     "seed": (-(2**63), 2**64 - 1),
 }
 # What other programs mean by a negative number.
-_HINTS = {"top_k": "0 keeps all", "penalty_window": "-1 counts all of the context"}
+_HINTS = {"top_k": "0 or -1 keeps all", "penalty_window": "-1 counts all of the context"}
 
 
 @refuses_unknown(SamplingError)
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one generation. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters.
+    """Sampling settings of one generation. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 disable these filters.
 
     Penalties as in llama.cpp, over the last `penalty_window` tokens; -1: all of the context. `logit_bias`: token id to
     added logit; -inf forbids the token. `seed` None, or -1 as in llama.cpp: a random seed, reported in the result.
@@ -62,6 +62,7 @@ class Sampling:
         for name, (least, most) in _WHOLE_LIMITS.items():
             if name != "seed" or self.seed is not None:
                 object.__setattr__(self, name, _whole_number(name, getattr(self, name), least, most))
+        object.__setattr__(self, "top_k", max(self.top_k, 0))  # -1 is how llama.cpp and vLLM keep all
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def seeded(self) -> Sampling:

@@ -28,7 +28,7 @@ from edgespec.server.infill import read_infill
 from edgespec.server.service import Loaded, Service
 from edgespec.server.services import Services
 from edgespec.server.waking import WakingStream
-from edgespec.server.web import CLIENT_LEFT, error_response, json_response, read_body, respond, use_model
+from edgespec.server.web import CLIENT_LEFT, NOTES, error_response, json_response, read_body, respond, use_model
 
 Handler = Callable[[Request], Awaitable[Response]]
 _GENERATING: dict[str, Read] = {
@@ -102,6 +102,7 @@ def create_app(
         allow_origin_regex=LOCAL_ORIGINS.pattern,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
+        expose_headers=[NOTES],
     )
     middleware.insert(0, cors)
     app = Starlette(

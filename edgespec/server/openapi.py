@@ -51,7 +51,7 @@ _SPECULATIVE: Schema = {
 _SAMPLING: Schema = {
     "temperature": _number(0, 100),
     "top_p": _number(1e-9, 1),
-    "top_k": _whole(0, 2**31 - 1),
+    "top_k": _whole(-1, 2**31 - 1),
     "min_p": _number(0, 1),
     "repeat_penalty": _number(0.01, 100),
     "seed": {"type": ["integer", "null"]},

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from edgespec.errors import shown
 from edgespec.server.answer import Answer
 from edgespec.server.exchange import Exchange, Read, compact
 from edgespec.server.fields import Fields, parse_object
@@ -41,7 +42,10 @@ def error_response(error: Exception, path: str) -> Response:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body. Raises HttpError 408 or 413."""
+    """The whole body. Raises HttpError 408, 413 or 415."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HttpError(415, f"a body in Content-Encoding {shown(encoding)} cannot be read: send it as it is")
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_timeout_s):

@@ -47,7 +47,7 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["generate", "-b", "512"], "size of passes"),
         (["chat", "-r", "User:"], "did you mean '--stop'?"),
         (["generate", "-p", "x", "-n", "-2"], "leave it out for an answer of any length"),
-        (["generate", "-p", "x", "--top-k", "-1"], "0 keeps all"),
+        (["generate", "-p", "x", "--top-k", "-2"], "0 or -1 keeps all"),
     ],
 )
 def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str) -> None:

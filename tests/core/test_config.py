@@ -147,6 +147,11 @@ def test_switches_in_the_environment(text, value):
     assert resolve({}, {"EDGESPEC_REPRODUCIBLE": text}).part("load") == {"reproducible": value}
 
 
+def test_an_empty_variable_counts_as_unset_where_no_text_is_meant():
+    environ = {"EDGESPEC_DRAFT_LENGTH": "", "EDGESPEC_THREADS": "", "EDGESPEC_REPRODUCIBLE": "", "EDGESPEC_SYSTEM": ""}
+    assert resolve({}, environ).values == {"system": ""}
+
+
 def test_texts_are_one_string_or_several(config):
     assert resolve({}, {"EDGESPEC_STOP": "END"}).part("generate") == {"stop": ("END",)}
     assert resolve({}, {}, config("stop = ['a', 'b']")).part("generate") == {"stop": ("a", "b")}

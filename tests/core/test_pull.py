@@ -370,14 +370,16 @@ def test_a_disk_that_fills_up_is_one_line(home, hub):
 
 def test_a_killed_pull_goes_on_where_it_stopped(home, hub):
     hub.faults.pause_s = 0.02
-    process = command("pull", ID, hub=hub, models=home)
-    deadline = time.monotonic() + 30
-    while sum(path.stat().st_size for path in home.rglob("*.part")) < 1 << 20:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert nothing_loads(home)
+    for number, ended in enumerate((signal.SIGKILL, signal.SIGINT), 1):
+        process = command("pull", ID, hub=hub, models=home)
+        deadline = time.monotonic() + 30
+        while sum(path.stat().st_size for path in home.rglob("*.part")) < number << 20:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(ended)
+        said = process.communicate()[1]
+        assert nothing_loads(home)
+    assert process.returncode == 130 and "the same command continues" in said
     hub.faults.pause_s = 0.0
     process = command("pull", ID, hub=hub, models=home)
     said = process.communicate(timeout=60)[1]

@@ -141,7 +141,7 @@ def test_a_penalty_window_of_minus_one_is_the_whole_context() -> None:
         {"temperature": math.nan},
         {"temperature": -0.1},
         {"temperature": math.inf},
-        {"top_k": -1},
+        {"top_k": -2},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"min_p": -0.1},
@@ -210,6 +210,7 @@ def chi_square_z(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 def test_a_seed_of_minus_one_is_none():
+    assert Sampling(top_k=-1) == Sampling(top_k=0)
     drawn = {Sampling(seed=-1).seeded().seed for _ in range(3)}
     assert Sampling(seed=-1) == Sampling(seed=None) and len(drawn) == 3
     assert Sampling(seed=-2).seeded().seed == -2

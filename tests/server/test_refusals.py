@@ -160,6 +160,11 @@ def test_a_large_body_is_refused(service: Service):
         assert client.post(CHAT, content=b"x" * 1001).status_code == 413
 
 
+def test_a_compressed_body_names_its_encoding(client: TestClient):
+    answered = client.post(CHAT, content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert answered.status_code == 415 and "'gzip'" in answered.json()["error"]["message"]
+
+
 PATHS = (
     *(CHAT, "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/api/chat", "/api/generate"),
     *("/completion", "/apply-template", "/v1/responses/input_tokens"),
@@ -234,6 +239,7 @@ def test_pages_of_other_sites_are_refused(service: Service):
     assert answered.status_code == 200 and answered.headers["access-control-allow-origin"] == good["Origin"]
     asked = good | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     assert client.options(CHAT, headers=asked).status_code == 200
+    assert answered.headers["access-control-expose-headers"] == "X-Edgespec-Note"
 
 
 LOCAL_ORIGINS = [
