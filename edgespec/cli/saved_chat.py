@@ -7,19 +7,27 @@ or with that of another model, the conversation goes on and its text is read aga
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from edgespec.chat.conversation import Conversation
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.terminal import counted, detail, note
 from edgespec.errors import EdgespecError, StateError
+from edgespec.formats.files import write_errors
 
 STATE_SUFFIX = ".state"
 
 
 class SavedChat:
-    """The file of a conversation. Raises StateError, before a model is loaded, for a file that is something else."""
+    """The file of a conversation.
+
+    Raises StateError, before a model is loaded, for a file that is something else, or where none can be written.
+    """
 
     def __init__(self, path: Path) -> None:
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        with write_errors(path), TemporaryFile(dir=nearest):
+            pass  # a missing folder is made with the first answer
         self._path = path
         self._state_path = path.with_name(path.name + STATE_SUFFIX)
         self._conversation = Conversation.load(path) if path.exists() else None
