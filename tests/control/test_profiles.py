@@ -133,7 +133,7 @@ DAMAGED = {
     "of wrong types": (
         b'format = 1\nmodel = "a"\nmachine = "b"\ncreated = "c"\ntokens_per_second = 1\nspeedup = 1\n'
         b'[settings]\nthreads = "two"\n',
-        "kind 'integer'",
+        "expected a whole number",
     ),
     "with an unknown setting": (
         b'format = 1\nmodel = "a"\nmachine = "b"\ncreated = "c"\ntokens_per_second = 1\nspeedup = 1\n'

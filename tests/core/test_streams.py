@@ -80,10 +80,16 @@ def test_a_full_disk_under_the_output(arguments: str) -> None:
     assert shell("E nonsense 2>/dev/full").returncode == 2
 
 
-@pytest.mark.parametrize("arguments", ["tune --prompts pipe", "bench --prompts pipe", "generate -p x --config pipe"])
+@pytest.mark.parametrize("arguments", ["tune --prompts pipe", "bench --prompts pipe"])
 def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path, arguments: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert_one_line(shell(f"E {arguments}"), 2, "pipe")
+
+
+def test_settings_are_read_from_a_pipe(tmp_path: Path) -> None:
+    assert_one_line(shell("E generate -p x --config <(echo 'nonsense = 1')"), 2, "nonsense")
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it, so it is empty
+    assert shell("E generate -p x -n 1 --config pipe").returncode == 0
 
 
 def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
