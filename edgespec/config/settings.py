@@ -235,7 +235,7 @@ SETTINGS: tuple[Setting, ...] = (
         "Sampling",
         "sampling",
         ("temperature", "number", "--temp", "Temperature; 0 is greedy"),
-        ("top_k", "integer", "--top-k", "Keep the N most likely tokens; 0 or -1 keeps all"),
+        ("top_k", "integer", "--top-k", "Keep the N most likely tokens; 0 keeps all"),
         ("top_p", "number", "--top-p", "Keep the most likely tokens up to probability X; 1 keeps all"),
         ("min_p", "number", "--min-p", "Drop tokens below X times the probability of the most likely one"),
         ("repeat_penalty", "number", "--repeat-penalty", "Divide the logits of recent tokens; 1 is off"),
