@@ -89,6 +89,7 @@ NARROW, WIDE, WIDE_ROW, PROMPT_RATE, WIDE_RATE = 8, 32, 1.5, 0.2, 0.5
 LEAST_READ = 64  # tokens of a prompt whose time tells what they cost
 PLAIN_PASSES = 2  # the faster of so many counts: the first pass of a run often waits for its weights
 GUESSED_BYTES_PER_S, GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
+SHARED_DRAFT_ROW = 0.45  # of a draft token's time, that another sequence adds to a pass of the draft that they share
 DRAFT_SHARE = 1.5  # a draft's share in time over its share in bytes
 READ_SHARE = {"onnx": 0.1, "": 0.2}  # reading a token over drafting one; llama.cpp had 0.1 (Q4_K_M) to 0.35 (Q4_1)
 

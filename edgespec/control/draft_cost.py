@@ -35,7 +35,7 @@ class DraftCost:
         if num_sequences == 1:
             return self
         if num_sequences not in self._among:
-            share = (1.0 + c.FIRST_ROW * (num_sequences - 1)) / num_sequences
+            share = (1.0 + c.SHARED_DRAFT_ROW * (num_sequences - 1)) / num_sequences
             self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, self.is_relative, self.is_once)
         return self._among[num_sequences]
 
