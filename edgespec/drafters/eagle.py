@@ -4,8 +4,8 @@ Each step reads a state and the token behind it, and predicts the next state, fr
 next token. For committed text it reads the target's own states, for its draft those that it predicted itself; only
 pairs of the former stay in the cache of keys and values. `edgespec train-heads --kind eagle` makes the head.
 
-Reading a long prompt at once would take as long as several of the target's passes. So the first draft reads its end,
-and each one behind it a part before that: with one layer a pair's keys and values do not depend on others.
+Reading a long prompt at once would take as long as one of the target's passes or several. So the first draft reads its
+end, and each one behind it a part before that: with one layer a pair's keys and values do not depend on others.
 
 Its trees are dynamic (EAGLE-2, arXiv 2406.16858): nodes are read several at a time, each attending to the text and its
 own path, and grow best first, which selects the rows that EAGLE-2's ranking selects from a full tree.
