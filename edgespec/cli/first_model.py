@@ -25,8 +25,8 @@ from edgespec.loading.registry import models_folder, registered_folders
 
 FIRST = "smollm2-135m"
 CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from
-# int8 loses least of the formats that ONNX Runtime runs fast. Without VNNI wide passes are cheap as w8a8 only, which is
-# then faster by a sixth with the heads that come with it (docs/models-and-export.md). Both take seconds to write.
+# int8 loses least of the formats that ONNX Runtime runs fast. Without VNNI wide passes are cheap as w8a8 only, which
+# then gains most from the heads that come with both (docs/models-and-export.md). Both take seconds to write.
 QUANTS = ("int8", "w8a8")
 _KEY = disk_cache.key_of("first model", FIRST)
 _ANSWERED = disk_cache.a_record({"wanted": disk_cache.flag})

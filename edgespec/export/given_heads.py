@@ -23,7 +23,8 @@ logger = logging.getLogger("edgespec")
 STAGE = "heads"
 CHECK_CONTEXT = 64  # tokens; the probe of a heads file has fewer
 SHIPPED = "eagle.npz"
-PAID_BY = "w8a8"  # the type whose rows are cheap enough: int8's cost what half of the drafted tokens gain
+# Types of ONNX models for which the shipped heads' drafts were measured to gain (docs/benchmarks/heads.md).
+GAINING = frozenset({"w8a8", "int8", "int4"})
 
 
 def shipped_heads(source: Path, quant: str | None) -> Path | None:
@@ -32,7 +33,7 @@ def shipped_heads(source: Path, quant: str | None) -> Path | None:
     None for other files and types. Heads that cannot be read are logged and left out. Raises ModelFileError for a GGUF
     that cannot be read.
     """
-    if quant != PAID_BY or source.suffix.lower() != ".gguf" or not is_file(source):
+    if quant not in GAINING or source.suffix.lower() != ".gguf" or not is_file(source):
         return None
     from edgespec.export.onnx.from_gguf import open_gguf  # imports onnx, which an export to GGUF does without
 

@@ -92,15 +92,16 @@ def shipped(folder: Path, sha256: str) -> Path:
     return path
 
 
-def test_a_w8a8_pair_of_a_known_file_gets_its_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quant", sorted(given_heads.GAINING))
+def test_a_pair_of_a_known_file_gets_its_heads(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = shipped(tmp_path / "models", sha256_of(TARGET))
     monkeypatch.setattr(given_heads, "shipped_models", lambda: tmp_path / "models")
-    assert shipped_heads(TARGET, "w8a8") == path
-    assert shipped_heads(TARGET, "int8") is shipped_heads(TARGET, None) is None
-    assert shipped_heads(DEMO / "hf" / "target", "w8a8") is shipped_heads(tmp_path / "none.gguf", "w8a8") is None
+    assert shipped_heads(TARGET, quant) == path
+    assert shipped_heads(TARGET, "fp32") is shipped_heads(TARGET, None) is None
+    assert shipped_heads(DEMO / "hf" / "target", quant) is shipped_heads(tmp_path / "none.gguf", quant) is None
     for arguments, wanted in (((), {"eagle"}), (("--draft", "none"), set())):
         output = tmp_path / f"pair-{len(arguments)}"
-        result = export(TARGET, output, "--quant", "w8a8", "--no-check", *arguments)
+        result = export(TARGET, output, "--quant", quant, "--no-check", *arguments)
         assert result.exit_code == 0, result.output
         assert read_pair(output).heads.keys() == wanted
         assert ("has for this file" in result.stderr) == bool(wanted)
