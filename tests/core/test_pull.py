@@ -369,7 +369,7 @@ def test_a_disk_that_fills_up_is_one_line(home, hub):
 
 
 def test_a_killed_pull_goes_on_where_it_stopped(home, hub):
-    hub.faults.pause_s = 0.02
+    hub.faults.pause_s = 0.08  # seconds are left of the file even where this process waits for a processor
     for number, ended in enumerate((signal.SIGKILL, signal.SIGINT), 1):
         process = command("pull", ID, hub=hub, models=home)
         deadline = time.monotonic() + 30
