@@ -19,7 +19,15 @@ from edgespec.cli.terminal import note
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.listing import Listed, entry_bytes, list_elsewhere, list_here, list_known, pair_bytes
+from edgespec.loading.listing import (
+    Listed,
+    drafted_from,
+    entry_bytes,
+    list_elsewhere,
+    list_here,
+    list_known,
+    pair_bytes,
+)
 from edgespec.loading.own_models import add as add_model
 from edgespec.loading.own_models import remove
 from edgespec.loading.registry import is_known, models_folder, resolve
@@ -35,8 +43,8 @@ _LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewe
 def ls(everything: bool, as_json: bool) -> int:
     """List the models on this machine, also those of Ollama, LM Studio and the hub's cache, and those to pull.
 
-    Sizes are those of target and draft together; ~ marks a guess from the number of weights. Whether a model fits
-    depends on the memory that is available now.
+    Sizes are those of the target with its draft model or heads; ~ marks a guess from the number of weights. Whether a
+    model fits depends on the memory that is available now.
     """
     here = [*list_here(), *list_elsewhere()]
     known = list(list_known({each.name for each in here}))
@@ -113,17 +121,18 @@ def _show_here(name: str) -> None:
         if file.engine == "llamacpp":
             check_gguf(file.path)
     say(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
-    for role, file in pair.files.items():
+    for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
         size = sum(part.bytes or part.path.stat().st_size for part in file.all_files)
         parts = f", {len(file.all_files)} files" if file.parts else ""
         say(f"{role}: {file.path}, {size / 1e6:.1f} MB{parts}")
     for label, text in (("licence", pair.licence), ("source", pair.source)):
         if text:
             say(f"{label}: {printable(text)}")
-    _show_fit(pair_bytes(pair), has_draft=pair.draft is not None)
+    draft = drafted_from(pair)
+    _show_fit(pair_bytes(pair), has_draft=bool(draft))
     say(
         f"run it: {run_command(name, pair.files['target'])}"
-        + ("" if pair.draft else f"; drafts for it: edgespec pair {quoted(name)}")
+        + ("" if draft else f"; drafts for it: edgespec pair {quoted(name)}")
     )
 
 

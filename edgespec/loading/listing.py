@@ -19,7 +19,7 @@ from edgespec.loading.room import fits
 class Listed:
     """A model of the list. `state`: here, in another program, unfinished, damaged or to pull.
 
-    `is_guess`: its size is not known yet.
+    `is_guess`: its size is not known yet; `draft`: the draft model, or the heads, that come with it.
     """
 
     name: str
@@ -41,8 +41,7 @@ def list_here() -> Iterator[Listed]:
             yield Listed(name, "damaged", 0, False, None, "", str(exc))
             continue
         size = pair_bytes(pair)
-        draft = pair.draft.name if pair.draft else ""
-        yield Listed(name, "here", size, False, fits(size), draft, pair.description)
+        yield Listed(name, "here", size, False, fits(size), drafted_from(pair), pair.description)
     for name, folder in own_folders().items():
         size = sum(
             path.stat().st_size for path in folder.rglob("*") if path.suffix in (PART, ".gguf", ".data", ".onnx")
@@ -66,10 +65,16 @@ def list_known(here: set[str]) -> Iterator[Listed]:
             yield Listed(entry.name, state, size, not entry.known_bytes, fits(size), entry.draft, entry.description)
 
 
+def drafted_from(pair: ModelPair) -> str:
+    """The name of its draft model, else its heads, which draft where there is none."""
+    return pair.draft.name if pair.draft else ", ".join(f"{kind} heads" for kind in pair.heads)
+
+
 def pair_bytes(pair: ModelPair) -> int:
-    """The size of the files of target and draft."""
-    roles = [pair.files[role] for role in ("target", "draft") if role in pair.files]
-    sizes = {part.path: part.bytes or part.path.stat().st_size for file in roles for part in file.all_files}
+    """The size of the files of the target and of what drafts for it."""
+    used = [pair.files[role] for role in ("target", "draft") if role in pair.files]
+    used += () if pair.draft else pair.heads.values()
+    sizes = {part.path: part.bytes or part.path.stat().st_size for file in used for part in file.all_files}
     return sum(sizes.values())
 
 

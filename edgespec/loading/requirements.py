@@ -67,7 +67,7 @@ def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
     """Whether drafts will be verified; None: only by lookups, which nobody asked for."""
     if options.drafter == "none" or options.rpc:
         return False
-    has_more = pair.draft is not None or options.heads or _takes_mtp(options, pair)
+    has_more = pair.draft is not None or pair.heads or options.heads or _takes_mtp(options, pair)
     return True if has_more or options.drafter != "auto" else None
 
 

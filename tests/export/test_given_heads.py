@@ -22,6 +22,7 @@ from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
 from edgespec.loading.catalogue import entries
+from edgespec.loading.listing import drafted_from, pair_bytes
 from gguf_conversions import export
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"
@@ -103,7 +104,10 @@ def test_a_pair_of_a_known_file_gets_its_heads(quant: str, tmp_path: Path, monke
         output = tmp_path / f"pair-{len(arguments)}"
         result = export(TARGET, output, "--quant", quant, "--no-check", *arguments)
         assert result.exit_code == 0, result.output
-        assert read_pair(output).heads.keys() == wanted
+        pair = read_pair(output)
+        assert pair.heads.keys() == wanted
+        assert drafted_from(pair) == ("eagle heads" if wanted else "")
+        assert (pair_bytes(pair) > pair_bytes(replace(pair, heads={}))) == bool(wanted)
         assert ("has for this file" in result.stderr) == bool(wanted)
 
 
