@@ -15,6 +15,7 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 
 from demo import DEMO
 from edgespec.cli.main import cli
+from edgespec.config import LoadOptions
 from edgespec.export import given_heads
 from edgespec.export.given_heads import SHIPPED, shipped_heads
 from edgespec.formats.files import shipped_models
@@ -23,6 +24,7 @@ from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
 from edgespec.loading.catalogue import entries
 from edgespec.loading.listing import drafted_from, pair_bytes
+from edgespec.loading.requirements import verifies_drafts
 from gguf_conversions import export
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"
@@ -108,6 +110,7 @@ def test_a_pair_of_a_known_file_gets_its_heads(quant: str, tmp_path: Path, monke
         assert pair.heads.keys() == wanted
         assert drafted_from(pair) == ("eagle heads" if wanted else "")
         assert (pair_bytes(pair) > pair_bytes(replace(pair, heads={}))) == bool(wanted)
+        assert verifies_drafts(LoadOptions(str(output)), pair) is (True if wanted else None)
         assert ("has for this file" in result.stderr) == bool(wanted)
 
 
