@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("gguf", reason="splitting a model needs the package gguf")
 
 import edgespec
-from demo import DEMO, ROOT
+from demo import DEMO, ROOT, heed_interrupts
 from edgespec.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading import download
@@ -93,6 +93,7 @@ def command(*arguments: str, hub: HubServer, models: Path, limit: int | None = N
     def restrict() -> None:
         import resource
 
+        heed_interrupts()
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
@@ -369,7 +370,7 @@ def test_a_disk_that_fills_up_is_one_line(home, hub):
 
 
 def test_a_killed_pull_goes_on_where_it_stopped(home, hub):
-    hub.faults.pause_s = 0.08  # seconds are left of the file even where this process waits for a processor
+    hub.faults.pause_s = 0.02
     for number, ended in enumerate((signal.SIGKILL, signal.SIGINT), 1):
         process = command("pull", ID, hub=hub, models=home)
         deadline = time.monotonic() + 30
