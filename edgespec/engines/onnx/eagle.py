@@ -17,8 +17,7 @@ from edgespec.engines.untouched import untouched_zeros
 from edgespec.formats.head_file import HeadFile
 
 MOST_BOUND = 16  # pairs of a pass whose memory is kept
-# Earlier pairs of a pass from which on their keys and values alone are computed, in a pass of their own.
-LEAST_EARLIER = 8
+LEAST_EARLIER = 8  # pairs that nothing follows, from which on a pass of their own makes only their keys and values
 FIRST_POSITIONS = 2048  # in the rotary tables, which grow
 
 
@@ -35,7 +34,8 @@ class OnnxLayer(HeadLayer):
         self._options = run_options()
         fuse = fuse_graph(heads)
         self._fuse = None if fuse is None else self._open(fuse, threads)
-        self._session, self._keys = (self._open(graph(heads), threads) for graph in (layer_graph, keys_graph))
+        self._session = self._open(layer_graph(heads), threads)
+        self._keys = self._open(keys_graph(heads), threads)
         self._bound: dict[tuple[int, int], _Bound] = {}
         self._tables = rotary_tables(self._frequencies, np.arange(FIRST_POSITIONS))
         self._sees_all = untouched_zeros(FIRST_POSITIONS, np.float32)
@@ -82,7 +82,7 @@ class OnnxLayer(HeadLayer):
         pairs.length += count
 
     def _layer(self, pairs: Pairs, new: NewPairs) -> tuple[States, States]:
-        """As `read`, all in one pass."""
+        """As `read`, all in one pass. On an empty cache the operator counts on from the first of the positions."""
         count, total = len(new.states), pairs.length + len(new.states)
         bound = self._bound_for(count, new.scored)
         bound.fill(states=new.states, embedded=new.embedded, places=new.positions, latest=total - 1, total=total)
