@@ -34,7 +34,7 @@ from peers.field import make_field
 from peers.files import find_files
 from peers.journal import Journal
 from peers.plot import LIBRARY, save_plot
-from peers.report import as_json, make_rows, table
+from peers.report import as_json, kinds_table, make_rows, table
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TUNING = (0, 4)  # of the built-in prompts: dialogue and code, in the demo family's chat format
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pair", type=Path, default=DEMO, help="pair folder (default: the demo pair)")
     made.add_argument("--gguf", default="q8_0", metavar="FORMAT", help="GGUF format of the pair (default %(default)s)")
     made.add_argument("--onnx", default="int8", metavar="FORMAT", help="ONNX format of the pair (default %(default)s)")
+    made.add_argument("--heads", type=Path, help="EAGLE heads of the target: edgespec takes part with them, too")
     made.add_argument("--draft-checkpoint", type=Path, help="Hugging Face folder of the draft (default: found)")
     made.add_argument("--prompts", type=Path, help="JSON lines with domain and text (default: built-in prompts)")
     made.add_argument("--limit", type=int, help="take only so many prompts")
@@ -83,7 +84,9 @@ def run(given: argparse.Namespace) -> None:
         LIBRARY.load()  # not after an hour of measuring
     pair = find_files(given.pair, given.gguf, given.onnx, DEMO, given.draft_checkpoint)
     given.output.mkdir(parents=True, exist_ok=True)
-    field = make_field(pair, threads_of(given.threads), given.context_length, given.output, given.llama_server)
+    field = make_field(
+        pair, threads_of(given.threads), given.context_length, given.output, given.llama_server, given.heads
+    )
     prompts = read_prompts(given.prompts)[: given.limit]
     journal = Journal(given.output / "journal.jsonl", identity_of(given, prompts))
     chosen = field.only(names_of(given.peers))
@@ -96,10 +99,11 @@ def run(given: argparse.Namespace) -> None:
         competition.measure(measured, tuning[0], journal)
         libraries = {name: peer.library for name, peer in competition.peers.items()}
     rows = make_rows(chosen.contestants, journal, libraries)
-    written = table(rows, competition.out)
+    domains = [domain for domain, _ in prompts]
+    written = table(rows, competition.out) + "\n" + kinds_table(rows, journal, domains)
     write_atomically(given.output / "report.md", written)
     about = {**identity_of(given, prompts), "pair": pair.name, "libraries": libraries}
-    found = as_json(rows, competition.out, journal, [domain for domain, _ in prompts], about)
+    found = as_json(rows, competition.out, journal, domains, about)
     write_atomically(given.output / "report.json", json.dumps(found, indent=1))
     print(written)
     if rows and not given.no_plot:
@@ -135,7 +139,13 @@ def identity_of(given: argparse.Namespace, prompts: list[tuple[str, str]]) -> di
     """What a journal's figures were measured with; another one starts anew."""
     names = ("gguf", "onnx", "tokens", "tuning_tokens", "temp", "seed", "threads", "context_length")
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    return {"pair": str(given.pair.resolve()), "prompts": digest, **{name: getattr(given, name) for name in names}}
+    heads = None if given.heads is None else str(given.heads.resolve())
+    return {
+        "pair": str(given.pair.resolve()),
+        "heads": heads,
+        "prompts": digest,
+        **{name: getattr(given, name) for name in names},
+    }
 
 
 def threads_of(text: str | None) -> list[int]:

@@ -30,7 +30,7 @@ from peers.field import Library as FieldLibrary
 from peers.files import find_files
 from peers.journal import Journal
 from peers.process import PeerProcess
-from peers.report import as_json, make_rows, quartiles, table
+from peers.report import as_json, kinds_table, make_rows, quartiles, table
 from peers.tuning import tune
 from waiting import until
 
@@ -289,6 +289,12 @@ def test_race_reports_losses_and_who_is_out(tmp_path):
     assert "not in the race: absent plain: the pair has no checkpoints" in text
     found = as_json(list(rows.values()), competition.out, journal, ["a", "b", "c"], {"pair": "x"})
     assert json.loads(json.dumps(found))["prompts"][2]["domain"] == "c"
+    by_kind = kinds_table(list(rows.values()), journal, ["a", "b", "a"]).splitlines()
+    assert by_kind[0] == "Whole answers over edgespec onnx plain:", "its two plain modes are equally fast"
+    columns, row = by_kind[2].split("|"), {line.split("|")[1].strip(): line.split("|") for line in by_kind[4:]}
+    assert [int(row[kind][2]) for kind in ("a", "b", "all")] == [2, 1, 3]
+    assert row["a"][columns.index(" other draft ")] == " 3.00 "
+    assert row["all"][columns.index(" edgespec onnx auto ")] == " 1.500 +- 0.000 "
     first = [request.settings["variant"] for request in own.calls if request.max_tokens == 8][-12:]
     assert first[0] != first[4], "the order rotates from prompt to prompt"
 

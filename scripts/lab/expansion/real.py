@@ -133,6 +133,10 @@ class RealBench:
         rows: RowWeights = NoisyHead(self._weights, sigma, self.seed) if sigma else self._weights
         self._write_checkpoint("draft", self._checkpoint(rows))
 
+    def checkpoint(self) -> None:
+        """The Hugging Face folder of the source itself, as a target."""
+        self._write_checkpoint("target", self._checkpoint(self._weights))
+
     def _write_checkpoint(self, role: str, made: Checkpoint) -> None:
         folder = self.output / "checkpoints" / role
         if folder.exists():

@@ -68,17 +68,30 @@ WIDE = (4, 2, 3, 6, 8)
 
 
 def make_field(
-    pair: PairFiles, threads: Sequence[int], context_length: int, work: Path, llama_server: str | None
+    pair: PairFiles,
+    threads: Sequence[int],
+    context_length: int,
+    work: Path,
+    llama_server: str | None,
+    heads: Path | None = None,
 ) -> Field:
-    """Everyone who could run on these files; a library whose files are lacking says so in `missing`."""
+    """Everyone who could run on these files; a library whose files are lacking says so in `missing`.
+
+    `heads`: of the target, with which edgespec on ONNX Runtime takes part once more, without the pair's draft model.
+    """
     libraries: dict[str, Library] = {}
     contestants: list[Contestant] = []
     context = {"context_length": str(context_length)}
     for engine in ENGINES:
         folder = pair.folder(engine)
         if folder is not None:
-            libraries[f"edgespec {engine}"] = Library("edgespec", {"folder": str(folder), "engine": engine, **context})
-            contestants += _own(f"edgespec {engine}", engine, threads)
+            process = f"edgespec {engine}"
+            files = {"folder": str(folder), "engine": engine, **context}
+            contestants += _own(process, engine, threads)
+            if heads is not None and engine == "onnx":
+                files |= {"heads": str(heads), "target": str(pair.models(engine)["target"])}
+                contestants.append(Contestant(f"{process} heads", process, "heads", engine, f"{process} plain"))
+            libraries[process] = Library("edgespec", files)
     if pair.gguf is not None:
         gguf = {role: str(path) for role, path in pair.models("llamacpp").items()} | context
         server = {**gguf, "log": str(work / "llama-server"), **({"program": llama_server} if llama_server else {})}

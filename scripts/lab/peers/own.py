@@ -1,7 +1,8 @@
 """edgespec itself as one of the field, in a child process like the others.
 
 Its draft model reads the prompt while decoding, so decoding pays for that; in most peers reading the prompt does.
-Variants: plain, auto, and both again as "... reproducible". Files: `folder` (a pair), `engine`, `context_length`.
+Variants: plain, auto, and both again as "... reproducible"; heads: auto with `heads` (a file) in place of the pair's
+draft model. Files: `folder` (a pair), `target` (of heads), `engine`, `context_length`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class OwnPeer(Peer):
 
     def generate(self, request: Request) -> Answer:
         model = self._model(request.variant, request.settings["threads"])
+        model.forget()  # variants share a model, and the second would find its prompt read
         result = model.generate(
             list(request.prompt_ids),
             Sampling(temperature=request.temperature, seed=request.seed),
@@ -52,14 +54,16 @@ class OwnPeer(Peer):
 
     def _model(self, variant: str, threads: int) -> Model:
         reproducible, engine = variant.endswith("reproducible"), cast(EngineName, self._files["engine"])
+        heads = self._files["heads"] if variant == "heads" else None
 
         def load() -> Model:
             return edgespec.load(
-                self._files["folder"],
+                self._files["folder" if heads is None else "target"],
                 engine=engine,
+                heads=heads,
                 reproducible=reproducible,
                 threads=threads,
                 context_length=int(self._files["context_length"]),
             )
 
-        return self._models.get(variant, (reproducible, threads), load)
+        return self._models.get(variant, (reproducible, heads, threads), load)

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import mean, quantiles, stdev
 from typing import Any
 
 from peers.base import Answer
@@ -119,6 +119,35 @@ def table(rows: Sequence[Row], out: Mapping[str, str]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- not in the race: {name}: {reason}" for name, reason in out.items())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def kinds_table(rows: Sequence[Row], journal: Journal, domains: Sequence[str]) -> str:
+    """A Markdown table: whole answers over the fastest plain decoding of all, by kind of prompt and contestant.
+
+    Means of the ratios by prompt, in the last line with their standard error. Empty without prompts that all answered.
+    """
+    plain = [row for row in rows if row.is_plain]
+    asked = {index: given for index, given in journal.answers.items() if all(row.name in given for row in rows)}
+    if not plain or not asked:
+        return ""
+    base = max(plain, key=lambda row: mean(_speed(given[row.name], whole=True) for given in asked.values()))
+
+    def ratios(name: str, kind: str | None) -> list[float]:
+        chosen = [given for index, given in sorted(asked.items()) if kind in (None, domains[index])]
+        return [_speed(given[name], whole=True) / _speed(given[base.name], whole=True) for given in chosen]
+
+    lines = [f"Whole answers over {base.name}:", "", f"| | prompts | {' | '.join(row.name for row in rows)} |"]
+    lines.append("|---" * (len(rows) + 2) + "|")
+    for kind in dict.fromkeys(domains[index] for index in sorted(asked)):
+        cells = [f"{mean(ratios(row.name, kind)):.2f}" for row in rows]
+        lines.append(f"| {kind} | {len(ratios(base.name, kind))} | {' | '.join(cells)} |")
+    cells = [_with_error(ratios(row.name, None)) for row in rows]
+    return "\n".join([*lines, f"| all | {len(asked)} | {' | '.join(cells)} |"]) + "\n"
+
+
+def _with_error(values: Sequence[float]) -> str:
+    """The mean and its standard error, which one value does not have."""
+    return f"{mean(values):.3f}" + (f" +- {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else "")
 
 
 def _spread(values: Quartiles | None) -> str:
