@@ -20,20 +20,21 @@ def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths:
         raise BatchError(f"a batch of {width} rows was given, this engine takes at most {facts.max_batch}")
     if not (batch.parents.size == batch.sequences.size == batch.outputs.size == width):
         raise BatchError("a batch needs one parent, sequence and output flag per row")
-    low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
+    ids, parents, sequences = batch.token_ids.tolist(), batch.parents.tolist(), batch.sequences.tolist()
+    low, high = min(ids), max(ids)
     if low < 0 or high >= vocabulary_size:
         raise BatchError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary_size - 1}")
-    if not batch.outputs.any():
+    if True not in batch.outputs.tolist():
         raise BatchError("a batch needs at least one row with logits")
-    for row, (parent, sequence) in enumerate(zip(batch.parents.tolist(), batch.sequences.tolist(), strict=True)):
+    for row, (parent, sequence) in enumerate(zip(parents, sequences, strict=True)):
         if not 0 <= sequence < facts.max_sequences:
             raise BatchError(f"row {row} names sequence {sequence}, this engine has 0..{facts.max_sequences - 1}")
         if parent >= row or parent < NO_PARENT:
             raise BatchError(f"row {row} follows row {parent}, which does not come before it")
-        if parent >= 0 and int(batch.sequences[parent]) != sequence:
+        if parent >= 0 and sequences[parent] != sequence:
             raise BatchError(f"row {row} of sequence {sequence} follows a row of another sequence")
-    for sequence in set(batch.sequences.tolist()):
-        rows = int((batch.sequences == sequence).sum())
+    for sequence in set(sequences):
+        rows = sequences.count(sequence)
         if lengths[sequence] + rows > facts.context_length:
             raise ContextFull(
                 f"sequence {sequence} holds {lengths[sequence]} tokens; {rows} more do not fit the context of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edgespec.errors import BatchError
 from edgespec.types import NO_PARENT, Batch, TokenIds
@@ -17,10 +17,10 @@ class SequenceRows:
     rows: list[int]
     parents: list[int]
     token_ids: TokenIds
+    is_tree: bool = field(init=False)
 
-    @property
-    def is_tree(self) -> bool:
-        return not is_chain(self.parents)
+    def __post_init__(self) -> None:
+        self.is_tree = not is_chain(self.parents)
 
     def first(self, count: int) -> SequenceRows:
         """The first rows of a chain."""

@@ -7,7 +7,7 @@ wanted. Graphs with a concatenated cache (Optimum) are left as they are.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from edgespec.engines.onnx.rewriting import (
     lengthen_rotary,
     quantise_cache,
     rewrite_attention,
+    slice_bias,
     widen_logits,
 )
 from edgespec.engines.onnx.weights import check_weight_files, weight_bytes
@@ -67,6 +68,18 @@ class Graph:
     def has_bias(self) -> bool:
         """Whether attention takes a bias: rows may then see any of the cells before them, as those of trees do."""
         return BIAS in self.inputs
+
+
+def with_sliced_bias(graph: Graph) -> Graph:
+    """`graph` with a bias that has a column for every cell (see `slice_bias`); the same where it takes none."""
+    if not graph.has_bias:
+        return graph
+    from onnx import ModelProto
+
+    model = ModelProto.FromString(graph.serialised)
+    slice_bias(model.graph)
+    inputs = frozenset(value.name for value in model.graph.input)
+    return replace(graph, serialised=model.SerializeToString(), inputs=inputs)
 
 
 def read_graph(

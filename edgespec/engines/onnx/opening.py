@@ -18,7 +18,7 @@ from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, s
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.exits import ExitPasses
-from edgespec.engines.onnx.graph import Graph, read_graph
+from edgespec.engines.onnx.graph import Graph, read_graph, with_sliced_bias
 from edgespec.engines.onnx.library import Device, device_identity, run_options, version
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
@@ -96,6 +96,8 @@ def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: A
 def _open_on(provider: str, path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     settings = replace(settings, provider=provider)
     graph = adapted(graph, provider, settings.head_size)
+    if provider == "cpu":
+        graph = with_sliced_bias(graph)
     if settings.exit_layer is not None:
         parts = ExitPasses(path, graph, settings, run_options, settings.exit_layer)
         return Opened(parts, parts.device, graph)

@@ -31,9 +31,15 @@ class PackedCaches(Caches):
         self._cells = [NO_CELLS] * max_sequences  # the cells of each sequence in the order of its tokens, ascending
         self._waiting: dict[int, NDArray[np.intp]] = {}  # cells of a sequence's unsettled tree, by row
         self._end = FIRST
+        self._all = np.arange(passes.capacity)
 
     def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         self._make_room(batch.width)
+        if len(placed) == 1:
+            ((sequence, part),) = placed.items()
+            # Every cell up to the end is its own, so they lie in the order of its tokens.
+            if not part.is_tree and self._end == FIRST + self._cells[sequence].size:
+                return self._run_chain(sequence, batch)
         positions = np.zeros(batch.width, np.int32)
         sees = [NO_CELLS] * batch.width
         for sequence, part in placed.items():
@@ -50,6 +56,14 @@ class PackedCaches(Caches):
             else:
                 self._cells[sequence] = np.concatenate((self._cells[sequence], new))
         self._end += batch.width
+        return logits
+
+    def _run_chain(self, sequence: int, batch: Batch) -> Logits:
+        """The usual pass, quicker: the processor's caches hold little of this code when a pass over weights ends."""
+        rows = PassRows(self._end, batch.token_ids, np.flatnonzero(batch.outputs), skipped=FIRST)
+        logits = self._passes.run(0, rows)
+        self._end += batch.width
+        self._cells[sequence] = self._all[FIRST : self._end]
         return logits
 
     def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:

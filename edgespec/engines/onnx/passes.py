@@ -1,9 +1,10 @@
 """One pass over consecutive rows of one KV cache, and the caches that passes read and extend.
 
 `SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
-copied and a rollback only changes a length. Inputs and outputs are bound once per width; only the bias, whose shape
-grows with the text, is bound in every pass. The caches of a layer lie behind one another, so that one pass can also
-extend several of them by a token each: the operator then takes them as a batch, and each row reads its own cache alone.
+copied and a rollback only changes a length. Inputs and outputs are bound once per width; on other devices than the CPU
+the bias, whose shape grows with the text there, is bound in every pass. The caches of a layer lie behind one another, so
+that one pass can also extend several of them by a token each: the operator then takes them as a batch, and each row
+reads its own cache alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from edgespec.engines.onnx.graph import CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
-from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, TOTAL
+from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, SEEN, TOTAL
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.waiting import Sessions
 from edgespec.engines.untouched import untouched_zeros
@@ -36,8 +37,9 @@ NAMES = {np.float32: "f32", np.float16: "f16", np.int8: "int8", np.uint8: "uint8
 class PassRows:
     """`token_ids` [n], for the cells from `base` on; `outputs` [m], rows whose logits are wanted.
 
-    A chain attends to all cells before it. Otherwise `parents` [n] (rows or -1), `positions` [n], and `sees` [n], for
-    each row the cells before `base` that it attends to.
+    A chain attends to all cells before it but the first `skipped`, and its positions are counted from there. Otherwise
+    `parents` [n] (rows or -1), `positions` [n], and `sees` [n], for each row the cells before `base` that it attends
+    to.
     """
 
     base: int
@@ -46,6 +48,7 @@ class PassRows:
     parents: Sequence[int] = ()
     positions: TokenIds | None = None
     sees: Sequence[NDArray[np.intp]] = ()
+    skipped: int = 0
 
 
 class Passes(ABC):
@@ -129,8 +132,11 @@ class SharedPasses(Passes):
         self._output_rows = np.zeros(max(max_outputs, max_rows), np.int64)
         self._lengths = np.zeros(self.num_caches, np.int32)
         self._total = np.zeros(1, np.int32)
-        self._no_bias = untouched_zeros(max_rows * capacity, np.float32)
-        self._bias = np.zeros(0, np.float32)
+        self._seen = np.zeros(1, np.int64)
+        self._slices_bias = SEEN in graph.inputs
+        # Of trees, and of chains: there most of it is never written, and takes no memory.
+        self._biases = {is_tree: untouched_zeros(max_rows * capacity, np.float32) for is_tree in (True, False)}
+        self._skipped = self._biases[False][:0]  # what a chain does not attend to, -inf until the next pass
         self.logits = untouched_zeros((max_outputs, tokens), np.float32)
         self.hidden_size = graph.hidden_size or 0
         self._hidden = np.zeros((max_rows if self.hidden_size else 0, self.hidden_size), np.float32)
@@ -157,10 +163,11 @@ class SharedPasses(Passes):
         self._follow_session()
         self._ids[:count] = token_ids
         self._positions[:count] = self._lengths[:count] = bases
-        self._output_rows[0], self._total[0] = 0, total
-        binding = self._binding(first, count, 1, 1)
+        self._output_rows[0], self._total[0], self._seen[0] = 0, total, total
+        binding = self._binding(first, count, 1, 1, False)
         if self._graph.has_bias:
-            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, 1, total), self._no_bias.ctypes.data)
+            self._fill_chain_bias(1, self._columns(total), 0)
+            self._bind_bias(binding, 1, total, is_tree=False)
         self._run(binding)
         return self.logits[:count]
 
@@ -175,15 +182,20 @@ class SharedPasses(Passes):
         self._follow_session()
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
-        self._positions[:width] = self._counting[rows.base : total] if rows.positions is None else rows.positions
+        counted = self._counting[rows.base - rows.skipped : total - rows.skipped]
+        self._positions[:width] = counted if rows.positions is None else rows.positions
         self._output_rows[:count] = rows.outputs
-        self._lengths[0], self._total[0] = total - 1, total
-        binding = self._binding(cache, 1, width, count)
+        self._lengths[0], self._total[0], self._seen[0] = total - 1, total, total
+        is_tree = bool(rows.parents)
+        binding = self._binding(cache, 1, width, count, is_tree)
         if self._device.memory != "cpu":
             self._bind_rows(binding, 1, width, count)  # which copies them to the device: a binding keeps that copy
         if self._graph.has_bias:
-            bias = self._tree_bias(rows) if rows.parents else self._no_bias
-            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), bias.ctypes.data)
+            if is_tree:
+                self._fill_tree_bias(rows)
+            else:
+                self._fill_chain_bias(width, self._columns(total), rows.skipped)
+            self._bind_bias(binding, width, total, is_tree=is_tree)
         return binding
 
     def _follow_session(self) -> None:
@@ -193,13 +205,28 @@ class SharedPasses(Passes):
             self._session = session
             self._bindings.clear()
 
-    def _tree_bias(self, rows: PassRows) -> NDArray[np.float32]:
-        """[n, base + n]: 0 where a row attends to a cell, -inf where it does not."""
+    def _columns(self, total: int) -> int:
+        """Of the bias of a pass that reads `total` cells."""
+        return self.capacity if self._slices_bias else total
+
+    def _bind_bias(self, binding: Any, width: int, total: int, *, is_tree: bool) -> None:
+        """Bind the bias of a pass, unless its binding has it already."""
+        if not self._slices_bias:
+            address = self._biases[is_tree].ctypes.data
+            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), address)
+
+    def _fill_chain_bias(self, width: int, columns: int, skipped: int) -> None:
+        """[width, columns]: -inf for the first `skipped` cells, 0 for all others."""
+        self._skipped[:] = 0.0
+        self._skipped = self._biases[False][: width * columns].reshape(width, columns)[:, :skipped]
+        self._skipped[:] = -np.inf
+
+    def _fill_tree_bias(self, rows: PassRows) -> None:
+        """[n, columns], of which [n, base + n] are read: 0 where a row attends to a cell, -inf where it does not."""
         width = rows.token_ids.size
         total = rows.base + width
-        if self._bias.size < width * total:
-            self._bias = np.zeros(max(width * total, 2 * self._bias.size), np.float32)
-        bias = self._bias[: width * total].reshape(width, total)
+        columns = self._columns(total)
+        bias = self._biases[True][: width * columns].reshape(width, columns)[:, :total]
         bias[:] = -np.inf
         for row, (parent, seen) in enumerate(zip(rows.parents, rows.sees, strict=True)):
             if parent == NO_PARENT:
@@ -207,7 +234,6 @@ class SharedPasses(Passes):
             else:
                 bias[row] = bias[parent]
             bias[row, rows.base + row] = 0.0
-        return bias
 
     def _binding(self, *key: int) -> Any:
         """By the arguments of `_bind`."""
@@ -224,16 +250,20 @@ class SharedPasses(Passes):
             POSITIONS: ((num_caches, width), self._positions),
             LENGTHS: ((num_caches,), self._lengths),
             TOTAL: ((), self._total),
+            SEEN: ((1,), self._seen),
             OUTPUT_ROWS: ((count,), self._output_rows),
         }
         for name, (shape, array) in inputs.items():
             if name in self._graph.inputs:
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
-    def _bind(self, first: int, num_caches: int, width: int, count: int) -> Any:
+    def _bind(self, first: int, num_caches: int, width: int, count: int, is_tree: int) -> Any:
         """For `num_caches` from `first` on, `width` rows in each, `count` of them with logits."""
         binding = self._session.io_binding()
         self._bind_rows(binding, num_caches, width, count)
+        if self._slices_bias:
+            address = self._biases[bool(is_tree)].ctypes.data
+            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, self.capacity), address)
         for entry, buffer in zip(self._graph.cache, self._cache_buffers(first, num_caches), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)

@@ -21,6 +21,7 @@ ATTENTION = "GroupQueryAttention"
 NUM_ATTENTION_INPUTS = 11
 # Inputs of our own; an exported graph may use the plain names inside.
 LENGTHS, TOTAL, BIAS = "edgespec.lengths", "edgespec.total", "edgespec.bias"
+SEEN = "edgespec.seen"  # cells that a pass reads, where the bias has a column for every cell
 POSITIONS = "position_ids"
 FLOAT16 = 10
 CacheScales = Mapping[str, NDArray[np.float32]]
@@ -49,6 +50,23 @@ def rewrite_attention(graph: Any, attention: list[Any], is_half: bool) -> None:
         (BIAS, TensorProto.FLOAT, [1, 1, "sequence_length", "all_length"]),
     ]
     graph.input.extend(helper.make_tensor_value_info(*entry) for entry in wanted if entry[0] not in known)
+
+
+def slice_bias(graph: Any) -> None:
+    """Take a bias with a column for every cell, and of it the first `SEEN` ones.
+
+    Its shape then is the same in all passes of a width. Another shape has to be bound for each pass, which looks up
+    every operator that reads the bias: .14 ms behind a pass of 8 ms, for which the code is no longer in the caches.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    cut, begin, axis = f"{BIAS}.seen", f"{BIAS}.begin", f"{BIAS}.axis"
+    for node in graph.node:
+        node.input[:] = [cut if name == BIAS else name for name in node.input]
+    graph.node.insert(0, helper.make_node("Slice", [BIAS, begin, SEEN, axis], [cut], name=cut))
+    values = ((begin, 0), (axis, 3))
+    graph.initializer.extend(numpy_helper.from_array(np.array([value], np.int64), name) for name, value in values)
+    graph.input.append(helper.make_tensor_value_info(SEEN, TensorProto.INT64, [1]))
 
 
 def quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> None:
