@@ -2,8 +2,8 @@
 
 `SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
 copied and a rollback only changes a length. Inputs and outputs are bound once per width; on other devices than the CPU
-the bias, whose shape grows with the text there, is bound in every pass. The caches of a layer lie behind one another, so
-that one pass can also extend several of them by a token each: the operator then takes them as a batch, and each row
+the bias, whose shape grows with the text there, is bound in every pass. The caches of a layer lie behind one another,
+so that one pass can also extend several of them by a token each: the operator then takes them as a batch, and each row
 reads its own cache alone.
 """
 
