@@ -111,7 +111,7 @@ class Chat:
         session = self.session
         prompt_ids = session.encode(self.conversation.messages)
         offset = self.conversation.noise_offset(len(prompt_ids))
-        options = dataclasses.replace(session.options, noise_offset=offset)
+        options = dataclasses.replace(session.options, noise_offset=offset, logprobs=False)
         printer = session.printer(prompt_ids, prefix)
         with typing_unseen(), session.model.stream(prompt_ids, session.sampling, options) as answer:
             self.last = answer.stats

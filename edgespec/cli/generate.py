@@ -132,7 +132,8 @@ def encode_prompt(session: Session, text: str) -> list[int]:
 
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
     # The prompt is checked before anything is said.
-    answer = session.model.stream(prompt_ids, session.sampling, session.options)
+    options = dataclasses.replace(session.options, logprobs=False)
+    answer = session.model.stream(prompt_ids, session.sampling, options)
     printer = session.printer(prompt_ids)
     with answer, stops(answer.cancel) as interruption:
         show_beginning(session)
@@ -147,7 +148,7 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
 
 def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:
     """`logprobs`: how many of the likeliest tokens are told with theirs in each place; None: no log probabilities."""
-    options = dataclasses.replace(session.options, top_logprobs=logprobs or 0)
+    options = dataclasses.replace(session.options, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
     answer = session.model.stream(prompt_ids, session.sampling, options)
     with stops(answer.cancel) as interruption:
         show_beginning(session)
