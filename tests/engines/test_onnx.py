@@ -122,6 +122,30 @@ def test_a_shared_cache_closes_the_holes_of_what_was_rolled_back(engine, onnx_pa
     assert moves
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_bias_of_all_cells_gives_the_bits_of_one_that_is_bound_for_each_pass(onnx_path, reproducible, monkeypatch):
+    """As on other devices; in one cache for all sequences, chains and trees by turns, and one behind a hole."""
+    draft = Draft(np.array([5, 6, 7], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
+    options = {"context_length": 64, "max_sequences": 1 if reproducible else 2, "reproducible": reproducible}
+
+    def passes() -> list[np.ndarray]:
+        with open_engine(onnx_path, **options) as engine:
+            assert engine.facts.can_tree is not reproducible
+            found = [engine.forward(Batch.chain(part)).copy() for part in (range(20, 36), [3], [4, 5, 6])]
+            if not reproducible:
+                found.append(engine.forward(Batch.tree(8, draft)).copy())
+                engine.keep_path((0, 3))
+                found.append(engine.forward(Batch.chain([9, 10])).copy())  # behind a hole
+                found.append(engine.forward(Batch.chain([11, 12], sequence=1)).copy())
+            engine.rollback(4)
+            return [*found, engine.forward(Batch.chain([13])).copy(), engine.forward(Batch.chain([14, 15])).copy()]
+
+    expected = passes()
+    monkeypatch.setattr("edgespec.engines.onnx.opening.with_sliced_bias", lambda graph: graph)
+    for found, wanted in zip(passes(), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_text_that_is_no_unicode_is_refused(engine):
     with pytest.raises(PromptError, match="surrogate"):
         engine.vocabulary.encode("\ud800")
