@@ -46,7 +46,7 @@ class HeldFiles:
         self._release = weakref.finalize(self, _close, [handle for _, handle, _ in self._files])
         # A graph is copied when it is loaded, not mapped.
         mapped = [handle for path, handle, _ in self._files if path.suffix != ".onnx"]
-        self._leasable = [handle for handle in mapped if sys.platform == "linux" and _signals_quietly(handle)]
+        self._leasable = mapped if sys.platform == "linux" else []
         self._leased: list[int] = []
 
     def __enter__(self) -> None:
@@ -66,6 +66,9 @@ class HeldFiles:
     def _lease(self, handle: int) -> bool:
         """Take a lease: until it is returned, nobody can open this file for writing. Returns whether that worked."""
         try:
+            # The kernel sends a signal when another program waits. The default, SIGIO, would end the process; SIGURG is
+            # ignored unless it has a handler. Returning a lease sets the default again.
+            fcntl.fcntl(handle, fcntl.F_SETSIG, _SIGURG)
             fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError as exc:
             if exc.errno != errno.EAGAIN:  # EAGAIN: the file is open for writing now
@@ -93,18 +96,6 @@ class HeldFiles:
         """Close the files; closing twice is allowed."""
         self._files, self._leasable = [], []
         self._release()
-
-
-def _signals_quietly(handle: int) -> bool:
-    """Choose the signal that the kernel sends when another program waits for a lease; whether that worked.
-
-    The default, SIGIO, would end the process; SIGURG is ignored unless it has a handler.
-    """
-    try:
-        fcntl.fcntl(handle, fcntl.F_SETSIG, _SIGURG)
-    except OSError:
-        return False
-    return True
 
 
 def _close(handles: Iterable[int]) -> None:

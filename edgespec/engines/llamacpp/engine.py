@@ -6,6 +6,7 @@ its own.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,8 @@ class LlamaCppEngine(BookedEngine):
         self._book = SequenceBook(settings.max_sequences)
         self._cells = Cells(context, settings, self._book)
         self._scratch_id = settings.scratch_id
+        self._place = 0, 0  # address and rows of the logits
+        self._all_logits = np.zeros((0, 0), np.float32)
         self._texts = CachedTexts(self._cells, self._book)
         self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
@@ -136,7 +139,11 @@ class LlamaCppEngine(BookedEngine):
 
     def _logits(self, kept: Selection) -> Logits:
         rows = kept.stop if isinstance(kept, slice) else int(kept[-1]) + 1
-        logits: Logits = np.ctypeslib.as_array(self._get_logits(self._context), (rows, self.vocabulary.size))[kept]
+        pointer = self._get_logits(self._context)
+        place = ctypes.addressof(pointer.contents), rows
+        if place != self._place:  # the library seldom moves them, and making an array of a pointer takes long
+            self._place, self._all_logits = place, np.ctypeslib.as_array(pointer, (rows, self.vocabulary.size))
+        logits: Logits = self._all_logits[kept]
         return logits
 
     def give_hidden_states(self, wanted: bool) -> None:

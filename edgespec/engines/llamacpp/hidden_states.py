@@ -27,6 +27,7 @@ class HiddenStates:
         self._width = int(library().llama_model_n_embd(model))
         self.are_wanted = False
         self._num_rows = 0  # of the last pass
+        self._gives: bool | None = None  # what the context was told last
 
     @classmethod
     def instead_of(cls, before: HiddenStates, model: Any, context: Any) -> Self:
@@ -40,7 +41,9 @@ class HiddenStates:
         """The next pass has these `rows`, the first `width` of them the caller's."""
         gives = self.are_wanted and rows.struct.n_tokens <= self._most_rows
         self._num_rows = width if gives else 0
-        library().llama_set_embeddings(self._context, gives)
+        if gives is not self._gives:
+            library().llama_set_embeddings(self._context, gives)
+            self._gives = gives
         if gives:
             rows.outputs[: rows.struct.n_tokens] = 1
 
