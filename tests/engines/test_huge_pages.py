@@ -118,28 +118,27 @@ def test_an_administrator_who_wants_none_gets_none(monkeypatch, tmp_path):
     pages.stop()
 
 
-def test_a_model_that_is_closed_ends_it(onnx_path, monkeypatch):
+@pytest.fixture
+def moving(onnx_path, monkeypatch):
+    """An engine whose weights are being moved, in a list that a test may empty, and the thread."""
     monkeypatch.setattr("edgespec.engines.onnx.engine.LEAST_BYTES", 0)
     engine = OnnxEngine.load(onnx_path, context_length=64)
-    pages = engine._pages
-    assert pages is not None
-    thread = pages._thread
-    assert thread is not None
+    assert engine._pages is not None
+    assert engine._pages._thread is not None
+    return [engine], engine._pages._thread
+
+
+def test_a_model_that_is_closed_ends_it(moving):
+    (engine,), thread = moving
     before = engine.forward(Batch.chain([1, 2, 3])).copy()
     engine.rollback(0)
-    pages_moved = engine._num_changes
-    assert pages_moved % 2 == 0
+    assert engine._num_changes % 2 == 0
     assert (engine.forward(Batch.chain([1, 2, 3])) == before).all()
     engine.close()
     assert not thread.is_alive()
 
 
-def test_a_model_that_is_forgotten_ends_it(onnx_path, monkeypatch):
-    monkeypatch.setattr("edgespec.engines.onnx.engine.LEAST_BYTES", 0)
-    engine = OnnxEngine.load(onnx_path, context_length=64)
-    pages = engine._pages
-    assert pages is not None
-    thread = pages._thread
-    assert thread is not None
-    del engine
+def test_a_model_that_is_forgotten_ends_it(moving):
+    engines, thread = moving
+    engines.clear()
     until(lambda: not thread.is_alive())
