@@ -1,10 +1,9 @@
 """One pass over consecutive rows of one KV cache, and the caches that passes read and extend.
 
 `SharedPasses`: GroupQueryAttention writes new keys and values into the buffer that holds the old ones, so nothing is
-copied and a rollback only changes a length. Inputs and outputs are bound once per width; on other devices than the CPU
-the bias, whose shape grows with the text there, is bound in every pass. The caches of a layer lie behind one another,
-so that one pass can also extend several of them by a token each: the operator then takes them as a batch, and each row
-reads its own cache alone.
+copied and a rollback only changes a length. Inputs and outputs are bound once per width. The caches of a layer lie
+behind one another, so that one pass can also extend several of them by a token each: the operator then takes them as a
+batch, and each row reads its own cache alone.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.attention_bias import AttentionBias
 from edgespec.engines.onnx.graph import CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
-from edgespec.engines.onnx.rewriting import BIAS, LENGTHS, POSITIONS, SEEN, TOTAL
+from edgespec.engines.onnx.rewriting import LENGTHS, POSITIONS, SEEN, TOTAL
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.waiting import Sessions
 from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError
-from edgespec.types import NO_PARENT, Logits, TokenIds
+from edgespec.types import Logits, TokenIds
 
 MAX_BINDINGS = 512
 Cells = slice | NDArray[np.intp]
@@ -38,8 +38,7 @@ class PassRows:
     """`token_ids` [n], for the cells from `base` on; `outputs` [m], rows whose logits are wanted.
 
     A chain attends to all cells before it but the first `skipped`, and its positions are counted from there. Otherwise
-    `parents` [n] (rows or -1), `positions` [n], and `sees` [n], for each row the cells before `base` that it attends
-    to.
+    `parents` [n] (rows or -1), `positions` [n], and `sees` [n], by row the cells before `base` that it attends to.
     """
 
     base: int
@@ -133,10 +132,9 @@ class SharedPasses(Passes):
         self._lengths = np.zeros(self.num_caches, np.int32)
         self._total = np.zeros(1, np.int32)
         self._seen = np.zeros(1, np.int64)
-        self._slices_bias = SEEN in graph.inputs
-        # Of trees, and of chains: there most of it is never written, and takes no memory.
-        self._biases = {is_tree: untouched_zeros(max_rows * capacity, np.float32) for is_tree in (True, False)}
-        self._skipped = self._biases[False][:0]  # what a chain does not attend to, -inf until the next pass
+        self._bias: AttentionBias | None = None
+        if graph.has_bias:
+            self._bias = AttentionBias(max_rows, capacity, is_sliced=SEEN in graph.inputs)
         self.logits = untouched_zeros((max_outputs, tokens), np.float32)
         self.hidden_size = graph.hidden_size or 0
         self._hidden = np.zeros((max_rows if self.hidden_size else 0, self.hidden_size), np.float32)
@@ -146,6 +144,8 @@ class SharedPasses(Passes):
     def resize(self, capacity: int) -> None:
         """Have caches of fewer cells from now on; what is in them is lost."""
         self.capacity = capacity
+        if self._bias is not None:
+            self._bias.capacity = capacity
         self._whole.clear()
         self._buffers.clear()
         self._bindings.clear()
@@ -165,9 +165,10 @@ class SharedPasses(Passes):
         self._positions[:count] = self._lengths[:count] = bases
         self._output_rows[0], self._total[0], self._seen[0] = 0, total, total
         binding = self._binding(first, count, 1, 1, False)
-        if self._graph.has_bias:
-            self._fill_chain_bias(1, self._columns(total), 0)
-            self._bind_bias(binding, 1, total, is_tree=False)
+        if self._bias is not None:
+            self._bias.fill_chain(1, total, 0)
+            if not self._bias.is_sliced:
+                self._bias.bind(binding, 1, total, is_tree=False)
         self._run(binding)
         return self.logits[:count]
 
@@ -190,12 +191,13 @@ class SharedPasses(Passes):
         binding = self._binding(cache, 1, width, count, is_tree)
         if self._device.memory != "cpu":
             self._bind_rows(binding, 1, width, count)  # which copies them to the device: a binding keeps that copy
-        if self._graph.has_bias:
+        if self._bias is not None:
             if is_tree:
-                self._fill_tree_bias(rows)
+                self._bias.fill_tree(rows.base, rows.parents, rows.sees)
             else:
-                self._fill_chain_bias(width, self._columns(total), rows.skipped)
-            self._bind_bias(binding, width, total, is_tree=is_tree)
+                self._bias.fill_chain(width, total, rows.skipped)
+            if not self._bias.is_sliced:
+                self._bias.bind(binding, width, total, is_tree=is_tree)
         return binding
 
     def _follow_session(self) -> None:
@@ -204,36 +206,6 @@ class SharedPasses(Passes):
         if session is not self._session:
             self._session = session
             self._bindings.clear()
-
-    def _columns(self, total: int) -> int:
-        """Of the bias of a pass that reads `total` cells."""
-        return self.capacity if self._slices_bias else total
-
-    def _bind_bias(self, binding: Any, width: int, total: int, *, is_tree: bool) -> None:
-        """Bind the bias of a pass, unless its binding has it already."""
-        if not self._slices_bias:
-            address = self._biases[is_tree].ctypes.data
-            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, total), address)
-
-    def _fill_chain_bias(self, width: int, columns: int, skipped: int) -> None:
-        """[width, columns]: -inf for the first `skipped` cells, 0 for all others."""
-        self._skipped[:] = 0.0
-        self._skipped = self._biases[False][: width * columns].reshape(width, columns)[:, :skipped]
-        self._skipped[:] = -np.inf
-
-    def _fill_tree_bias(self, rows: PassRows) -> None:
-        """[n, columns], of which [n, base + n] are read: 0 where a row attends to a cell, -inf where it does not."""
-        width = rows.token_ids.size
-        total = rows.base + width
-        columns = self._columns(total)
-        bias = self._biases[True][: width * columns].reshape(width, columns)[:, :total]
-        bias[:] = -np.inf
-        for row, (parent, seen) in enumerate(zip(rows.parents, rows.sees, strict=True)):
-            if parent == NO_PARENT:
-                bias[row, seen] = 0.0
-            else:
-                bias[row] = bias[parent]
-            bias[row, rows.base + row] = 0.0
 
     def _binding(self, *key: int) -> Any:
         """By the arguments of `_bind`."""
@@ -261,9 +233,8 @@ class SharedPasses(Passes):
         """For `num_caches` from `first` on, `width` rows in each, `count` of them with logits."""
         binding = self._session.io_binding()
         self._bind_rows(binding, num_caches, width, count)
-        if self._slices_bias:
-            address = self._biases[bool(is_tree)].ctypes.data
-            binding.bind_input(BIAS, "cpu", 0, np.float32, (1, 1, width, self.capacity), address)
+        if self._bias is not None and self._bias.is_sliced:
+            self._bias.bind(binding, width, self.capacity, is_tree=bool(is_tree))
         for entry, buffer in zip(self._graph.cache, self._cache_buffers(first, num_caches), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
