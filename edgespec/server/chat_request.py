@@ -71,8 +71,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     if reasoning is not None and reasoning.is_open:
         options = structured_behind(loaded, options, reasoning.marks)
     jobs = [
-        Job(prompt_ids, numbered(sampling, index), options, tells_progress, reads_only=max_tokens == 0)
-        for index in range(count)
+        Job(prompt_ids, each, options, tells_progress, reads_only=max_tokens == 0) for each in numbered(sampling, count)
     ]
     return ChatExchange(
         loaded,

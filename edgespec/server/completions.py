@@ -8,6 +8,7 @@ marks of a template or of a gap to fill there. Unlike in a chat, the whole promp
 from __future__ import annotations
 
 import codecs
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -161,9 +162,8 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
             f"{len(prompts)} prompts with n = {count}: at most {loaded.limits.max_choices} answers", "prompt"
         )
     jobs = [
-        Job(ids, numbered(sampling, index), options, tells_progress, reads_only=max_tokens == 0)
-        for ids in prompts
-        for index in range(count)
+        Job(ids, each, options, tells_progress, reads_only=max_tokens == 0)
+        for ids, each in itertools.product(prompts, numbered(sampling, count))
     ]
     return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from edgespec.errors import EdgespecError
 from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
+from edgespec.server.one_thread import OneThread
 from edgespec.types import TokenIds
 
 
@@ -22,7 +22,7 @@ class EmbeddingQueue:
 
     def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
         self._model, self._max_queued, self._metrics = model, max_queued, metrics
-        self._thread = ThreadPoolExecutor(1, "edgespec-embed")
+        self._thread = OneThread("edgespec-embed")
         self._num_open = 0  # changed in the event loop only
         self._is_stopping = threading.Event()
 
@@ -43,9 +43,7 @@ class EmbeddingQueue:
             return not (has_left.is_set() or self._is_stopping.is_set())
 
         self._num_open += 1
-        work = asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: self._model.embedder.embed(texts, is_wanted)
-        )
+        work = asyncio.wrap_future(self._thread.submit(lambda: self._model.embedder.embed(texts, is_wanted)))
         work.add_done_callback(self._closed)
         try:
             return await asyncio.shield(work)
@@ -70,7 +68,7 @@ class EmbeddingQueue:
     def close(self) -> None:
         """`stop`; the thread ends by itself."""
         self.stop()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 def stopping() -> HttpError:

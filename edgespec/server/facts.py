@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from edgespec import __version__
@@ -13,6 +14,7 @@ from edgespec.server.ollama_facts import Known, entry, shown
 from edgespec.server.options import require_model
 from edgespec.server.service import Described, Loaded, Service
 from edgespec.server.services import Services
+from edgespec.vocabulary import Vocabulary
 
 MOST_TOKENS = 1 << 20
 
@@ -26,6 +28,8 @@ def model_objects(services: Services) -> list[dict[str, Any]]:
 def model_object(service: Service, name: str, *, with_status: bool = False) -> dict[str, Any]:
     """A served model under one of its names. `with_status`: whether it is loaded, as llama-server's router says it."""
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
+    made = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+    found |= {"type": "model", "display_name": name, "created_at": made}  # Anthropic's names
     loaded, unloaded = service.loaded, service.unloaded
     if with_status:
         status = "loaded" if loaded is not None else "loading" if service.is_loading else "unloaded"
@@ -150,7 +154,16 @@ def tokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
         del ids[0]
     if not with_pieces:
         return {"tokens": ids}
-    return {"tokens": [{"id": token_id, "piece": vocabulary.token_name(token_id)} for token_id in ids]}
+    return {"tokens": [{"id": token_id, "piece": _piece(vocabulary, token_id)} for token_id in ids]}
+
+
+def _piece(vocabulary: Vocabulary, token_id: int) -> str | list[int]:
+    """The text of a token, its bytes where these are none alone, and a control token's name."""
+    piece = vocabulary.piece(token_id)
+    try:
+        return piece.decode() if piece else vocabulary.token_name(token_id)
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 def detokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:

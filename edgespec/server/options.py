@@ -149,11 +149,10 @@ def read_choices(fields: Fields, limits: Limits) -> int:
     return fields.whole("n", 1, limits.max_choices) or 1
 
 
-def numbered(sampling: Sampling, index: int) -> Sampling:
-    """The sampling of the answer `index` of several: seeds count up from the request's."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + index) & (2**63 - 1))
+def numbered(sampling: Sampling, count: int) -> list[Sampling]:
+    """The sampling of each of `count` answers: seeds count up from the request's, or from one random seed."""
+    first = sampling.seeded()
+    return [first, *(replace(first, seed=((first.seed or 0) + more) & (2**63 - 1)) for more in range(1, count))]
 
 
 def read_stream_options(options: Fields | None, *, is_stream: bool) -> bool:

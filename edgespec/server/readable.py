@@ -25,7 +25,9 @@ def _chosen(services: Services, request: Request) -> Service:
 
 
 def _models(services: Services, _: Request) -> Response:
-    return json_response({"object": "list", "data": facts.model_objects(services)})
+    listed = facts.model_objects(services)
+    pages = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}  # Anthropic's
+    return json_response({"object": "list", "data": listed, **pages})
 
 
 def _model(services: Services, request: Request) -> Response:

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -26,6 +25,7 @@ from edgespec.server.answer_line import answer_line
 from edgespec.server.embedding_queue import EmbeddingQueue, stopping
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
+from edgespec.server.one_thread import OneThread
 from edgespec.server.ticket import Job, Ticket
 
 __all__ = ["Job", "Scheduler", "Ticket"]
@@ -45,7 +45,7 @@ class Scheduler:
         self._numbers = count()
         self._changed = threading.Condition()
         self.embeddings = EmbeddingQueue(model, max_queued, metrics)
-        self._preparing = ThreadPoolExecutor(1, "edgespec-prepare")
+        self._preparing = OneThread("edgespec-prepare")
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
         self._thread.start()
@@ -67,8 +67,7 @@ class Scheduler:
 
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
         """Call what checks and encodes a request. One thread does that for all, so that requests keep their order."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._preparing, function, *args)
+        return await asyncio.wrap_future(self._preparing.submit(partial(function, *args)))
 
     async def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
         """A ticket for each job, in order; all of them are queued or none.
@@ -152,7 +151,7 @@ class Scheduler:
         for running in list(self._running):
             running.cancel()
         self.embeddings.close()
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:

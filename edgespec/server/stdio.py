@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from edgespec import __version__
+from edgespec.errors import shown
 from edgespec.reports import Stats
 from edgespec.server.answer import Answer, Piece
 from edgespec.server.chat_request import read_chat
@@ -24,13 +25,14 @@ from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
 from edgespec.server.facts import described
 from edgespec.server.fields import Fields, parse_object
-from edgespec.server.figures import timings, usage
+from edgespec.server.figures import logprobs_of, timings, usage
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.residence import Loading
 from edgespec.server.service import Service
 from edgespec.server.services import Services
+from edgespec.vocabulary import Vocabulary
 
 PROTOCOL = 1
 _READERS: dict[str, Read] = {"chat": read_chat, "generate": read_completion}
@@ -177,7 +179,9 @@ class _Sidecar:
                 raise bad_request("no request with this id is running", "id", "unknown_id")
             self._requests[request_id].cancel()
         elif request_id in self._requests:
-            raise bad_request("a request with this id is already running", "id", "duplicate_id")
+            words = f"a request with the id {shown(request_id)} is already running"
+            # Without its id, which would be taken for the end of that other request.
+            self._fail(None, bad_request(words, "id", "duplicate_id"))
         else:
             request = self._requests[request_id] = _Request()
             request.task = asyncio.ensure_future(self._answer(request_id, request, fields, _READERS[op]))
@@ -192,6 +196,7 @@ class _Sidecar:
     async def _answer(self, request_id: str, request: _Request, fields: Fields, read: Read) -> None:
         try:
             async with self._services.named(fields.text("model")).using() as loaded:
+                fields.refuse("timings_per_token", "done has the timings of the answer", (False,))
                 exchange = await loaded.scheduler.prepare(read, loaded, fields)
                 if len(exchange.jobs) > 1 or exchange.is_stream:
                     raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
@@ -200,7 +205,7 @@ class _Sidecar:
                 try:
                     async with asyncio.timeout(loaded.limits.timeout_s):
                         async for piece in request.answer.pieces():
-                            self._emit_piece(request_id, piece)
+                            self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
                 finally:
                     ticket.cancel()
         except Exception as exc:
@@ -210,12 +215,15 @@ class _Sidecar:
         notes = {"notes": fields.notes} if fields.notes else {}
         self.emit("done", id=request_id, finish_reason=request.finish_reason, **request.counts, **notes)
 
-    def _emit_piece(self, request_id: str, piece: Piece) -> None:
+    def _emit_piece(self, request_id: str, piece: Piece, vocabulary: Vocabulary) -> None:
         if piece.progress is not None:
             self.emit("progress", id=request_id, **prompt_progress(piece.progress))
         calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in piece.calls]
         others: dict[str, Any] = {"tool_calls": calls} if calls else {}
         others |= {"reasoning": piece.reasoning} if piece.reasoning else {}
+        if any(tokens := (piece.tokens, piece.reasoning_tokens)):
+            content, reasoning = (logprobs_of(vocabulary, each) for each in tokens)
+            others["logprobs"] = {"content": content} | ({"reasoning": reasoning} if reasoning else {})
         if piece.text or others:
             self.emit("delta", id=request_id, text=piece.text, **others)
 

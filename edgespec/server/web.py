@@ -19,6 +19,7 @@ from edgespec.server.exchange import Exchange, Read, compact
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.service import Limits, Loaded, Service
+from edgespec.server.ticket import Ticket
 
 logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
@@ -66,14 +67,13 @@ async def respond(request: Request, service: Service, read: Read, body: bytes) -
     began_s, timeout_s = monotonic(), service.limits.timeout_s
     async with AsyncExitStack() as use:
         loaded = await use_model(request, service, use)
-        left_s = None if timeout_s is None else began_s + timeout_s - monotonic()
         notes: list[str] = []
-        exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
-        tickets = await loaded.scheduler.submit(exchange.jobs)
+        async with asyncio.timeout(_left_s(began_s, timeout_s)):
+            exchange, tickets = await while_connected(request.receive, _queued(loaded, read, body, notes))
         if exchange.keep_loaded_s is not None and service.residence is not None:
             service.residence.keep_for(exchange.keep_loaded_s)
         answers = [exchange.answer(ticket) for ticket in tickets]
-        told = _told(loaded, notes)
+        told, left_s = _told(loaded, notes), _left_s(began_s, timeout_s)
         if exchange.is_stream:
             return EventStream(exchange, answers, left_s, told, use.pop_all())
         try:
@@ -82,6 +82,17 @@ async def respond(request: Request, service: Service, read: Read, body: bytes) -
             cancel(answers)
         whole.headers.update(told)
         return whole
+
+
+def _left_s(began_s: float, timeout_s: float | None) -> float | None:
+    """Seconds until a request that began then takes too long; None: as long as it likes."""
+    return None if timeout_s is None else began_s + timeout_s - monotonic()
+
+
+async def _queued(loaded: Loaded, read: Read, body: bytes, notes: list[str]) -> tuple[Exchange, list[Ticket]]:
+    """A request and its places in the queue."""
+    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
+    return exchange, await loaded.scheduler.submit(exchange.jobs)
 
 
 async def use_model(request: Request, service: Service, use: AsyncExitStack) -> Loaded:

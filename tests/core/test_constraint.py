@@ -341,6 +341,59 @@ def test_a_rule_of_gbnf_may_end_before_what_it_could_read_too() -> None:
     assert followed(Grammar("grammar", 'root ::= word "ing"\nword ::= [a-z]+'), "going")
 
 
+@pytest.mark.parametrize(
+    ("source", "is_allowed", "is_not"),
+    [
+        (r'"caf\u00e9ab"', ("caféab",), ("caf\ue9ab",)),
+        (r'"\u0394elta" "\u0022\u005c\u0009"', ('Δelta"\\\t',), ("\u394elta",)),
+        (r'[\u00e9ab] "x"', ("éx", "ax"), ("\ue9abx",)),
+        (r"[\u005eab\u002dd]", ("^", "a", "b", "-", "d"), ("c", "e")),
+        (r"[\U0001F600-\U0001F602]", ("😁",), ("😃",)),
+        (r"[^\u00e9\u0041-\u005a]", ("a",), ("é", "B")),
+        (r'"\\u00e9"', ("\\u00e9",), ("é",)),
+    ],
+)
+def test_gbnf_gives_a_character_by_its_number(source: str, is_allowed: Any, is_not: Any) -> None:
+    grammar = Grammar("grammar", f"root ::= {source}")
+    assert all(followed(grammar, text) for text in is_allowed)
+    assert not any(followed(grammar, text) for text in is_not)
+
+
+@pytest.mark.parametrize("divisor", [7, 0.01, 99_999, 3_000_000, 5e6, 2.5e-7])
+def test_a_divisor_is_checked_in_little_time(divisor: float) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": divisor}}}
+    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        (
+            "json_schema",
+            '{"properties": {"a": {"multipleOf": 1073741824}}}',
+            r"at properties\.a: multipleOf 1073741824",
+        ),
+        (
+            "json_schema",
+            '{"type": "number", "multipleOf": 1000.003}',
+            "multipleOf 1000.003 is too large, at most 100000",
+        ),
+        ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}', "common multiple of all multipleOf"),
+        ("json_schema", '{"multipleOf": 9973, "$ref": "#/x", "x": {"multipleOf": 9967}}', "common multiple"),
+        ("grammar", 'start: "a" %json {"type": "integer", "multipleOf": 1048576}', "multipleOf 1048576"),
+    ],
+)
+def test_a_divisor_that_takes_forever_is_refused(kind: Any, source: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        Constraints().of(Grammar(kind, source), table().vocabulary, 0)
+    assert str(raised.value).startswith(f"{kind} cannot be used: ")
+
+
+def test_divisors_of_different_values_are_not_multiplied() -> None:
+    schema = {"properties": {"a": {"multipleOf": 9973}, "b": {"multipleOf": 9967}}}
+    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+
+
 def test_a_backslash_before_a_slash_is_a_backslash() -> None:
     assert followed(Grammar("regex", r"a\\/b"), "a\\/b") and not followed(Grammar("regex", r"a\\/b"), "a/b")
     assert followed(Grammar("regex", r"a\/b"), "a/b") and followed(Grammar("regex", "a\\\nb"), "a\nb")

@@ -175,7 +175,7 @@ def test_streams_begin_while_it_is_loaded(host: Host, monkeypatch: pytest.Monkey
     failed, rest = asyncio.run(main(CapabilityError("no room")))
     assert b"cannot be loaded" in rest and rest == failed.sent[-1]["body"] and rest.count(b"error")
     _, rest = asyncio.run(main(None))
-    assert b"cannot" not in rest and rest.count(b"\n") > 2
+    assert b"cannot" not in rest and rest.count(b"\n") > 1  # a random answer may be a single word
 
 
 def test_a_request_that_only_loads_it_may_take_long_too(host: Host, monkeypatch: pytest.MonkeyPatch):

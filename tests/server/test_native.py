@@ -125,6 +125,8 @@ def test_several_prompts_have_an_answer_each(client: TestClient, model: Model, e
     drawn = {"prompt": "One two", "n_predict": 12, "temperature": 1, "seed": 7, "ignore_eos": True}
     first, second = native(client, n_cmpl=2, **drawn)
     assert first["content"] != second["content"] == native(client, **drawn | {"seed": 8})["content"]
+    some = [each["generation_settings"]["seed"] for each in native(client, n_cmpl=3, **drawn | {"seed": -1})]
+    assert some == [some[0], some[0] + 1, some[0] + 2]
 
 
 def test_what_a_client_gets_that_hangs_up(service: Service, scheduler: Scheduler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from datetime import datetime
 
 from starlette.testclient import TestClient
 
@@ -72,13 +73,26 @@ def test_control_tokens_are_read_in_raw_prompts_and_where_they_are_asked_for(cli
         model.encode(text, parse_special=True)
     )
     pieces = client.post("/tokenize", json={"content": "a b", "with_pieces": True}).json()["tokens"]
+    assert [piece["piece"] for piece in pieces] == ["a", " b"]
     assert [piece["id"] for piece in pieces] == client.post("/tokenize", json={"content": "a b"}).json()["tokens"]
+
+
+def test_a_token_that_is_part_of_a_character_has_bytes(client: TestClient):
+    text = "Hello world\n é🦄"
+    found = client.post("/tokenize", json={"content": text, "with_pieces": True}).json()["tokens"]
+    pieces = [each["piece"] for each in found]
+    assert b"".join(bytes(each) if isinstance(each, list) else each.encode() for each in pieces) == text.encode()
+    assert "\n" in pieces and any(isinstance(each, list) for each in pieces)
 
 
 def test_the_model_is_listed(client: TestClient, model: Model):
     (listed,) = client.get("/v1/models").json()["data"]
     assert listed["id"] == "demo" and listed["meta"]["n_ctx"] == model.context_length
     assert client.get("/v1/models/demo").json() == listed
+    assert (listed["type"], listed["display_name"]) == ("model", "demo")  # Anthropic's
+    assert datetime.fromisoformat(listed["created_at"]).timestamp() == listed["created"]
+    pages = client.get("/v1/models").json()
+    assert (pages["has_more"], pages["first_id"], pages["last_id"]) == (False, "demo", "demo")
 
 
 def test_properties_hold_no_path(client: TestClient, model: Model):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -247,9 +250,42 @@ def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service,
     asyncio.run(main())
 
 
+def test_a_request_that_takes_long_to_prepare_holds_up_neither_its_client_nor_the_end(model: Model):
+    """As a grammar may in native code, which nothing can interrupt."""
+    service = Service("demo")
+    service.limits = type(service.limits)(timeout_s=0.25)
+    service.use(model)
+    scheduler, held = service.require().scheduler, threading.Event()
+
+    async def main() -> None:
+        stuck = asyncio.ensure_future(scheduler.prepare(held.wait))
+        late = Client(create_app(service))
+        await late.task
+        assert late.sent[0]["status"] == 504
+        left = Client(create_app(service), stream=True)
+        left.leave()
+        await left.task
+        assert left.sent[0]["status"] == 499 and scheduler.num_waiting == scheduler.num_running == 0
+        held.set()
+        assert await stuck
+
+    asyncio.run(main())
+    scheduler.close()
+
+
+def test_a_thread_that_is_stuck_does_not_keep_the_process():
+    code = (
+        "import threading; from edgespec.server.one_thread import OneThread; "
+        "thread = OneThread('x'); assert thread.submit(lambda: 5).result() == 5; "
+        "thread.submit(threading.Event().wait); unused = thread.submit(print); unused.cancel(); thread.close()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
 def test_an_answer_that_takes_too_long_is_an_error(model: Model):
     service = Service("demo")
-    service.limits = type(service.limits)(timeout_s=0.05)
+    service.limits = type(service.limits)(timeout_s=0.25)
     service.use(model)
     app = create_app(service)
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}

@@ -92,6 +92,29 @@ def test_a_request_is_cancelled_at_once(sidecar: subprocess.Popen[bytes]):
     assert end["finish_reason"] == "cancelled" and end.keys() >= {"usage", "timings", "seed"}
 
 
+def test_log_probabilities_come_with_the_text(sidecar: subprocess.Popen[bytes]):
+    fields = {"max_tokens": 4, "temperature": 0}
+    chat = {"op": "chat", "id": "c", "messages": QUESTION, "logprobs": True, "top_logprobs": 2, **fields}
+    send(sidecar, chat, {"op": "generate", "id": "g", "prompt": "Once", "logprobs": 2, **fields})
+    events = events_until(sidecar, "c", "g")
+    for name in ("c", "g"):
+        deltas = [event for event in events if event["id"] == name and event["event"] == "delta"]
+        told = [each for event in deltas for each in event["logprobs"]["content"]]
+        assert len(told) > 1 and all(len(each["top_logprobs"]) == 2 for each in told)
+        assert "".join(each["token"] for each in told) == "".join(event["text"] for event in deltas)
+
+
+def test_a_second_request_of_an_id_does_not_end_the_first(sidecar: subprocess.Popen[bytes]):
+    request = {"op": "generate", "id": "twice", "prompt": "x", "max_tokens": 3}
+    send(sidecar, request, request)
+    events = [read_line(sidecar)]
+    while events[-1]["event"] != "done":
+        events.append(read_line(sidecar))
+    (refused,) = [event for event in events if event["event"] == "error"]
+    assert refused["id"] is None and "'twice' is already running" in refused["error"]["message"]
+    assert events[-1]["id"] == "twice"
+
+
 @pytest.mark.parametrize(
     ("request_line", "words"),
     [
@@ -102,6 +125,7 @@ def test_a_request_is_cancelled_at_once(sidecar: subprocess.Popen[bytes]):
         ({"op": "chat", "id": 5, "messages": QUESTION}, "id must be a string"),
         ({"op": "chat", "id": "x", "mesages": QUESTION}, "messages is missing"),
         ({"op": "chat", "id": "x", "messages": QUESTION, "n": 2}, "leave out n"),
+        ({"op": "chat", "id": "x", "messages": QUESTION, "timings_per_token": True}, "done has the timings"),
         ({"op": "cancel", "id": "nobody"}, "no request with this id"),
         ({"op": "hello", "protocol": 2}, "speaks protocol 1"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from edgespec.config import GenerateOptions
 from edgespec.errors import ConfigError
+from edgespec.sampling.constraint.divisors import embedded_schemas, refuse_large_divisors
 from edgespec.sampling.constraint.library import Library
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _MAPS, _LISTS, _SINGLE = (
 _TO_ESCAPE, _ESCAPED = re.compile(r"(?s)\\.|[/\n]"), {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 _LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\[])+/|//[^\n]*|\b[A-Z][A-Z0-9_]*\b')
 _CLASS = re.compile(r"(?s)\[\^((?:\\.|[^\]\\])*)\]")
+_CODE_POINT = re.compile(r"(?s)\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)")
 _MOST_PLACES = 256  # parts of a schema that are tried to find the one at fault
 
 
@@ -100,15 +103,24 @@ def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _as_lark(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
+    if is_lark_syntax(text):
+        return text
     try:
-        lark = str(any_to_lark(text))
+        lark = str(any_to_lark(_CODE_POINT.sub(_spelled, text)))
     except Exception as exc:  # a rule that is missing has no type of its own there
         raise ConfigError(f"grammar cannot be used: {str(exc) or 'it is nested too deeply'}") from exc
-    if is_lark_syntax(text):
-        return lark
     # Rules without others become terminals, which read as much as they can: GBNF's rules try every length.
     names = set(re.findall(r"(?m)^([A-Z][A-Z0-9_]*)\s*:", lark))
     return _LARK.sub(lambda found: found[0].lower() if found[0] in names else found[0], lark)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    """A character that GBNF gives by its number; the library drops the zeros and reads letters behind it as digits."""
+    number = int(found[1] or found[2] or "0", 16)
+    if not (found[1] or found[2]) or number > sys.maxunicode or 0xD800 <= number < 0xE000:
+        return found[0]
+    letter = chr(number)
+    return letter if number >= 0x80 or letter.isalnum() else f"\\x{number:02x}"
 
 
 def _slashed(regex: str) -> str:
@@ -132,8 +144,10 @@ def compiled(grammar: Grammar, library: Library) -> LLMatcher:
 
 
 def _compiled(grammar: Grammar, library: Library) -> LLMatcher:
-    matcher = library.matcher(grammar.source)
     schema = _parsed(grammar.text) if grammar.kind == "json_schema" else None
+    for each in embedded_schemas(grammar.text) if schema is None else (schema,):
+        refuse_large_divisors(each, grammar.kind)
+    matcher = library.matcher(grammar.source)
     if not matcher.is_error():
         if schema is not None:
             _refuse_counts(schema)
