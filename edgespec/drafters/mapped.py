@@ -192,6 +192,11 @@ class MappedSequence(CachedSequence):
         self._held.length = to_length
         self._inner.rollback(int(self._ends[to_length]))
 
+    def reconcile(self) -> None:
+        self._inner.reconcile()
+        if self._inner.length != int(self._ends[self.length]):
+            self.restore()
+
     def restore(self) -> None:
         self._inner.restore()
         self._inner.rollback(int(self._ends[self.length]))

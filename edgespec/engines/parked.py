@@ -74,6 +74,7 @@ class ParkedStates:
 
     def park(self, live: CachedSequence) -> None:
         """Save the state of `live`, unless it is too large or cannot be saved."""
+        live.reconcile()
         if live.length < LEAST_TOKENS:
             return
         needed = live.length * live.engine.facts.kv_bytes_per_token

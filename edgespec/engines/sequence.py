@@ -134,6 +134,7 @@ class CachedSequence:
 
         A model that cannot roll back so far keeps what is before a checkpoint, or nothing.
         """
+        self.reconcile()
         if (kept := self.reusable_length(wanted_ids)) < self.length:
             self.rollback(kept)
         return self.length
@@ -160,9 +161,9 @@ class CachedSequence:
 
         Raises StateError, EngineError.
         """
-        self._held.length = 0
-        self._forget_rows(0)
         try:
+            self._held.length = 0
+            self._forget_rows(0)
             self.engine.load_state(state, self.sequence)
             self._held.append(*text)
         except BaseException:
@@ -172,9 +173,10 @@ class CachedSequence:
 
     def adopt_prefix(self, other: CachedSequence, length: int) -> None:
         """Hold the first `length` tokens of another sequence of the engine. Raises as `Engine.fork`."""
-        self._held.length = 0
-        self._forget_rows(0)
+        other.reconcile()
         try:
+            self._held.length = 0
+            self._forget_rows(0)
             self.engine.fork(other.sequence, self.sequence)
             self._held.append(*other._held.text)
             self.rollback(length)
@@ -197,6 +199,7 @@ class CachedSequence:
         In reproducible mode the tokens alone decide how they are cut, so that the cache has the same bits whether they
         came as one prompt, in parts, or were decoded.
         """
+        self.reconcile()
         self.num_fed = 0
         for start, end, ends in self._cuts(token_ids):
             is_whole = ends is not None or self.engine.facts.pinned_class is not None
@@ -306,7 +309,7 @@ class CachedSequence:
         self._held.append(np.array([pending_token_id, *draft.token_ids[list(accepted_nodes)]], np.int32))
 
     def rollback(self, to_length: int) -> None:
-        # The length first: after an interrupt the engine then holds too many tokens, which `restore` removes.
+        # The length first: after an interrupt the engine then holds too many tokens, which `reconcile` removes.
         self._held.length = to_length
         self._forget_rows(to_length)
         self.engine.rollback(to_length, self.sequence)
@@ -314,6 +317,15 @@ class CachedSequence:
     def _forget_rows(self, to_length: int) -> None:
         self._states.truncate(to_length)
         self._inputs.truncate(to_length)
+
+    def reconcile(self) -> None:
+        """Drop what the engine holds beyond the known tokens: an interrupt may have come between the two.
+
+        Whoever runs passes restores the cache where they fail. This is for all else that changes it, and what uses it
+        next calls this.
+        """
+        if self.engine.length(self.sequence) != self.length:
+            self.restore()
 
     def restore(self) -> None:
         """After an interrupt: drop what a half-finished call left after the known tokens.

@@ -181,7 +181,7 @@ class Generation(Closing):
             if event is not None and event.finish_reason is not None:
                 # Give the turn back now: a caller that sees the last event may never call again. The rest of the
                 # cleanup (`settle`) runs in the next call or the next turn.
-                self._is_over = True
+                self._is_over = self._claim.is_ended = True
                 self._executor.turn.end(self._claim)
             elif event is None or self.is_cancelled:
                 self._end()
@@ -211,6 +211,7 @@ class Generation(Closing):
         try:
             self._executor.finish(self._claim)
         finally:
+            self._claim.is_ended = True
             self._executor.turn.end(self._claim)
 
     # -- run by a batch

@@ -20,7 +20,7 @@ import numpy as np
 from edgespec.config.checks import as_path
 from edgespec.engines.cached_text import CachedText
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import ConfigError, StateError
+from edgespec.errors import ConfigError, StateError, shown
 from edgespec.formats.files import write_atomically
 from edgespec.types import TokenIds
 
@@ -35,6 +35,8 @@ def state_path(given: str | os.PathLike[str]) -> Path:
     path = as_path("path", given)
     if path is None:
         raise ConfigError("path is None: name the file of the saved state")
+    if not path.name:
+        raise ConfigError(f"path {shown(str(given))} is a folder: name the file of the saved state")
     return path
 
 
@@ -43,6 +45,7 @@ def save_sequence(path: Path, sequence: CachedSequence) -> int:
 
     Raises StateError when the file cannot be written, EngineError.
     """
+    sequence.reconcile()
     tokens = b"".join(part.astype("<i4").tobytes() for part in sequence.text)
     count = sequence.length
     header = {"tokens": count, "sha256": hashlib.sha256(tokens).hexdigest(), "widths": _widths(sequence)}

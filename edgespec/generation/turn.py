@@ -64,7 +64,9 @@ class Claim:
 
     `caller`: the latest caller; `inside`: the thread that uses the model with this claim, or is blocked waiting to;
     `num_steps`: number of uses so far; `is_withdrawn`: cancelled, so waiting for the turn ends; `is_ended`: it never
-    joins again, so that a second reader, who waited for its last step, does not bring it back into the queue.
+    joins again, so that a second reader, who waited for its last step, does not bring it back into the queue. Whoever
+    is done with the turn sets it before leaving the queue, in the same breath: where an interrupt comes between the
+    two, the claim behind removes it.
     """
 
     caller: Caller | None = None
@@ -97,7 +99,14 @@ class Turn:
 
     def is_of(self, claim: Claim) -> bool:
         """Whether `claim` has the turn."""
-        return bool(self._queue) and self._queue[0] is claim
+        while True:
+            try:
+                first = self._queue[0]
+            except IndexError:
+                return False
+            if first is claim or not first.is_ended or first.inside is not None:
+                return first is claim
+            self.give_back(first)  # an interrupt came before it left
 
     def inside(self, claim: Claim, caller: Caller | None = None, max_wait_s: float | None = None) -> _Inside:
         """Wait for the claim's turn and use the model exclusively within the block. The turn is kept afterwards.
