@@ -98,6 +98,7 @@ class Executor:
                 self._take_over(None)
                 yield self.pool
         finally:
+            claim.is_ended = True
             self.turn.give_back(claim)
 
     def begin(self, claim: Claim, request: Request, stats: Stats) -> Events:
@@ -151,6 +152,7 @@ class Executor:
         except StateError:  # another turn has begun, which does the same, or the model was closed
             return
         finally:
+            own.is_ended = True
             self.turn.give_back(own)
 
     def _take_over(self, claim: Claim | None) -> None:
@@ -222,6 +224,20 @@ class Executor:
         self.turn.abandon()
         self.interruption.abandon()
         self._reading = threading.RLock()  # whoever held it is not here
+
+    def __del__(self) -> None:
+        """A model that was dropped without `close`: nobody can use it any more, and llama.cpp's memory is not Python's.
+
+        Neither in a fork, nor where `__init__` failed, in which case the caller closes the engines.
+        """
+        interruption = getattr(self, "interruption", None)
+        if interruption is None or interruption.is_closed or self.turn.is_shut:
+            return
+        try:
+            with suppress(Exception):  # what an unfinished generation still wants to do
+                self._take_over(None)
+        finally:
+            self._free()
 
     def _free(self) -> None:
         with self.interruption.lock:

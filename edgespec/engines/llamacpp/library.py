@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, StateError
 from edgespec.formats.gguf.split import model_files
 from edgespec.installation import IMPORT_FAILURES, not_importable, require_engine
 
@@ -33,6 +33,7 @@ NO_ROOM, ABORTED = 1, 2  # results of llama_decode and llama_encode
 END = -1  # of a range of positions: to its end
 _NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
 _opened = 0  # models in this process
+_worker = 0  # the process that made the first context
 
 
 @cache
@@ -57,6 +58,20 @@ def is_loaded() -> bool:
 def has_worked() -> bool:
     """Whether a model was opened in this process, after which the library has threads."""
     return _opened > 0
+
+
+def require_threads() -> None:
+    """To be called before a context is made. Raises StateError in a fork of a process that had one.
+
+    The library goes on as if its threads were there, and the first pass never ends.
+    """
+    global _worker
+    _worker = _worker or os.getpid()
+    if _worker != os.getpid():
+        raise StateError(
+            "this process was forked from one that had used llama.cpp, whose threads are not in the fork: start it "
+            "without forking (multiprocessing: spawn or forkserver), or load no GGUF file before the fork"
+        )
 
 
 @cache

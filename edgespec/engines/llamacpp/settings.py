@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.engines.llamacpp.devices import gpus, handles_of
-from edgespec.engines.llamacpp.library import CancelFlag, complaints, forget_complaints, library, uninterrupted
+from edgespec.engines.llamacpp.library import (
+    CancelFlag,
+    complaints,
+    forget_complaints,
+    library,
+    require_threads,
+    uninterrupted,
+)
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
 from edgespec.engines.machine import default_threads
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
@@ -210,6 +217,7 @@ def new_context(model: Any, params: Any, cancel: CancelFlag, *, requires_flash: 
 
     Not every model and device supports flash attention: without `requires_flash` the library may turn it off.
     """
+    require_threads()
     llama = library()
     params.abort_callback, params.abort_callback_data = cancel.callback, cancel.callback_data
     forget_complaints()

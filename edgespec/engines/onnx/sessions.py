@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.installation import install_command
 
 _TRIED_SIZE = 64
+_made: WeakSet[Any] = WeakSet()
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
 
 
@@ -81,6 +84,7 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = 
         session = ort.InferenceSession(graph, options, providers=providers)
         if weights and not reads_packed_weights():
             session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
+        _made.add(session)
         return session
     except failures_of_library() as exc:
         said = " ".join(str(exc).split())
@@ -108,6 +112,16 @@ def reason(name: str, graph: bytes, said: str) -> str:
         f"NVIDIA's GPUs through llama.cpp (run.py install llamacpp --backend cuda), ONNX models through WebGPU "
         f"({install_command('webgpu')})"
     )
+
+
+def _keep_in_fork() -> None:
+    """A session that is freed waits for its threads to end, and in a fork they do not exist: it stays for ever."""
+    for session in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_fork)
 
 
 def try_graph(graph: bytes, folder: Path) -> None:
