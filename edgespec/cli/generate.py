@@ -15,11 +15,11 @@ from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.piped import text_behind, whole_input
-from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning
-from edgespec.config import SessionOptions
+from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
+from edgespec.config import GenerateOptions, SessionOptions
 from edgespec.config.names import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
-from edgespec.generation.handle import Result
+from edgespec.generation.handle import Generation, Result
 from edgespec.installation import quoted
 from edgespec.loading.registry import is_known, resolve
 from edgespec.reports import Stats
@@ -130,10 +130,19 @@ def encode_prompt(session: Session, text: str) -> list[int]:
     return session.encode([*system, {"role": "user", "content": text}])
 
 
+def _asked(session: Session, prompt_ids: list[int], options: GenerateOptions) -> Generation:
+    """The answer, not begun. Raises PromptError; why the context is smaller than usual is said before it."""
+    try:
+        return session.model.stream(prompt_ids, session.sampling, options)
+    except PromptError:
+        show_memory_note(session.model)
+        raise
+
+
 def _print_text(session: Session, prompt_ids: list[int]) -> int:
     # The prompt is checked before anything is said.
     options = dataclasses.replace(session.options, logprobs=False)
-    answer = session.model.stream(prompt_ids, session.sampling, options)
+    answer = _asked(session, prompt_ids, options)
     printer = session.printer(prompt_ids)
     with answer, stops(answer.cancel) as interruption:
         show_beginning(session)
@@ -149,7 +158,7 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
 def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:
     """`logprobs`: how many of the likeliest tokens are told with theirs in each place; None: no log probabilities."""
     options = dataclasses.replace(session.options, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
-    answer = session.model.stream(prompt_ids, session.sampling, options)
+    answer = _asked(session, prompt_ids, options)
     with stops(answer.cancel) as interruption:
         show_beginning(session)
         if not interruption.happened:

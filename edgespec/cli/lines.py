@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import click
 
 from edgespec.cli import has_escapes
 from edgespec.cli.terminal import note
+from edgespec.cli.terminal_mode import typed_unseen
 from edgespec.errors import ConfigError, PromptError
 from edgespec.formats.files import expanded, read_text, user_folder
 
@@ -35,23 +36,9 @@ def is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-@contextmanager
-def typing_unseen() -> Iterator[None]:
+def typing_unseen() -> AbstractContextManager[None]:
     """Within the block, what is typed in a terminal does not appear in what is printed; the next prompt shows it."""
-    if not is_interactive() or sys.platform == "win32":
-        yield
-        return
-    import termios
-
-    terminal = sys.stdin.fileno()
-    usual = termios.tcgetattr(terminal)
-    unseen = usual.copy()
-    unseen[3] &= ~termios.ECHO
-    termios.tcsetattr(terminal, termios.TCSANOW, unseen)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, usual)
+    return nullcontext() if not is_interactive() or sys.platform == "win32" else typed_unseen()
 
 
 def line_reader(commands: Sequence[str]) -> ReadLine:
@@ -135,6 +122,9 @@ def _plain_reader() -> ReadLine:
             if asks:
                 click.echo(err=True)
             raise EOFError
-        return line.decode("utf-8", errors="replace").rstrip("\r\n")
+        try:
+            return line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as exc:
+            raise PromptError(f"the message is not UTF-8 text: {exc.reason} at byte {exc.start} of its line") from exc
 
     return read

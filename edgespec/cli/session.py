@@ -177,6 +177,12 @@ def _load(settings: Settings, parallel: int) -> Model:
         raise CapabilityError(f"{exc} ({profile} is in effect; --no-profile ignores it)") from exc
 
 
+def show_memory_note(model: Model) -> None:
+    """What was given up for a budget of memory, if anything was."""
+    if model.memory is not None and model.memory.note:
+        note(f"note: {model.memory.note}")
+
+
 def show_beginning(session: Session) -> None:
     """What a person should know before the first answer, on stderr: the model's banner and one line; more with -v."""
     model = session.model
@@ -187,8 +193,7 @@ def show_beginning(session: Session) -> None:
     if verbosity() == "verbose":
         _show_all(session)
         return
-    if model.memory is not None and model.memory.note:
-        note(f"note: {model.memory.note}")
+    show_memory_note(model)
     is_tuned = profile_in_effect(session.settings) is not None
     note(short_configuration(model, session.sampling, session.options, is_tuned=is_tuned))
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Generic, TypeVar
 
+from edgespec.cli.terminal_mode import typed_unseen
+
 T = TypeVar("T")
 _LOOK_S = 0.05
 
@@ -88,14 +90,6 @@ def _key_pressed() -> Iterator[Callable[[], bool]]:
         yield msvcrt.kbhit
         return
     import select
-    import termios
 
-    terminal = sys.stdin.fileno()
-    usual = termios.tcgetattr(terminal)
-    by_key = usual.copy()
-    by_key[3] &= ~(termios.ECHO | termios.ICANON)  # with ICANON a line counts only when it is complete
-    termios.tcsetattr(terminal, termios.TCSANOW, by_key)
-    try:
-        yield lambda: bool(select.select([terminal], [], [], 0)[0])
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, usual)
+    with typed_unseen(by_key=True):
+        yield lambda: bool(select.select([sys.stdin], [], [], 0)[0])

@@ -48,9 +48,9 @@ class GenerateOptions:
 
     Structured output, one of: `json_schema`: the answer is JSON that matches it, a dict or JSON text; `grammar`: a Lark
     or GBNF grammar that the answer follows; `regex`: a regular expression that the whole answer matches.
-    `free_until`: the answer is free up to and including this text, such as "</think>", and structured after it. An
-    answer cut by `max_tokens`, a stop string or the context is incomplete. A grammar is checked when a generation is
-    requested.
+    `free_until`: the answer is free up to and including this text, such as "</think>", then up to two line ends may
+    come, and what follows is structured. An answer cut by `max_tokens`, a stop string or the context is incomplete. A
+    grammar is checked when a generation is requested.
     Raises ConfigError for a value that is not allowed.
     """
 

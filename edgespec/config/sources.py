@@ -69,7 +69,22 @@ def resolve(
         for name, value, source in layer:
             if value is not None and value != ():
                 values[name], sources[name] = value, source
+    _require_text(values, sources)
     return Settings(values, sources)
+
+
+def _require_text(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Raises ConfigError for a text with bytes that Python could not decode; paths may have such names."""
+    for setting in SETTINGS:
+        if setting.kind not in ("text", "texts", "contents") or setting.name in _NAMED:
+            continue
+        given = values.get(setting.name, ())
+        for text in (given,) if isinstance(given, str) else given if isinstance(given, tuple) else ():
+            try:
+                text.encode()
+            except UnicodeEncodeError as exc:
+                where = f"--{setting.key}, from {sources[setting.name]},"
+                raise ConfigError(f"{where} is not UTF-8 text: invalid byte behind {exc.start} characters") from exc
 
 
 def _config_file(environ: Mapping[str, str]) -> Path | None:

@@ -294,6 +294,18 @@ def test_a_prompt_that_is_no_text(pair):
     assert_refused(run("generate", *pair, "-p", "a\udcff"), "-p is not UTF-8 text: invalid byte behind 1 characters")
 
 
+@pytest.mark.parametrize("flag", ["--system", "--stop", "--regex", "--free-until"])
+def test_an_option_that_is_no_text(pair, flag):
+    result = run("generate", *pair, "-p", "x", flag, "caf\udce9")
+    assert_refused(result, f"{flag}, from the command line, is not UTF-8 text: invalid byte behind 3 characters")
+
+
+def test_what_a_budget_gave_up_is_said_where_the_prompt_does_not_fit(pair):
+    result = run("generate", *pair, "--memory", "60MiB", "-p", "many words " * 4000)
+    assert_refused(result, "tokens but the context holds only")
+    assert "note: memory: " in result.stderr
+
+
 @pytest.mark.parametrize("mode", [[], ["--json"], ["--no-chat-template"]])
 def test_a_prompt_longer_than_the_context(pair, mode):
     result = run("generate", *pair, "-c", "64", "-p", "many words " * 200, *mode)

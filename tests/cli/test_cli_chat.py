@@ -382,6 +382,14 @@ def test_a_history_that_becomes_a_folder_loses_a_line_and_no_chat(tmp_path):
     history.store_string("one")
 
 
+def test_a_message_that_is_no_text_is_refused_and_not_sent(model, tmp_path):
+    path = tmp_path / "c.json"
+    sent = b"caf\xe9\n/save " + bytes(path) + b"\n"
+    result = CliRunner().invoke(cli, ["chat", *model], input=sent)
+    assert "the message is not UTF-8 text: invalid continuation byte at byte 3 of its line" in result.stderr
+    assert result.exit_code == 2 and not result.stdout.strip() and saved(path) == []
+
+
 # a real terminal
 
 
@@ -435,6 +443,20 @@ class Terminal:
             assert ready, f"waited for anything, saw {self._unread!r}"
             self._unread += os.read(self._master, 65536).decode(errors="replace")
 
+    @property
+    def shows_typing(self) -> bool:
+        import termios
+
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
+    def show_typing(self) -> None:
+        """As shells do when they take the terminal back from a program that was stopped."""
+        import termios
+
+        changed = termios.tcgetattr(self._master)
+        changed[3] |= termios.ECHO
+        termios.tcsetattr(self._master, termios.TCSANOW, changed)
+
     def enter(self, line: str) -> None:
         """Type a line at the prompt, and wait until it is taken."""
         self.wait_for(ASKING)
@@ -460,6 +482,23 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
         terminal.wait_for(ASKING)
         terminal.type("\x04")
         assert terminal.process.wait(120) == 0
+
+
+@POSIX
+def test_typing_stays_unseen_after_a_pause(slow_path):
+    with Terminal(str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
+        terminal.enter("hello")
+        terminal.wait_for_more()
+        assert not terminal.shows_typing
+        terminal.process.send_signal(signal.SIGSTOP)
+        terminal.show_typing()
+        terminal.process.send_signal(signal.SIGCONT)
+        until = time.monotonic() + 60
+        while terminal.shows_typing and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not terminal.shows_typing
+        terminal.type("\x03")
+        terminal.wait_for("stopped")
 
 
 @POSIX

@@ -199,7 +199,10 @@ def choose_context_length(path: Path, trained: int | None, asked: int | None, de
     if asked is None:
         return min(trained or default, default)
     if trained is not None and asked > trained:
-        raise ConfigError(f"a context of {asked} tokens was requested, but {path.name} was trained for {trained}")
+        raise ConfigError(
+            f"a context of {asked} tokens was requested, but {path.name} was trained for {trained}: give "
+            "at most that, or -c max"
+        )
     return asked
 
 

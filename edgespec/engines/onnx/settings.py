@@ -91,7 +91,10 @@ class OnnxSettings:
         context_length = use.context_length
         longest = min((n for n in (config.trained_length, graph.max_positions) if n), default=DEFAULT_CONTEXT)
         if context_length is not None and context_length > longest:
-            raise ConfigError(f"a context of {context_length} tokens was asked for, this model allows {longest}")
+            raise ConfigError(
+                f"a context of {context_length} tokens was asked for, this model allows {longest}: give "
+                "at most that, or -c max"
+            )
         head_size = graph.cache[0].head_size or config.head_size
         if head_size is None:
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")

@@ -70,6 +70,12 @@ class GgufHeader:
         return found if isinstance(found, GgufStrings) else ()
 
     @property
+    def merges(self) -> Sequence[bytes]:
+        """The pairs that a BPE tokenizer joins; empty for other tokenizers."""
+        found = self.metadata.get("tokenizer.ggml.merges")
+        return found if isinstance(found, GgufStrings) else ()
+
+    @property
     def context_length(self) -> int | None:
         """Tokens the model was trained for, where the file says so."""
         found = self.metadata.get(f"{self.architecture}.context_length")
