@@ -32,12 +32,12 @@ def typed_unseen(*, by_key: bool = False) -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()  # others cannot receive signals
     before = signal.signal(signal.SIGCONT, set_unseen) if is_main else None
-    set_unseen()
     try:
+        set_unseen()
         yield
     finally:
         if is_main:
-            signal.signal(signal.SIGCONT, before)
+            signal.signal(signal.SIGCONT, before or signal.SIG_DFL)
         termios.tcsetattr(terminal, termios.TCSANOW, usual)
 
 

@@ -42,7 +42,7 @@ _ARM = {"Q4_0": 4, "Q4_K": 8, "Q5_K": 8, "Q6_K": 8, "Q8_0": 4, "IQ4_NL": 4, "MXF
 _GRAPH_NODE_BYTES = 21_500
 # A token's text and score in llama.cpp, its bytes in Python (170 together) and its numbers while a row is sampled; a
 # merge, which SentencePiece has none of. Measured with 262144 tokens of Gemma, 151936 of Qwen and 49152 of SmolLM2.
-_TOKEN_BYTES, _MERGE_BYTES = 280, 120
+_TOKEN_BYTES, _MERGE_BYTES = 250, 120
 _HEAD_VOCABULARY_BYTES = 110  # the same of a head, in llama.cpp alone; measured on 150000
 
 
