@@ -17,6 +17,7 @@ from asgi_client import Client
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.errors import EdgespecError, SamplingError
+from edgespec.server import web
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
@@ -247,6 +248,31 @@ def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service,
         assert service.metrics.finished == {"cancelled": 1, "length": 1}
         assert service.metrics.new_tokens < 1900
 
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_just_when_its_request_is_queued(
+    service: Service, model: Model, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+):
+    """Where the server says once that it left, what waits for the answer learns of it all the same."""
+    clients: list[Client] = []
+    usual = web._queued
+
+    async def leaving(*given: Any) -> Any:
+        found = await usual(*given)
+        clients[0].leave()
+        await asyncio.sleep(0)  # who watched the connection until now takes the message
+        return found
+
+    async def main() -> None:
+        bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
+        clients.append(Client(create_app(service), stream=is_stream, logit_bias=bias))
+        await clients[0].task
+        await reached(lambda: service.require().scheduler.num_running == 0)
+        assert service.metrics.new_tokens < 1900 and service.metrics.finished.keys() <= {"cancelled"}
+
+    monkeypatch.setattr(web, "_queued", leaving)
     asyncio.run(main())
 
 
