@@ -50,9 +50,10 @@ class HeldFiles:
         self._leased: list[int] = []
 
     def __enter__(self) -> None:
-        if self._leasable:
-            self._leased = [handle for handle in tuple(self._leasable) if self._lease(handle)]
         try:
+            for handle in tuple(self._leasable):
+                if self._lease(handle):
+                    self._leased.append(handle)
             self.check()
         except BaseException:
             self._return_leases()
