@@ -182,7 +182,7 @@ class Generation(Closing):
                 # Give the turn back now: a caller that sees the last event may never call again. The rest of the
                 # cleanup (`settle`) runs in the next call or the next turn.
                 self._is_over = self._claim.is_ended = True
-                self._executor.turn.end(self._claim)
+                self._executor.turn.give_back(self._claim)
             elif event is None or self.is_cancelled:
                 self._end()
             return event
@@ -212,7 +212,7 @@ class Generation(Closing):
             self._executor.finish(self._claim)
         finally:
             self._claim.is_ended = True
-            self._executor.turn.end(self._claim)
+            self._executor.turn.give_back(self._claim)
 
     # -- run by a batch
 

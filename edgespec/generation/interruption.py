@@ -46,9 +46,10 @@ class Interruption:
             self._target.clear_cancel()
 
     def leave(self, claim: Claim) -> None:
-        """A generation of a batch has ended."""
+        """A generation of a batch has ended, perhaps by an interrupt before it joined."""
         with self.lock:
-            self._batched.remove(claim)
+            if claim in self._batched:
+                self._batched.remove(claim)
 
     def interrupt(self, claim: Claim | None = None) -> None:
         """End what runs after at most one pass; with `claim`, only if it is that claim's. For signal handlers too."""

@@ -195,7 +195,8 @@ class _Sidecar:
 
     async def _answer(self, request_id: str, request: _Request, fields: Fields, read: Read) -> None:
         try:
-            async with self._services.named(fields.text("model")).using() as loaded:
+            service = self._services.named(fields.text("model"))
+            async with service.using() as loaded, asyncio.timeout(loaded.limits.timeout_s):
                 fields.refuse("timings_per_token", "done has the timings of the answer", (False,))
                 exchange = await loaded.scheduler.prepare(read, loaded, fields)
                 if len(exchange.jobs) > 1 or exchange.is_stream:
@@ -203,9 +204,8 @@ class _Sidecar:
                 (ticket,) = await loaded.scheduler.submit(exchange.jobs)
                 request.answer = exchange.answer(ticket)
                 try:
-                    async with asyncio.timeout(loaded.limits.timeout_s):
-                        async for piece in request.answer.pieces():
-                            self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
+                    async for piece in request.answer.pieces():
+                        self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
                 finally:
                     ticket.cancel()
         except Exception as exc:
