@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include "onnxruntime.h"
-#include "tiles.h"
+#include "formats.h"
 
 namespace edgespec {
 const OrtApi* ort;
@@ -105,7 +105,6 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
     TRY(constant_input(info, 2 + i, &constant, &value));
     if (constant) TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &m.tiles[i]));
   }
-  if (!path_in_use()) return error(kFail, "edgespec: this processor has none of the instruction sets of the kernels");
   MatMul* kept = static_cast<MatMul*>(malloc(sizeof m));
   if (!kept) return error(kFail, "edgespec: out of memory");
   *kept = m;
@@ -132,7 +131,7 @@ void ORT_CALL run_piece(void* with, size_t piece) {
 OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   const MatMul& m = *static_cast<const MatMul*>(self);
   Run run = {};
-  run.m = &m; run.path = path_in_use();
+  run.m = &m; run.path = &path_in_use();
   Tensor x, bias;
   const OrtValue* value;
   TRY(input(context, 0, &value));
@@ -163,7 +162,7 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   }
   const int64_t rows = elements(x, x.rank - 1), block_rows = rows < kRowBlock ? rows : kRowBlock;
   int64_t size = 0, offset[2] = {-1, -1};  // activations in blocks of 32, of 256
-  for (size_t i = 0; i < m.count; i++) { int64_t& o = offset[type_info(int32_t(m.types[i]))->inputs == 256]; if (o < 0) { o = size; size += (activation_bytes(int32_t(m.types[i]), m.k, block_rows) + 63) & ~63; } }
+  for (size_t i = 0; i < m.count; i++) { int64_t& o = offset[format(int32_t(m.types[i])).inputs == 256]; if (o < 0) { o = size; size += (activation_bytes(format(int32_t(m.types[i])).inputs, m.k, block_rows) + 63) & ~63; } }
   Scratch scratch;
   if (rows && !scratch.get(size_t(size))) return error(kFail, "edgespec: out of memory");
   // A piece reads 24 kB of weights at least, and there are enough of them for cores of unequal speed.
@@ -171,8 +170,8 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   if (run.pieces > run.first_tile[m.count]) run.pieces = run.first_tile[m.count];
   for (int64_t r = 0; r < rows; r += kRowBlock) {
     run.rows = rows - r < kRowBlock ? rows - r : kRowBlock;
-    for (int j = 0; j < 2; j++) if (offset[j] >= 0) run.path->quantise(j ? 256 : 32, static_cast<const float*>(x.data) + r * m.k, m.k, run.rows, scratch.data + offset[j]);
-    for (size_t i = 0; i < m.count; i++) run.activations[i] = scratch.data + offset[type_info(int32_t(m.types[i]))->inputs == 256];
+    for (int j = 0; j < 2; j++) if (offset[j] >= 0) for (int64_t i = 0; i < run.rows; i++) run.path->quantise(j ? 256 : 32, static_cast<const float*>(x.data) + (r + i) * m.k, m.k, i, run.rows, scratch.data + offset[j]);
+    for (size_t i = 0; i < m.count; i++) run.activations[i] = scratch.data + offset[format(int32_t(m.types[i])).inputs == 256];
     if (run.pieces == 1) run_piece(&run, 0);
     else TRY(parallel(context, run_piece, size_t(run.pieces), &run));
     for (size_t i = 0; i < m.count; i++) run.y[i] += run.stride[i] * run.rows;
