@@ -94,6 +94,7 @@ template <class F> auto with_type(int32_t type, F f) {
 struct Activations256 {
   float d;
   int16_t sums32[8], sums16[16];  // of q
+  int32_t minus32[16];            // -32 * sums16
   int8_t q[256];
 };
 struct Activations32 {

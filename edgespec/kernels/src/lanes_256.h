@@ -3,12 +3,12 @@
 #include <immintrin.h>
 #include <cstring>
 #include "formats.h"
+#include "quantise_x86.h"
 
 namespace edgespec {
 namespace {
 struct Two { __m256i a, b; };
 struct TwoFloats { __m256 a, b; };
-struct SignedBytes { Two magnitude, value; };
 
 struct Lanes {
   static constexpr int kRows = 4, kAhead = 16384;
@@ -42,15 +42,15 @@ struct Lanes {
   template <int n> OP Int subtract_shifted(Int x, Int y) { return {_mm256_sub_epi32(x.a, _mm256_slli_epi32(y.a, n)), _mm256_sub_epi32(x.b, _mm256_slli_epi32(y.b, n))}; }
 
 #if defined(__AVXVNNI__)
-  static constexpr bool kWideParts = true, kSignedDot = false;
+  static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
-  OP Bytes signed_codes(Bytes x) { return x; }
   template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
     const __m256i x = four_bytes(q);
     if (first) sum = zero();
     return {_mm256_dpbusd_avx_epi32(sum.a, w.a, x), _mm256_dpbusd_avx_epi32(sum.b, w.b, x)};
   }
-  OP Int add_part(Int sum, Part p) { return add(sum, p); }
+  template <int factor> OP Int add_part(Int sum, Part p) { return add(sum, p); }
+  OP Scale sixteenfold(Scale s) { return s; }
   OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_mullo_epi32(p.a, s.a), _mm256_mullo_epi32(p.b, s.b)}); }
   OP Scale first(Pair p) { return {_mm256_srai_epi32(_mm256_slli_epi32(p.a, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(p.b, 16), 16)}; }
   OP Scale second(Pair p) { return {_mm256_srai_epi32(p.a, 16), _mm256_srai_epi32(p.b, 16)}; }
@@ -59,15 +59,9 @@ struct Lanes {
     return {_mm256_dpwssd_avx_epi32(sum.a, p.a, x), _mm256_dpwssd_avx_epi32(sum.b, p.b, x)};
   }
 #else
-  // vpmaddubsw sums two products in 16 bits, which hold max_code * 127 * 2 * quads. Codes of 8 bits are too large for it as they
-  // are: their magnitudes are multiplied with the activations that have the codes' signs, |-128 * 127| * 2 < 32768.
-  static constexpr bool kWideParts = false, kSignedDot = true;
-  static constexpr int capacity(int max_code) { return max_code > 63 ? 1 : max_code > 31 ? 2 : max_code > 15 ? 4 : 8; }
-  OP SignedBytes signed_codes(Bytes x) {
-    const __m256i top = _mm256_set1_epi8(char(0x80));
-    const Two value = {_mm256_xor_si256(x.a, top), _mm256_xor_si256(x.b, top)};
-    return {{_mm256_abs_epi8(value.a), _mm256_abs_epi8(value.b)}, value};
-  }
+  // vpmaddubsw sums two products in 16 bits, which hold max_code * 127 * 2 * quads. Codes of 8 bits are split into nibbles.
+  static constexpr bool kWideParts = false;
+  static constexpr int capacity(int max_code) { return max_code > 63 ? 8 : max_code > 31 ? 2 : max_code > 15 ? 4 : 8; }
   OP __m256i add16(__m256i x, __m256i y) {
     x = _mm256_add_epi16(x, y);
     asm("" : "+x"(x));  // GCC would reassociate the sums into a tree and spill every product
@@ -78,13 +72,10 @@ struct Lanes {
     if (first) return {a, b};
     return {add16(sum.a, a), add16(sum.b, b)};
   }
-  template <bool first> OP Part dot(Part, SignedBytes w, const int8_t* q) {
-    const __m256i x = four_bytes(q);
-    return {_mm256_maddubs_epi16(w.magnitude.a, _mm256_sign_epi8(x, w.value.a)), _mm256_maddubs_epi16(w.magnitude.b, _mm256_sign_epi8(x, w.value.b))};
-  }
   // A scale is in both halves of 32 bits.
   OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_madd_epi16(p.a, s.a), _mm256_madd_epi16(p.b, s.b)}); }
-  OP Int add_part(Int sum, Part p) { return add_scaled(sum, p, {_mm256_set1_epi16(1), _mm256_set1_epi16(1)}); }
+  template <int factor> OP Int add_part(Int sum, Part p) { return add_scaled(sum, p, {_mm256_set1_epi16(factor), _mm256_set1_epi16(factor)}); }
+  OP Scale sixteenfold(Scale s) { return {_mm256_slli_epi16(s.a, 4), _mm256_slli_epi16(s.b, 4)}; }
   OP __m256i first1(__m256i p) { return _mm256_blend_epi16(p, _mm256_slli_epi32(p, 16), 0xaa); }
   OP __m256i second1(__m256i p) { return _mm256_blend_epi16(p, _mm256_srli_epi32(p, 16), 0x55); }
   OP Scale first(Pair p) { return {first1(p.a), first1(p.b)}; }

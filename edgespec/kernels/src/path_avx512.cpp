@@ -3,12 +3,13 @@
 #include <immintrin.h>
 #include <cstring>
 #include "formats.h"
+#include "quantise_x86.h"
 
 namespace edgespec {
 namespace {
 struct Lanes {
   static constexpr int kRows = 8, kAhead = 16384;
-  static constexpr bool kWideParts = true, kSignedDot = false;
+  static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
   using Bytes = __m512i;
   using Int = __m512i;
@@ -22,15 +23,15 @@ struct Lanes {
   template <int bits> OP Bytes mask(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(char(bits))); }
   template <int low, int high> OP Bytes join(Bytes x, Bytes y) { return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(char(low)), mask<high>(y), 0xea); }  // x & low | y & high
   OP Bytes look_up(Bytes x) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Values))), x); }
-  OP Bytes signed_codes(Bytes x) { return x; }
 
   OP Int zero() { return _mm512_setzero_si512(); }
   OP Int broadcast(int32_t x) { return _mm512_set1_epi32(x); }
   OP Int four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
   template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) { return _mm512_dpbusd_epi32(first ? zero() : sum, w, four_bytes(q)); }
-  OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
+  template <int> OP Int add_part(Int sum, Part p) { return _mm512_add_epi32(sum, p); }
   OP Int add_scaled(Int sum, Part p, Scale s) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(p, s)); }
   OP Pair load_pair(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  OP Scale sixteenfold(Scale s) { return s; }
   OP Scale first(Pair p) { return _mm512_srai_epi32(_mm512_slli_epi32(p, 16), 16); }
   OP Scale second(Pair p) { return _mm512_srai_epi32(p, 16); }
   OP Int add_pairs(Int sum, Pair p, const int16_t* x) { return _mm512_dpwssd_epi32(sum, p, four_bytes(x)); }

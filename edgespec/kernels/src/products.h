@@ -1,7 +1,7 @@
 // Kernels of one instruction set, which `Lanes` (declared by the including file) stands for.
 //
-// Lanes: Bytes (a plane: 16 outputs x 4 inputs), Int and Float (16 outputs), Pair (16 outputs x 2 int16), Part (sums of
-// products of up to capacity(max_code) quads), and what is done with them.
+// Lanes are 16 outputs: Bytes (codes, 4 inputs of each), Int and Float, Pair (2 int16 of each), Part (sums of products of up
+// to capacity(max_code) quads, in less than 32 bits unless kWideParts), and what is done with them. kRows rows at a time.
 //
 // Same bits everywhere: sums of integers are exact, and each row and output meets the same float operations in the same
 // order, one fused multiply-add a block (two where there are mins), whatever rows are beside it and on every path.
@@ -14,98 +14,99 @@
 namespace edgespec {
 namespace {
 
-template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
-
 // ---- activations
 inline float from_bits(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 
-// Scale of a block and 127 / its largest magnitude. Magnitudes are compared as integers: no order matters, nothing is lost of NaN.
-template <int kInputs> INLINE float scale_of(const float* x, float* inverse) {
-  uint32_t top = 0;
-  for (int i = 0; i < kInputs; i++) { uint32_t bits; memcpy(&bits, x + i, 4); bits &= 0x7fffffff; top = bits > top ? bits : top; }
+// Scale of a block, and 127 / its largest magnitude; no inverse if all codes are zeros.
+INLINE float scale_of(const float* x, int inputs, float* inverse) {
+  const uint32_t top = largest_bits(x, inputs);
   *inverse = 0;
-  if (top >= 0x7f800000) return from_bits(0x7fc00000);
+  if (top >= 0x7f800000) return from_bits(0x7fc00000);  // not finite: NaN
   if (top < 0x0d800000) return 0;  // below 2^-100: 127 / top could overflow
   *inverse = 127.f / from_bits(top);
   return from_bits(top) / 127.f;
 }
-// Codes of 16 inputs, and their sum. Adding 1.5 * 2^23 rounds to the nearest integer, ties to even. Without an inverse x may be anything.
-INLINE int codes16(const float* x, float inverse, int8_t* q) {
-  if (inverse == 0) { memset(q, 0, 16); return 0; }
-  int sum = 0;
-  int32_t code[16];
-  for (int i = 0; i < 16; i++) { float shifted = x[i] * inverse + 12582912.f; memcpy(code + i, &shifted, 4); code[i] -= 0x4b400000; }
-  for (int i = 0; i < 16; i++) q[i] = int8_t(code[i]);
-  for (int i = 0; i < 16; i++) sum += code[i];
-  return sum;
-}
 void quantise(int inputs, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out) {
   float inverse;
+  int sums[2];
   if (inputs == 256) {
     Activations256* a = reinterpret_cast<Activations256*>(out) + row;
     for (int64_t at = 0; at < k; at += 256, a += rows) {
-      a->d = scale_of<256>(x + at, &inverse);
-      for (int s = 0; s < 16; s++) a->sums16[s] = int16_t(codes16(x + at + 16 * s, inverse, a->q + 16 * s));
-      for (int s = 0; s < 8; s++) a->sums32[s] = int16_t(a->sums16[2 * s] + a->sums16[2 * s + 1]);
+      memset(a, 0, sizeof *a);
+      a->d = scale_of(x + at, 256, &inverse);
+      if (inverse != 0) for (int s = 0; s < 8; s++) {
+        codes32(x + at + 32 * s, inverse, a->q + 32 * s, sums);
+        for (int h = 0; h < 2; h++) { a->sums16[2 * s + h] = int16_t(sums[h]); a->minus32[2 * s + h] = -32 * sums[h]; }
+        a->sums32[s] = int16_t(sums[0] + sums[1]);
+      }
     }
   } else if (inputs == 32) {
     Activations32* a = reinterpret_cast<Activations32*>(out) + row;
     for (int64_t at = 0; at < k; at += 32, a += rows) {
-      a->d = scale_of<32>(x + at, &inverse);
-      const int sum = codes16(x + at, inverse, a->q) + codes16(x + at + 16, inverse, a->q + 16);
-      a->d_sum = a->d * float(sum);
-      a->offsets[0] = -8 * sum; a->offsets[1] = -16 * sum; a->offsets[2] = -128 * sum;
+      memset(a, 0, sizeof *a);
+      a->d = scale_of(x + at, 32, &inverse);
+      if (inverse != 0) {
+        codes32(x + at, inverse, a->q, sums);
+        sums[0] += sums[1];
+        a->offsets[0] = -8 * sums[0]; a->offsets[1] = -16 * sums[0]; a->offsets[2] = -128 * sums[0];
+      }
+      a->d_sum = a->d * (inverse != 0 ? float(sums[0]) : 0);
     }
   } else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
 }
 
 // ---- products
-// Codes of quad j of 32 inputs.
-template <Type kType, int j> INLINE auto codes(const uint8_t* planes) {
+// Codes of quad j of 32 inputs. Where parts are narrow, codes of 8 bits take two passes: their lower, their upper nibbles.
+template <Type kType, int j, int pass> INLINE Lanes::Bytes codes(const uint8_t* planes) {
   constexpr Format f = format(kType);
   constexpr int low_mask = (1 << f.low) - 1, high_mask = ((1 << f.high) - 1) << f.low;
   Lanes::Bytes c = Lanes::shift<-(j * f.low % 8)>(Lanes::load(planes + j * f.low / 8 * 64));
   if constexpr (f.high) c = Lanes::join<low_mask, high_mask>(c, Lanes::shift<f.low - j * f.high % 8>(Lanes::load(planes + 64 * f.low + j * f.high / 8 * 64)));
   else if constexpr (f.low < 8) c = Lanes::mask<low_mask>(c);
   if constexpr (f.is_table) c = Lanes::look_up(c);
-  if constexpr (f.is_signed()) return Lanes::signed_codes(c);
-  else return c;
+  if constexpr (f.is_signed() && !Lanes::kWideParts) return Lanes::mask<15>(Lanes::shift<-4 * pass>(c));
+  return c;
 }
-template <Type kType> constexpr int quads_of_part() {
-  constexpr int capacity = Lanes::capacity(format(kType).max_code());
-  return capacity < 8 ? capacity : 8;
-}
+template <Type kType> constexpr int kPasses = format(kType).is_signed() && !Lanes::kWideParts ? 2 : 1;
+template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
+template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make_integer_sequence<int, kCount>()); }
 
 // Adds one super-block to `v`.
 template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile, const Activations256* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
   constexpr int groups32 = f.group / 32 ? 2 : 1;  // groups of 32 inputs that a pair of scales is for
-  constexpr int quads = quads_of_part<kType>() < f.group / 4 ? quads_of_part<kType>() : f.group / 4;
+  constexpr int capacity = Lanes::capacity(f.max_code()), quads = capacity < f.group / 4 ? capacity : f.group / 4;  // of a part
+  constexpr bool starts_at_offset = f.offset == 32 && Lanes::kWideParts;  // else the offset is subtracted at the end
   const auto* scales = reinterpret_cast<const int8_t*>(tile + f.halves());
   Lanes::Int sum[kRows], other[kRows];
   UNROLL for (int r = 0; r < kRows; r++) sum[r] = other[r] = Lanes::zero();
   for (int p = 0; p < 8 / groups32; p++) {
     const Lanes::Pair pair = Lanes::load_pair(scales + 32 * p);
     const Lanes::Scale scale[2] = {Lanes::first(pair), Lanes::second(pair)};
-    unrolled([&](auto h) ALWAYS_INLINE {
+    unrolled<groups32>([&](auto h) ALWAYS_INLINE {
       const int at = p * groups32 + h;  // group of 32 inputs
-      Lanes::Part part[kRows];
-      unrolled([&](auto j) ALWAYS_INLINE {
-        const auto c = codes<kType, j>(tile + f.planes_at() + at * f.plane_bytes());
-        UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0>(part[r], c, a[r].q + 32 * at + 4 * j);
-        if constexpr ((j + 1) % quads == 0) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled(sum[r], part[r], scale[groups32 == 2 ? h : j / 4]);
-      }, std::make_integer_sequence<int, 8>());
-    }, std::make_integer_sequence<int, groups32>());
+      unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
+        Lanes::Part part[kRows];
+        unrolled<8>([&](auto j) ALWAYS_INLINE {
+          const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at() + at * f.plane_bytes());
+          if constexpr (starts_at_offset && j % quads == 0) UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::broadcast(a[r].minus32[2 * at + j / 4]);
+          UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0 && !starts_at_offset>(part[r], c, a[r].q + 32 * at + 4 * j);
+          if constexpr ((j + 1) % quads == 0) {
+            const Lanes::Scale s = scale[groups32 == 2 ? h : j / 4];
+            UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled(sum[r], part[r], pass ? Lanes::sixteenfold(s) : s);
+          }
+        });
+      });
+    });
   }
-  constexpr bool has_offset = f.offset && !(f.is_signed() && Lanes::kSignedDot);
-  if constexpr (f.has_mins || has_offset) UNROLL for (int p = 0; p < 128 / f.group; p++) {
+  if constexpr (f.has_mins || (f.offset && !starts_at_offset)) UNROLL for (int p = 0; p < 128 / f.group; p++) {
     const Lanes::Pair pair = Lanes::load_pair(scales + (f.has_mins ? f.scales() : 0) + 32 * p);
     UNROLL for (int r = 0; r < kRows; r++) other[r] = Lanes::add_pairs(other[r], pair, (f.group == 16 ? a[r].sums16 : a[r].sums32) + 2 * p);
   }
   const Lanes::Float d = Lanes::load_halves(tile), d_min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
   UNROLL for (int r = 0; r < kRows; r++) {
     const Lanes::Float scale = Lanes::broadcast(a[r].d);
-    if constexpr (has_offset) sum[r] = Lanes::subtract_shifted<__builtin_ctz(f.offset | 256)>(sum[r], other[r]);
+    if constexpr (f.offset && !starts_at_offset) sum[r] = Lanes::subtract_shifted<__builtin_ctz(f.offset | 256)>(sum[r], other[r]);
     v[r] = Lanes::fma(Lanes::to_float(sum[r]), Lanes::multiply(d, scale), v[r]);
     if constexpr (f.has_mins) v[r] = Lanes::fnma(Lanes::to_float(other[r]), Lanes::multiply(d_min, scale), v[r]);
   }
@@ -114,19 +115,18 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
 // Adds one block of 32 inputs to `v`.
 template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, const Activations32* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
-  constexpr bool has_offset = f.offset && !(f.is_signed() && Lanes::kSignedDot);
+  constexpr int quads = Lanes::capacity(f.max_code()) < 8 ? Lanes::capacity(f.max_code()) : 8;  // of a part
   Lanes::Int sum[kRows];
-  [[maybe_unused]] Lanes::Part part[kRows];
-  UNROLL for (int r = 0; r < kRows; r++) sum[r] = has_offset ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
-  unrolled([&](auto j) ALWAYS_INLINE {
-    const auto c = codes<kType, j>(tile + f.planes_at());
-    if constexpr (Lanes::kWideParts) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::dot<false>(sum[r], c, a[r].q + 4 * j);
-    else {
-      constexpr int quads = quads_of_part<kType>();
-      UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0>(part[r], c, a[r].q + 4 * j);
-      if constexpr ((j + 1) % quads == 0) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part(sum[r], part[r]);
-    }
-  }, std::make_integer_sequence<int, 8>());
+  UNROLL for (int r = 0; r < kRows; r++) sum[r] = f.offset ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
+  unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
+    [[maybe_unused]] Lanes::Part part[kRows];
+    unrolled<8>([&](auto j) ALWAYS_INLINE {
+      const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at());
+      if constexpr (Lanes::kWideParts) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::dot<false>(sum[r], c, a[r].q + 4 * j);
+      else UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0>(part[r], c, a[r].q + 4 * j);
+      if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part<pass ? 16 : 1>(sum[r], part[r]);
+    });
+  });
   const Lanes::Float d = Lanes::load_halves(tile), min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
   UNROLL for (int r = 0; r < kRows; r++) {
     v[r] = Lanes::fma(Lanes::to_float(sum[r]), Lanes::multiply(d, Lanes::broadcast(a[r].d)), v[r]);
