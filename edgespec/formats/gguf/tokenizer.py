@@ -11,12 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from edgespec.engines.onnx.tokenizer import END_NAMES
 from edgespec.errors import ModelFileError
-from edgespec.export.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
-from edgespec.export.onnx.piece_merges import merges_of, refused
 from edgespec.formats.gguf.header import GgufHeader
+from edgespec.formats.gguf.piece_merges import merges_of, refused
+from edgespec.formats.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings
+from edgespec.vocabulary import END_NAMES
 
 Json = dict[str, Any]
 # Other names of llama.cpp's for a splitter in PRE_TOKENIZERS (src/llama-vocab.cpp).
