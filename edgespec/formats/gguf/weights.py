@@ -11,8 +11,8 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.architectures.rows import PERMUTE_K, PERMUTE_Q, Tensor
 from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.gguf.model import GgufModel
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BYTES_AT_ONCE = 4 << 20
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.gguf.weights import EMBEDDING, HEAD
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.nodes import Nodes
 from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of, unsigned
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 GROUPABLE = ("down_proj", "o_proj", "gate_proj", "up_proj", "q_proj", "lm_head")  # what `Mixed` may group
 Floats = NDArray[np.float32]
 Codes = tuple[NDArray[np.int8], Floats]
