@@ -1,0 +1,10 @@
+"""Where the compiled library of the kernels is."""
+
+import os
+from pathlib import Path
+
+
+def library_path() -> Path | None:
+    """Path of the shared library, None if it has not been built."""
+    path = os.environ.get("EDGESPEC_KERNELS")
+    return Path(path) if path else None
