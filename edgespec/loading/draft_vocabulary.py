@@ -119,8 +119,9 @@ def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:
 
             return stack.enter_context(VocabularyFile(path))
         from edgespec.engines.onnx.graph import read_graph
+        from edgespec.engines.onnx.source import open_source
         from edgespec.engines.onnx.tokenizer import TokenizerFile
 
-        return TokenizerFile(path.parent, read_graph(path).vocabulary_size)
+        return TokenizerFile(path.parent, read_graph(open_source(path)).vocabulary_size)
     except CapabilityError:
         return None

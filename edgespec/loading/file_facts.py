@@ -44,10 +44,11 @@ class FileFacts:
         if target.engine == "onnx":
             from edgespec.engines.onnx.graph import read_graph
             from edgespec.engines.onnx.settings import ModelConfig
+            from edgespec.engines.onnx.source import open_source
             from edgespec.engines.onnx.tokenizer import read_chat_template
 
             folder = target.path.parent
-            architecture, graph = ModelConfig.read(folder).architecture, read_graph(target.path)
+            architecture, graph = ModelConfig.read(folder).architecture, read_graph(open_source(target.path))
             return cls("onnx", architecture, graph.weight_bytes, read_chat_template(folder) or "")
         headers = [read_header(path) for path in pair.paths("target") if path.suffix == ".gguf"]
         first = headers[0]

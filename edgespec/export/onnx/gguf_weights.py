@@ -49,9 +49,13 @@ class GgufWeights(GgufTensors):
         return self._matrix(name)[0].name in self._kept
 
     def _rows(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of all rows in their order, some at a time."""
         tensor, _ = self._matrix(name)
         row_bytes = tensor.num_bytes // rows_of(tensor)
-        return self.rows_of_bytes(name, WEIGHTS_AT_ONCE // tensor.shape[0] * row_bytes, ROWS_JOINED)
+        step = max(WEIGHTS_AT_ONCE // tensor.shape[0] // ROWS_JOINED, 1) * ROWS_JOINED
+        for start, stop in self.spans(name, step * row_bytes, ROWS_JOINED):
+            whole = self.some_rows(name, start, stop)
+            yield from (whole[at : at + step] for at in range(0, stop - start, step))
 
     def _floats(self, raw: NDArray[np.uint8], tensor: TensorInfo) -> NDArray[np.float32]:
         gguf = library()

@@ -13,8 +13,6 @@ from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 
-BYTES_AT_ONCE = 4 << 20
-
 
 class GgufTensors:
     """The tensors of an opened model. The output projection is `lm_head.weight`, also where it is the embedding."""
@@ -39,21 +37,25 @@ class GgufTensors:
         order = self._order(tensor.shape[-1], row)
         return self._checked(found if order is None else found[order], tensor)
 
-    def rows_of_bytes(
-        self, name: str, bytes_at_once: int = BYTES_AT_ONCE, multiple: int = 1
-    ) -> Iterator[NDArray[np.uint8]]:
-        """All rows of a matrix in Hugging Face's order, some [n, bytes] at a time; n is a `multiple` but at the end.
+    def spans(self, name: str, bytes_at_once: int, multiple: int) -> Iterator[tuple[int, int]]:
+        """Rows (from, to) of a matrix that are read at once; their number is a `multiple`, but at the end.
+
+        One span where the file has the rows in another order than Hugging Face.
+        """
+        tensor, row = self._matrix(name)
+        outputs = tensor.shape[1]
+        step = max(bytes_at_once * outputs // tensor.num_bytes // multiple, 1) * multiple
+        step = outputs if self._order(outputs, row) is not None else step
+        return ((start, min(start + step, outputs)) for start in range(0, outputs, step))
+
+    def some_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes [rows, bytes] of the rows of one of `spans`, in Hugging Face's order.
 
         They are read, not mapped, so that a file that is cut meanwhile ends in ModelFileError and not in a signal.
         """
         tensor, row = self._matrix(name)
-        outputs = tensor.shape[1]
-        order = self._order(outputs, row)
-        whole = None if order is None else self._raw(tensor, 0, outputs)[order]
-        step = max(bytes_at_once * outputs // tensor.num_bytes // multiple, 1) * multiple
-        for start in range(0, outputs, step):
-            stop = min(start + step, outputs)
-            yield self._raw(tensor, start, stop) if whole is None else whole[start:stop]
+        found, order = self._raw(tensor, start, stop), self._order(stop - start, row)
+        return found if order is None else found[order]
 
     def wrong_numbers(self, name: str) -> ModelFileError:
         """The error of a tensor that holds infinity or NaN."""
