@@ -6,6 +6,7 @@ lack stays with llama.cpp: GPUs, other architectures, heads in GGUF, caches of o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path, why_missing
+from edgespec.loading.shipped_heads import shipped_heads
 
 ONNX_CACHE_TYPES = (None, "f32", "int8")
 
@@ -32,7 +34,18 @@ def with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
     if options.engine == "llamacpp":
         return pair
     files = {role: _with_engine(options, role, file, pair) for role, file in pair.files.items()}
-    return replace(pair, files=MappingProxyType(files), engines=_engines(pair, files["target"]))
+    found = replace(pair, files=MappingProxyType(files), engines=_engines(pair, files["target"]))
+    return replace(found, heads=_heads(options, found))
+
+
+def _heads(options: LoadOptions, pair: ModelPair) -> Mapping[str, ModelFile]:
+    """The pair's heads, or the shipped ones for its very target where nothing else drafts for it."""
+    target = pair.files["target"]
+    if pair.heads or pair.draft or options.heads or options.drafter not in ("auto", "eagle"):
+        return pair.heads
+    if target.engine != "onnx" or not target.is_gguf or (path := shipped_heads(target.path, target.sha256)) is None:
+        return pair.heads
+    return MappingProxyType({"eagle": ModelFile(path)})
 
 
 def _engines(pair: ModelPair, target: ModelFile) -> tuple[str, ...]:
@@ -94,11 +107,22 @@ def _heads_in_gguf(options: LoadOptions, pair: ModelPair) -> str:
     return ""
 
 
-def _why_unreadable(path: Path) -> str:
-    from edgespec.engines.onnx.source import readable_model
+def has_fast_kernels() -> bool:
+    """Whether the kernels are built, and made for this processor's instructions."""
     from edgespec.kernels import tiles
 
-    if tiles.path() == "portable" and has_engine("llamacpp"):
+    return library_path() is not None and tiles.path() != "portable"
+
+
+def runs_on_kernels(path: Path) -> bool:
+    """Whether the kernels run a model where nothing else is asked for."""
+    return path.suffix == ".gguf" and library_path() is not None and not _why_unreadable(path)
+
+
+def _why_unreadable(path: Path) -> str:
+    from edgespec.engines.onnx.source import readable_model
+
+    if not has_fast_kernels() and has_engine("llamacpp"):
         return "this processor has none of the instructions that the kernels are made for"
     try:
         readable_model(path)

@@ -83,3 +83,14 @@ class Tiles:
         if not self._nodes.has(name):
             self._nodes.store_later(name, self._weights.num_bytes(source), lambda out: self._weights.pack(source, out))
         return name
+
+
+def q8_0(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Rows [n, k] as GGML's blocks of 32 codes of 8 bits with a half-precision scale [n, k / 32 * 34]; k % 32 = 0."""
+    groups = weights.reshape(len(weights), -1, 32)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    scales = (largest / np.float32(127)).astype(np.float16)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+    codes = np.rint(groups * inverse).astype(np.int8)
+    return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=2).reshape(len(weights), -1)
