@@ -1,6 +1,9 @@
 """Weights as tiles: the C interface of the kernels by ctypes. All arrays are C-contiguous; ctypes releases the GIL."""
 
 import ctypes
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -8,12 +11,25 @@ from numpy.typing import NDArray
 
 from edgespec.kernels.library import library_path
 
-__all__ = ["TYPES", "choose_path", "lookup", "pack", "packed_bytes", "path", "product"]
+__all__ = ["TYPES", "choose_path", "held", "lookup", "pack", "packed_bytes", "path", "product"]
 
 #: GGML's name of a type -> its number.
 TYPES = {
-    **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12},
-    **{"Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30},
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "BF16": 30,
 }
 ABI_VERSION = 1
 
@@ -32,6 +48,8 @@ def _library() -> ctypes.CDLL:
         ("choose_path", i32, (ctypes.c_char_p,)),
         ("packed_bytes", i64, (i32, i64, i64)),
         ("pack", i32, (i32, pointer, i64, i64, pointer)),
+        ("hold", i64, (pointer, i64)),
+        ("drop", None, (i64,)),
         ("lookup", i32, (i32, pointer, i64, i64, pointer, i64, pointer)),
         ("scratch_bytes", i64, (i32, i64, i64)),
         ("product", i32, (i32, pointer, i64, i64, pointer, i64, pointer, pointer, pointer, i64, i64)),
@@ -72,7 +90,27 @@ def pack(kind: str, rows: NDArray[np.uint8], inputs: int, out: NDArray[np.uint8]
     return bool(status == 0)
 
 
-def lookup(kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+@contextmanager
+def held(arrays: Mapping[str, NDArray[np.uint8]]) -> Iterator[dict[str, bytes]]:
+    """For each of `arrays` of tiles the 8 bytes that stand for it in a graph, while its session is made.
+
+    The session reads the arrays themselves as long as it lives. Raises MemoryError.
+    """
+    numbers: dict[str, int] = {}
+    try:
+        for name, array in arrays.items():
+            numbers[name] = _library().edgespec_hold(array.ctypes.data, array.nbytes)
+            if not numbers[name]:
+                raise MemoryError("no room for a table of weights")
+        yield {name: number.to_bytes(8, sys.byteorder) for name, number in numbers.items()}
+    finally:
+        for number in numbers.values():
+            _library().edgespec_drop(number)
+
+
+def lookup(
+    kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
     """Dequantised rows [len(ids), inputs]. Raises IndexError for an id outside the matrix."""
     out = np.empty((len(ids), inputs), np.float32)
     arguments = TYPES[kind], tiles.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include "onnxruntime.h"
 #include "formats.h"
 
@@ -67,9 +68,29 @@ int64_t elements(const Tensor& t, size_t rank) {
   for (size_t i = 0; i < rank; i++) count *= t.dims[i];
   return count;
 }
+
+// Tiles in memory that a program holds. In a graph 8 bytes with their number stand for them while its session is made,
+// as ONNX Runtime would copy a weight that it is given in memory.
+struct Held { int64_t number, bytes; const uint8_t* tiles; Held* next; };
+Held* held = nullptr;
+int64_t last_number = 0;
+std::atomic_flag held_in_use = ATOMIC_FLAG_INIT;
+struct HeldLock {
+  HeldLock() { while (held_in_use.test_and_set(std::memory_order_acquire)) {} }
+  ~HeldLock() { held_in_use.clear(std::memory_order_release); }
+};
+
 OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, const uint8_t** out) {
   Tensor t;
   TRY(read(value, name, kTypeUint8, &t));
+  if (elements(t, t.rank) == int64_t(sizeof(int64_t))) {
+    int64_t number;
+    memcpy(&number, t.data, sizeof number);
+    HeldLock lock;
+    for (const Held* each = held; each; each = each->next)
+      if (each->number == number && each->bytes == bytes) { *out = each->tiles; return nullptr; }
+    return invalid("edgespec: %s names tiles that nobody holds, or of another size than %lld bytes", name, (long long)bytes);
+  }
   if (elements(t, t.rank) != bytes) return invalid("edgespec: %s has %lld bytes, its type and size need %lld", name, (long long)elements(t, t.rank), (long long)bytes);
   *out = static_cast<const uint8_t*>(t.data);
   return nullptr;
@@ -237,6 +258,24 @@ OrtCustomOp matmul_operator, lookup_operator;
 
 }  // namespace
 }  // namespace edgespec
+
+// The number of `bytes` of tiles for `read_tiles`, 0 if there is no memory. They must outlive all sessions made with it.
+extern "C" __attribute__((visibility("default"))) int64_t edgespec_hold(const uint8_t* tiles, int64_t bytes) {
+  using namespace edgespec;
+  Held* kept = static_cast<Held*>(malloc(sizeof(Held)));
+  if (!kept) return 0;
+  HeldLock lock;
+  *kept = {++last_number, bytes, tiles, held};
+  held = kept;
+  return kept->number;
+}
+// Forgets a number; sessions that were made with it go on reading the tiles.
+extern "C" __attribute__((visibility("default"))) void edgespec_drop(int64_t number) {
+  using namespace edgespec;
+  HeldLock lock;
+  for (Held** each = &held; *each; each = &(*each)->next)
+    if ((*each)->number == number) { Held* gone = *each; *each = gone->next; free(gone); return; }
+}
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace edgespec;
