@@ -25,9 +25,15 @@ struct Block {
 void split_nibbles(const uint8_t* p, int count, uint8_t* low, uint8_t* high) {
   for (int i = 0; i < count; i++) { low[i] = p[i] & 15; high[i] = p[i] >> 4; }
 }
-// Bit i of the 32 bits at p -> `bit` of code i.
-void add_bits(const uint8_t* p, int bit, uint8_t* codes) {
-  for (int i = 0; i < 32; i++) codes[i] |= uint8_t((p[i / 8] >> (i % 8) & 1) << bit);
+// Bit i of the 32 bits at p -> bit 4 of code i: eight codes at a time.
+void add_fifth_bits(const uint8_t* p, uint8_t* codes) {
+  for (int i = 0; i < 4; i++) {
+    uint64_t eight;
+    memcpy(&eight, codes + 8 * i, 8);
+    const uint64_t bit_in_each = p[i] * 0x0101010101010101u & 0x8040201008040201u;
+    eight |= ((bit_in_each + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
+    memcpy(codes + 8 * i, &eight, 8);
+  }
 }
 // 6-bit scales and mins of eight groups.
 void scales_and_mins(const uint8_t* p, int8_t* scales, int8_t* mins) {
@@ -41,8 +47,8 @@ template <Type type> void unpack(const uint8_t* p, Block* b) {
   b->d = p; b->min = p + 2;
   if constexpr (type == Q4_0 || type == IQ4_NL) split_nibbles(p + 2, 16, c, c + 16);
   if constexpr (type == Q4_1) split_nibbles(p + 4, 16, c, c + 16);
-  if constexpr (type == Q5_0) { split_nibbles(p + 6, 16, c, c + 16); add_bits(p + 2, 4, c); }
-  if constexpr (type == Q5_1) { split_nibbles(p + 8, 16, c, c + 16); add_bits(p + 4, 4, c); }
+  if constexpr (type == Q5_0) { split_nibbles(p + 6, 16, c, c + 16); add_fifth_bits(p + 2, c); }
+  if constexpr (type == Q5_1) { split_nibbles(p + 8, 16, c, c + 16); add_fifth_bits(p + 4, c); }
   if constexpr (type == Q8_0) for (int i = 0; i < 32; i++) c[i] = p[2 + i] ^ 0x80;
   if constexpr (type == Q2_K || type == Q3_K) {
     const uint8_t* q = type == Q2_K ? p + 16 : p + 32;
