@@ -36,8 +36,14 @@ bool has_avx512_vnni() {
 namespace edgespec {
 namespace {
 const Path* const kPaths[] = {
-#if defined(__x86_64__)
-    &kAvx512, &kAvxVnni, &kAvx2,
+#if defined(__x86_64__) && !defined(EDGESPEC_WITHOUT_AVX512)  // the build leaves out what its compiler does not know
+    &kAvx512,
+#endif
+#if defined(__x86_64__) && !defined(EDGESPEC_WITHOUT_AVXVNNI)
+    &kAvxVnni,
+#endif
+#if defined(__x86_64__) && !defined(EDGESPEC_WITHOUT_AVX2)
+    &kAvx2,
 #endif
     &kPortable};
 std::atomic<const Path*> chosen;
