@@ -27,7 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from edgespec.kernels import library
 
 # Checks as calls: inlined into the unrolled kernels they take the compiler many minutes.
-CHECKED = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all --param asan-instrumentation-with-call-threshold=0"
+CHECKED = (
+    "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all --param asan-instrumentation-with-call-threshold=0"
+)
 BATCH = 200  # inputs of a child
 HOSTILE = (0, -1, 1, 7, 255, 257, 2**31, 2**32 + 256, 2**62, 2**63 - 1, -(2**63))
 PATHS = ("portable", "avx2", "avx-vnni", "avx512-vnni")
@@ -45,9 +47,12 @@ def main() -> int:
     from edgespec.kernels import build
 
     build.FLAGS = (*build.FLAGS, *CHECKED.split())
-    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    runtime = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")  # what throws is looked up when the first starts
+    ]
     environment = os.environ | {
-        "LD_PRELOAD": runtime.stdout.strip(),  # Python was built without it
+        "LD_PRELOAD": " ".join(runtime),  # Python was built without them
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",
@@ -57,7 +62,9 @@ def main() -> int:
         path = build.build(Path(folder), ("g++", "-fsanitize=address,undefined"))
         for number in range(-(-given.inputs // BATCH)):
             command = [sys.executable, __file__, "--batch", str(path), str(given.seed + number)]
-            child = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, timeout=900)
+            child = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", env=environment, timeout=900
+            )
             if child.returncode:
                 faults += 1
                 print(f"seed {given.seed + number}: exit code {child.returncode}\n{child.stderr[-4000:]}", flush=True)
@@ -78,14 +85,14 @@ def run_batch(path: Path, seed: int) -> int:
     return 0
 
 
-def random_matrix(rng: np.random.Generator) -> tuple[str, int, int, np.ndarray, bool]:
+def random_matrix(rng: np.random.Generator, inputs: int = 0) -> tuple[str, int, int, np.ndarray, bool]:
     """Kind, outputs, inputs, tiles of random bytes, and whether all scales are finite."""
     from edgespec.kernels import tiles
     from tiled import activation_block
 
     kind = str(rng.choice(list(tiles.TYPES)))
     block = activation_block(kind)
-    outputs, inputs = int(rng.integers(1, 70)), block * int(rng.integers(1, 1 + 600 // block))
+    outputs, inputs = int(rng.integers(1, 70)), inputs or block * int(rng.integers(1, 1 + 600 // block))
     row_bytes = tiles._library().edgespec_row_bytes(tiles.TYPES[kind], inputs)
     rows = rng.integers(0, 256, (outputs, row_bytes), dtype=np.uint8)
     if rng.random() < 0.5:  # numbers of two bytes from 2^-14 to 4, but for their signs
@@ -155,8 +162,8 @@ def one_graph(rng: np.random.Generator) -> str:
     from tiled import node, session
 
     count = int(rng.integers(1, 4))
-    matrices = [random_matrix(rng)[:4] for _ in range(count)]
-    inputs = matrices[0][2]
+    inputs = int(rng.choice([256, 512, 768]))
+    matrices = [random_matrix(rng, inputs)[:4] for _ in range(count)]
     types = [tiles.TYPES[kind] for kind, *_ in matrices]
     outputs = [n for _, n, *_ in matrices]
     k, bias = inputs, rng.standard_normal(sum(outputs)).astype(np.float32)
