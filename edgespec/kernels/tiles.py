@@ -47,6 +47,7 @@ def _library() -> ctypes.CDLL:
         ("abi_version", i32, ()),
         ("choose_path", i32, (ctypes.c_char_p,)),
         ("packed_bytes", i64, (i32, i64, i64)),
+        ("row_bytes", i64, (i32, i64)),
         ("pack", i32, (i32, pointer, i64, i64, pointer)),
         ("hold", i64, (pointer, i64)),
         ("drop", None, (i64,)),
@@ -77,15 +78,24 @@ def packed_bytes(kind: str, outputs: int, inputs: int) -> int | None:
     return None if size < 0 else int(size)
 
 
+def _check_tiles(kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int) -> None:
+    size = packed_bytes(kind, outputs, inputs)
+    if size is None or size != tiles.nbytes or not tiles.flags.c_contiguous:
+        raise ValueError(f"{kind} tiles of {outputs} x {inputs} weights take {size} bytes, not {tiles.nbytes}.")
+
+
 def pack(kind: str, rows: NDArray[np.uint8], inputs: int, out: NDArray[np.uint8]) -> bool:
     """Pack consecutive rows [n, bytes] of a GGUF's matrix into consecutive tiles; False if a scale is not finite.
 
     Parts of a matrix can be packed at once: `n` is a multiple of 16, but for the last part. Raises ValueError if `out`
     has another size than `packed_bytes`, or a row another than its type needs.
     """
-    size = packed_bytes(kind, len(rows), inputs)
-    if size is None or size != out.nbytes or not (rows.flags.c_contiguous and out.flags.c_contiguous):
-        raise ValueError(f"{kind} tiles of {len(rows)} x {inputs} weights take {size} bytes, not {out.nbytes}.")
+    _check_tiles(kind, out, len(rows), inputs)
+    row_bytes = _library().edgespec_row_bytes(TYPES[kind], inputs)
+    if rows.shape != (len(rows), row_bytes) or not rows.flags.c_contiguous:
+        raise ValueError(
+            f"{len(rows)} rows of {inputs} weights of {kind} are [{len(rows)}, {row_bytes}], not {rows.shape}."
+        )
     status = _library().edgespec_pack(TYPES[kind], rows.ctypes.data, len(rows), inputs, out.ctypes.data)
     return bool(status == 0)
 
@@ -112,6 +122,7 @@ def lookup(
     kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int, ids: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """Dequantised rows [len(ids), inputs]. Raises IndexError for an id outside the matrix."""
+    _check_tiles(kind, tiles, outputs, inputs)
     out = np.empty((len(ids), inputs), np.float32)
     arguments = TYPES[kind], tiles.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data
     if _library().edgespec_lookup(*arguments):
@@ -124,6 +135,9 @@ def product(
 ) -> NDArray[np.float32]:
     """x [m, inputs] times a matrix [outputs, inputs] as tiles, plus `bias` [outputs]: [m, outputs], in this thread."""
     rows, inputs = x.shape
+    _check_tiles(kind, tiles, outputs, inputs)
+    if not x.flags.c_contiguous or (bias is not None and bias.shape != (outputs,)):
+        raise ValueError(f"x is [m, inputs] and contiguous, a bias is [{outputs}].")
     y = np.empty((rows, outputs), np.float32)
     scratch = np.empty(_library().edgespec_scratch_bytes(TYPES[kind], inputs, rows) + 64, np.uint8)
     start = scratch.ctypes.data + 63 & ~63

@@ -7,13 +7,14 @@
 #include <cstdlib>
 #include <cstring>
 #include "onnxruntime.h"
-#include "tiles.h"
+#include "formats.h"
 
 namespace edgespec {
 const OrtApi* ort;
 namespace {
 
 constexpr int kMatrices = 3, kMaxRank = 8;
+constexpr int64_t kBatch = 512;  // rows that are quantised before they are multiplied
 #define TRY(expression) if (OrtStatus* status = (expression)) return status
 
 template <class... Args> OrtStatus* invalid(const char* format, Args... args) {
@@ -126,7 +127,6 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
     TRY(constant_input(info, 2 + i, &constant, &value));
     if (constant) TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &m.tiles[i]));
   }
-  if (!path_in_use()) return error(kFail, "edgespec: this processor has none of the instruction sets of the kernels");
   MatMul* kept = static_cast<MatMul*>(malloc(sizeof m));
   if (!kept) return error(kFail, "edgespec: out of memory");
   *kept = m;
@@ -134,26 +134,48 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   return nullptr;
 }
 
+// Kinds of activations: blocks of so many inputs.
+constexpr int kKinds = 3, kInputs[kKinds] = {1, 32, 256};
+int kind_of(int64_t type) { const int inputs = format(int32_t(type)).inputs; return inputs == 256 ? 2 : inputs == 32 ? 1 : 0; }
+
 struct Run {
   const MatMul* m;
   const Path* path;
-  const uint8_t *tiles[kMatrices], *activations[kMatrices];
-  const float *x, *bias;
+  const float *x, *bias;  // rows of this batch
+  const uint8_t* tiles[kMatrices];
+  uint8_t* activations[kKinds];  // null: not needed
   float* y[kMatrices];
-  int64_t stride[kMatrices], first_tile[kMatrices + 1], rows, pieces;
+  int64_t stride[kMatrices], first_tile[kMatrices + 1], rows, block_rows, pieces;
+
+  uint8_t* block(int kind, int64_t row) const { return activations[kind] + activation_bytes(kInputs[kind], m->k, row); }
+  int64_t rows_of_block(int64_t row) const { return rows - row < block_rows ? rows - row : block_rows; }
 };
+void ORT_CALL quantise_row(void* with, size_t row) {
+  const Run& run = *static_cast<const Run*>(with);
+  const int64_t start = int64_t(row) / run.block_rows * run.block_rows;
+  for (int kind = 0; kind < kKinds; kind++)
+    if (run.activations[kind]) run.path->quantise(kInputs[kind], run.x + int64_t(row) * run.m->k, run.m->k, int64_t(row) - start, run.rows_of_block(start), run.block(kind, start));
+}
+// One piece of all the matrices' tiles, for all rows: its weights stay in the second-level cache.
 void ORT_CALL run_piece(void* with, size_t piece) {
   const Run& run = *static_cast<const Run*>(with);
-  const int64_t all = run.first_tile[run.m->count], begin = all * int64_t(piece) / run.pieces, end = all * int64_t(piece + 1) / run.pieces;
-  for (size_t i = 0, at = 0; i < run.m->count; at += size_t(run.m->outputs[i++])) {
+  const MatMul& m = *run.m;
+  const int64_t all = run.first_tile[m.count], begin = all * int64_t(piece) / run.pieces, end = all * int64_t(piece + 1) / run.pieces;
+  for (int64_t row = 0; row < run.rows; row += run.block_rows) for (size_t i = 0, at = 0; i < m.count; at += size_t(m.outputs[i++])) {
     const int64_t zero = run.first_tile[i], first = begin > zero ? begin : zero, last = end < run.first_tile[i + 1] ? end : run.first_tile[i + 1];
-    if (first < last) run.path->product(int32_t(run.m->types[i]), run.tiles[i], run.m->outputs[i], run.m->k, run.activations[i], int(run.rows), run.y[i], run.stride[i], run.bias ? run.bias + at : nullptr, first - zero, last - zero);
+    if (first < last) run.path->product(int32_t(m.types[i]), run.tiles[i], m.outputs[i], m.k, run.block(kind_of(m.types[i]), row), int(run.rows_of_block(row)), run.y[i] + row * run.stride[i], run.stride[i], run.bias ? run.bias + at : nullptr, first - zero, last - zero);
   }
+}
+// In this thread where the work is smaller than what waking others costs.
+OrtStatus* run_all(const OrtKernelContext* context, bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
+  if (!is_small && count > 1) return parallel(context, run, size_t(count), with);
+  for (int64_t i = 0; i < count; i++) run(with, size_t(i));
+  return nullptr;
 }
 OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   const MatMul& m = *static_cast<const MatMul*>(self);
   Run run = {};
-  run.m = &m; run.path = path_in_use();
+  run.m = &m; run.path = &path_in_use();
   Tensor x, bias;
   const OrtValue* value;
   TRY(input(context, 0, &value));
@@ -182,20 +204,25 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
       run.y[i] = static_cast<float*>(p);
     } else run.y[i] = run.y[0] + at;
   }
-  const int64_t rows = elements(x, x.rank - 1), block_rows = rows < kRowBlock ? rows : kRowBlock;
-  int64_t size = 0, offset[2] = {-1, -1};  // activations in blocks of 32, of 256
-  for (size_t i = 0; i < m.count; i++) { int64_t& o = offset[type_info(int32_t(m.types[i]))->inputs == 256]; if (o < 0) { o = size; size += (activation_bytes(int32_t(m.types[i]), m.k, block_rows) + 63) & ~63; } }
+  const int64_t rows = elements(x, x.rank - 1), batch = rows < kBatch ? rows : kBatch;
+  run.block_rows = m.k > 4096 ? kRowBlock / 2 : kRowBlock;  // activations of a block stay in the second-level cache, too
+  int64_t size = 0, offset[kKinds] = {-1, -1, -1};
+  for (size_t i = 0; i < m.count; i++) {
+    const int kind = kind_of(m.types[i]);
+    if (offset[kind] < 0) { offset[kind] = size; size += (activation_bytes(kInputs[kind], m.k, batch) + 63) & ~63; }
+  }
   Scratch scratch;
   if (rows && !scratch.get(size_t(size))) return error(kFail, "edgespec: out of memory");
+  for (int kind = 0; kind < kKinds; kind++) run.activations[kind] = offset[kind] < 0 ? nullptr : scratch.data + offset[kind];
   // A piece reads 24 kB of weights at least, and there are enough of them for cores of unequal speed.
-  run.pieces = work / 24576 < 1 ? 1 : work / 24576 < 64 ? work / 24576 : 64;
-  if (run.pieces > run.first_tile[m.count]) run.pieces = run.first_tile[m.count];
-  for (int64_t r = 0; r < rows; r += kRowBlock) {
-    run.rows = rows - r < kRowBlock ? rows - r : kRowBlock;
-    for (int j = 0; j < 2; j++) if (offset[j] >= 0) run.path->quantise(j ? 256 : 32, static_cast<const float*>(x.data) + r * m.k, m.k, run.rows, scratch.data + offset[j]);
-    for (size_t i = 0; i < m.count; i++) run.activations[i] = scratch.data + offset[type_info(int32_t(m.types[i]))->inputs == 256];
-    if (run.pieces == 1) run_piece(&run, 0);
-    else TRY(parallel(context, run_piece, size_t(run.pieces), &run));
+  const int64_t tiles = run.first_tile[m.count], most = tiles < 64 ? tiles : 64;
+  run.pieces = work / 24576 < 1 ? 1 : work / 24576 < most ? work / 24576 : most;
+  run.x = static_cast<const float*>(x.data);
+  for (int64_t row = 0; row < rows; row += batch) {
+    run.rows = rows - row < batch ? rows - row : batch;
+    TRY(run_all(context, run.rows * m.k < 65536, quantise_row, run.rows, &run));
+    TRY(run_all(context, work / 8 * run.rows < 12288, run_piece, run.pieces, &run));
+    run.x += run.rows * m.k;
     for (size_t i = 0; i < m.count; i++) run.y[i] += run.stride[i] * run.rows;
   }
   return nullptr;

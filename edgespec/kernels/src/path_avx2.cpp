@@ -1,4 +1,6 @@
-#ifdef __AVX2__
+#if defined(__AVX2__)
+#include "lanes_256.h"
 #include "products.h"
-namespace edgespec { extern const Path kAvx2; const Path kAvx2 = {"avx2", quantise, product}; }
+
+namespace edgespec { const Path kAvx2 = {"avx2", has_avx2, quantise, product}; }
 #endif

@@ -1,4 +1,6 @@
-#ifdef __AVXVNNI__
+#if defined(__AVXVNNI__)
+#include "lanes_256.h"
 #include "products.h"
-namespace edgespec { extern const Path kAvxVnni; const Path kAvxVnni = {"avx-vnni", quantise, product}; }
+
+namespace edgespec { const Path kAvxVnni = {"avx-vnni", has_avx_vnni, quantise, product}; }
 #endif
