@@ -72,6 +72,7 @@ EXTRAS = {
     "train-heads": ["train"],
 }
 # Commands that read a GGUF themselves, if at all.
+ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
 READS_NO_MODEL = ("corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
@@ -143,6 +144,8 @@ def main(arguments: list[str]) -> int:
         make_ready([], "")  # reading about a command takes none of what it needs
         return run_python("-m", "edgespec", *arguments)
     why = why_llamacpp(arguments)
+    if why and kernels_run(command, arguments):
+        why = ""
     make_ready([*needed_extras(command, arguments), *(["llamacpp"] if why else [])], why)
     if command == "lint":
         return lint()
@@ -243,6 +246,20 @@ def why_llamacpp(arguments: list[str]) -> str:
     if value_of("--engine", words, os.environ.get("EDGESPEC_ENGINE", "")) == "llamacpp":
         return "--engine llamacpp"
     return next((word for word in (*words, os.environ.get("EDGESPEC_MODEL", "")) if word and is_gguf(word)), "")
+
+
+def kernels_run(command: str, arguments: list[str]) -> bool:
+    """Whether all GGUF files of a command run on the kernels, which take seconds to compile and llama.cpp minutes."""
+    words = [word for argument in arguments[1:] for word in split_option(argument)]
+    files = [word for word in words if is_gguf(word)]
+    if not files or any(word in ONLY_LLAMACPP or word == "llamacpp" for word in words) or command in ("test", "export"):
+        return False
+    make_ready(needed_extras(command, arguments), "")
+    try:
+        build_kernels()
+    except SystemExit:  # it has said why
+        return False
+    return run_python("-m", "edgespec.loading.engine_choice", *files) == 0
 
 
 def split_option(argument: str) -> list[str]:

@@ -6,6 +6,7 @@ lack stays with llama.cpp: GPUs, other architectures, heads in GGUF, caches of o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,16 @@ def runs_on_kernels(path: Path) -> bool:
     return path.suffix == ".gguf" and library_path() is not None and not _why_unreadable(path)
 
 
+def main(names: list[str]) -> int:
+    """0 if the kernels run all files of these models, else 1: for scripts/run.py, which would install llama.cpp."""
+    from edgespec.loading.registry import resolve
+
+    try:
+        return int(not all(runs_on_kernels(file.path) for name in names for file in resolve(name).files.values()))
+    except EdgespecError:
+        return 1
+
+
 def _why_unreadable(path: Path) -> str:
     from edgespec.engines.onnx.source import readable_model
 
@@ -131,3 +142,7 @@ def _why_unreadable(path: Path) -> str:
     except EdgespecError:
         return ""  # a damaged file: opening it says what is wrong
     return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
