@@ -84,7 +84,7 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
         if is_target
         else (options.draft_cache_type_k, options.draft_cache_type_v)
     )
-    if layers == "auto":
+    if layers == "auto" or (layers is None and not options.reproducible and device is None):
         return "its layers go to the GPU" if has_gpu() else ""
     if layers or device:
         return "its layers go to the GPU"
@@ -92,6 +92,8 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
         return "it is on RPC servers"
     if options.provider not in ("auto", "cpu"):
         return f"the kernels are for the processor, not for {options.provider}"
+    if is_target and options.pooling:
+        return "ONNX Runtime gives no embeddings"
     other = next((kind for kind in kinds if kind not in ONNX_CACHE_TYPES), None)
     return f"ONNX Runtime has no cache of the type {other}" if other else ""
 
