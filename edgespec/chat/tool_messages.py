@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgespec.chat.marks import CHANNEL
-from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tool_forms import call_form
 from edgespec.errors import PromptError
 
 _OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
@@ -52,11 +52,11 @@ def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls or "tool_calls" in template:
         return message
-    parser = tool_parser(template)
-    if parser is None:
+    form = call_form(template)
+    if form is None:
         raise PromptError("the conversation has tool calls, which the chat template of this model does not show")
     functions = [call.get("function") or {} for call in calls]
-    written = parser.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
+    written = form.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
     text = message.get("content") or ""
     return message | {"content": f"{text}\n{written}" if text else written}
 

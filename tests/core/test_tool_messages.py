@@ -13,7 +13,8 @@ import pytest
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
 from edgespec.chat.channels import ChannelSplitter
 from edgespec.chat.template import render_chat
-from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tool_forms import call_form
+from edgespec.chat.tools import ToolParser
 from edgespec.errors import PromptError
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
@@ -116,9 +117,9 @@ def test_a_rendered_call_is_parsed_back(form: str, step: int) -> None:
         answer = answer.removeprefix(end).replace(end, "")
     if form == "channels":
         answer = ChannelSplitter().push(answer.partition("assistant")[2])[1]
-    kind = tool_parser(source)
+    kind = call_form(source)
     assert kind is not None
-    parser, shown, found = kind(TYPED), "", []
+    parser, shown, found = ToolParser(kind, TYPED), "", []
     for begin in range(0, len(answer), step):
         piece, more = parser.push(answer[begin : begin + step])
         shown, found = shown + piece, found + more
