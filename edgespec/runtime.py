@@ -237,8 +237,9 @@ class Model(Closing):
         """The reasoning, the text and the tool calls of a chat's result.
 
         `tools`: those that the chat had; `messages`: its own, needed where the last was an answer that was cut while it
-        reasoned. A call that does not parse stays in the text. Raises CapabilityError for tools with a model whose chat
-        template writes calls in no known form, StateError if the model is closed.
+        reasoned. A call that does not parse stays in the text; one that `max_tokens` cut has the beginning of its
+        arguments. Raises CapabilityError for tools with a model whose chat template writes calls in no known form,
+        StateError if the model is closed.
         """
         from edgespec.chat.parts import answer_parts
         from edgespec.chat.template import answer_prefix
@@ -246,7 +247,9 @@ class Model(Closing):
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""
         with self._executor.vocabulary() as vocabulary:
-            return answer_parts(vocabulary, result.prompt_token_ids, result.token_ids, result.text, tools, prefix)
+            is_cut = result.finish_reason == "length"
+            ids = result.prompt_token_ids, result.token_ids
+            return answer_parts(vocabulary, *ids, result.text, tools, prefix, is_cut=is_cut)
 
     def split_reasoning(self, result: Result) -> tuple[str, str]:
         """(reasoning, answer) of a chat's result, without the tags around the reasoning.

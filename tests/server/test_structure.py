@@ -8,19 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from edgespec.chat.argument_forms import Gemma, Glm, Lfm, MiniCpm, QwenXml
-from edgespec.chat.tool_forms import (
-    Apriel,
-    Channels,
-    Hermes,
-    Llama,
-    Mistral,
-    MistralNamed,
-    MistralNamedWithId,
-    Nemotron,
-    Phi,
-    PhiSingle,
-)
+from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form
 from edgespec.chat.tools import ToolParser
 from edgespec.server import structure
 
@@ -44,8 +32,6 @@ def tool(name: str, parameters: dict[str, Any] = SCHEMA) -> dict[str, Any]:
 
 
 TOOLS = [tool("BookTable"), tool("FindTable")]
-JSON_FORMS = [Hermes, Llama, Mistral, MistralNamed, MistralNamedWithId, Phi, PhiSingle, Nemotron, Apriel, Channels]
-ARGUMENT_FORMS = [QwenXml, Glm, Gemma, Lfm, MiniCpm]
 MANY = {  # every kind of argument, most of them optional
     "type": "object",
     "properties": {
@@ -189,14 +175,14 @@ def test_tools_and_a_schema_answer_with_one_of_both(client: TestClient):
         jsonschema.validate(value, SCHEMA)
 
 
-@pytest.mark.parametrize("parser", [*JSON_FORMS, *ARGUMENT_FORMS])
+@pytest.mark.parametrize("form", [*FORMS, *PLAIN_FORMS], ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "schema",
     [SCHEMA, SHARING, MANY, MANY | {"required": ["guest", "seats", "size"]}, {"type": "object", "properties": {}}],
     ids=["plain", "sharing", "optional", "required", "none"],
 )
 def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
-    client: TestClient, service: Any, parser: type[ToolParser], schema: dict[str, Any]
+    client: TestClient, service: Any, form: Form, schema: dict[str, Any]
 ):
     """Whatever the model of a format would write under the grammar; the demo writes it here, at a high temperature."""
     from edgespec import GenerateOptions, Sampling
@@ -204,11 +190,11 @@ def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
     model = service.require().model
     tools = [tool("f", schema), tool("g", schema)]
     options = structure.forced_calls(
-        service.require(), GenerateOptions(max_tokens=600), tools, "required", parser, parallel=True
+        service.require(), GenerateOptions(max_tokens=600), tools, "required", form, parallel=True
     )
     found = model.generate("x", Sampling(temperature=1.0, seed=2), options)
     assert found.finish_reason == "stop", found.text
-    reader = parser(tools)
+    reader = ToolParser(form, tools)
     shown, calls = reader.push(found.text)
     rest, more = reader.finish()
     assert not (shown + rest).strip() and {call.name for call in calls + more} <= {"f", "g"} and calls + more
@@ -225,9 +211,10 @@ def test_a_forced_call_argument_by_argument_has_to_know_them(client: TestClient,
     from edgespec import GenerateOptions
     from edgespec.server.http_errors import HttpError
 
+    bare = next(form for form in FORMS if form.name == "qwen_xml")
     with pytest.raises(HttpError, match="must name every argument"):
         structure.forced_calls(
-            service.require(), GenerateOptions(), [tool("f", parameters)], "required", QwenXml, parallel=True
+            service.require(), GenerateOptions(), [tool("f", parameters)], "required", bare, parallel=True
         )
 
 
