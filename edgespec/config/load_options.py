@@ -110,7 +110,8 @@ class LoadOptions:
     `draft_gpu_layers`: layers that llama.cpp places on the GPU, -1 for all; "auto": as many of the target as its free
     memory holds, and the draft if it fits beside them; None: auto where this machine and llama.cpp's build have a GPU,
     unless the mode is to be reproducible. `device`, `draft_device`: names of llama.cpp's devices for these layers,
-    separated by commas, or "none"; without `gpu_layers`, all layers go there. `kv_offload`: the KV cache of these layers, too.
+    separated by commas, or "none"; without `gpu_layers`, all layers go there. `kv_offload`: the KV cache of these
+    layers, too.
     `rpc`: "HOST:PORT[,HOST:PORT...]" of RPC servers (`edgespec rpc-server`) that hold the layers of a GGUF target, all
     of them unless `gpu_layers` is given; the draft stays on this machine. `provider`: ONNX Runtime's device.
     `cache_type_k`, `cache_type_v`: KV cache formats, `draft_cache_type_k`, `draft_cache_type_v` those of the draft

@@ -33,7 +33,8 @@ def needed(options: LoadOptions, pair: ModelPair, target: int, draft: int) -> tu
 
 @pytest.fixture
 def options(target_path: Path, draft_path: Path) -> LoadOptions:
-    return LoadOptions(model=str(target_path), draft=draft_path, gpu_layers="auto", context_length=512, engine="llamacpp")
+    chosen = {"gpu_layers": "auto", "context_length": 512, "engine": "llamacpp"}
+    return LoadOptions(model=str(target_path), draft=draft_path, **chosen)
 
 
 def test_the_target_comes_first_then_the_draft(options):
