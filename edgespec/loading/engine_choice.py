@@ -84,9 +84,8 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
         if is_target
         else (options.draft_cache_type_k, options.draft_cache_type_v)
     )
-    if layers == "auto" or (layers is None and not options.reproducible and device is None):
-        return "its layers go to the GPU" if has_gpu() else ""
-    if layers or device:
+    is_automatic = layers == "auto" or (layers is None and not options.reproducible and device is None)
+    if has_gpu() if is_automatic else layers or device:
         return "its layers go to the GPU"
     if is_target and options.rpc:
         return "it is on RPC servers"
