@@ -29,8 +29,8 @@ class TextEmbedder:
         facts = self._executor.target.facts
         if facts.name != "llamacpp":
             raise CapabilityError(
-                f"the {facts.name} engine gives no embeddings: load the GGUF with llama.cpp (engine='llamacpp', "
-                "--engine llamacpp)"
+                f"the {facts.name} engine gives no embeddings: load an embedding model, whose file names a "
+                f"{facts.architecture}.pooling_type, or a GGUF with --pooling mean or last (pooling= in Python)"
             )
         if self._options.rpc:
             raise CapabilityError("a model on RPC servers gives no embeddings: load it without --rpc")

@@ -1,4 +1,4 @@
-"""A GGUF on our kernels: the same tokens, nearly the same logits and always the same bits; else llama.cpp, with a reason."""
+"""A GGUF on our kernels: llama.cpp's tokens, nearly its logits, always the same bits; else llama.cpp, with a reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tiny_graphs import mean_kl, tiny_files
 
 TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
-pytestmark = pytest.mark.skipif(library_path() is None, reason="the kernels are not built: scripts/run.py test builds them")
+pytestmark = pytest.mark.skipif(
+    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
+)
 TEXTS = (
     "I need a table for two in San Jose tonight, at 7:30 pm.",
     "def f(x):\n\treturn {'a': x**2}  # \u00fcber\n",
@@ -103,9 +105,9 @@ def test_drafts_of_a_gguf_change_no_token_and_no_log_probability(temperature):
         assert model.target.facts.name == "onnx" and model.target.facts.pinned_class
 
         def answer(drafter: str, length: int | str):
-            options = GenerateOptions(max_tokens=60, drafter=drafter, draft_length=length, logprobs=True)
-            result = model.generate(TEXTS[0], sampling, options).result()
-            return result.token_ids, [event.logprob for event in result.events], result.stats
+            options = GenerateOptions(max_tokens=60, ignore_eos=True, drafter=drafter, draft_length=length, logprobs=True)
+            result = model.generate(TEXTS[0], sampling, options)
+            return result.token_ids, result.logprobs, result.stats
 
         ids, logprobs, _ = answer("none", 0)
         for drafter, length in (("model", 1), ("model", 5), ("ngram", 4), ("suffix", 8), ("auto", "auto")):
@@ -154,7 +156,7 @@ def test_a_file_that_is_cut_or_changed_while_it_is_read_is_an_error(tmp_path):
 
 
 def test_a_weight_that_is_no_number_is_refused(tmp_path):
-    source, path = open_source(TARGET), tmp_path / "model.gguf"
+    source, path = GgufFile(TARGET), tmp_path / "model.gguf"
     tensor = next(each for each in source._model.header.tensors if each.kind == "Q8_0")
     content = bytearray(TARGET.read_bytes())
     place = source._model.header.data_start + tensor.offset

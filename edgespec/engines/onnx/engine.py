@@ -92,7 +92,7 @@ class OnnxEngine(BookedEngine):
             max_batch=limits.widest,
             can_rollback=True,
             can_tree=self._caches.can_tree,
-            weight_bytes=graph.weight_bytes,
+            weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=passes.bytes_per_token,
             width_classes=(),
             pinned_class=None,
