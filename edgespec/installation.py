@@ -153,8 +153,8 @@ def build_command(backend: str) -> str:
 
 def build_kernels_command() -> str:
     """What to type to compile our own kernels, whose library is missing."""
-    if script := _script_of_checkout():
-        return f"{script} kernels"
+    if (script := _script_of_checkout()) and os.access(Path(__file__).parent, os.W_OK):
+        return f"{script} kernels"  # which works in the checkout only
     return f"{quoted(sys.executable)} -m edgespec.kernels.library"
 
 

@@ -80,7 +80,7 @@ def find_compiler(python: str = sys.executable) -> tuple[str, ...]:
         return zig
     raise NoCompiler(
         "no C++ compiler was found: install one (apt install g++, dnf install gcc-c++, xcode-select --install), name "
-        f"one with CXX=, or install Zig's: {python} -m pip install ziglang"
+        f"one with CXX=, or add Zig's, the package ziglang, to {python}"
     )
 
 
