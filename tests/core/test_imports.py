@@ -23,7 +23,7 @@ PACKAGE = Path(edgespec.__file__).parent
 RANKS = {
     **dict.fromkeys(("errors", "closing"), -1),
     **dict.fromkeys(("installation", "reports", "config.sizes", "config.endpoints"), 0),
-    **dict.fromkeys(("types", "vocabulary", "config", "formats"), 1),
+    **dict.fromkeys(("types", "vocabulary", "config", "formats", "contained"), 1),
     **dict.fromkeys(("config.settings", "chat", "engines"), 2),
     **dict.fromkeys(("sampling.noise", "sampling.stopping", "sampling.constraint"), 2),
     **dict.fromkeys(("config.sources", "sampling", "sampling.acceptance", "corpus"), 3),
