@@ -10,6 +10,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampler
+from edgespec.sampling.constraint.grammar import mismatch
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 
@@ -24,6 +25,19 @@ class Request:
     drafter: DrafterName
     rule: RuleName
     on_round: Callable[[RoundRecord], None] | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of its schema or grammar is not kept."""
+        return () if self.sampler.constraint is None else self.sampler.constraint.facts.notes
+
+    def note_on(self, answer: str) -> str:
+        """What is to be said of a finished answer that its grammar allows and its schema does not; mostly "".
+
+        Blocks while a child process checks it.
+        """
+        schema = "" if self.sampler.constraint is None else self.sampler.constraint.facts.schema
+        return mismatch(schema, answer.split(self.options.free_until or "\0", 1)[-1]) if schema else ""
 
     def run_on(self, sequence: CachedSequence, stats: Stats) -> Run:
         """The state of a generation of it on a sequence of the target; `stats` is updated while it runs."""
