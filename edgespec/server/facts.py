@@ -47,7 +47,8 @@ def health(services: Services) -> tuple[int, dict[str, Any]]:
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
     if services.are_several:
         waiting += sum(service.num_waiting for service in services.all)  # for their model's turn
-    return 200, {"status": "ok", "running": running, "waiting": waiting}
+    preparing = sum(s.num_preparing for s in schedulers)
+    return 200, {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}
 
 
 def described(loaded: Loaded) -> Described:
