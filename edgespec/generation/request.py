@@ -31,13 +31,14 @@ class Request:
         """What of its schema or grammar is not kept."""
         return () if self.sampler.constraint is None else self.sampler.constraint.facts.notes
 
-    def note_on(self, answer: str) -> str:
-        """What is to be said of a finished answer that its grammar allows and its schema does not; mostly "".
+    @property
+    def schema(self) -> str:
+        """A JSON schema that a finished answer is to be checked against, as its grammar allows more; mostly ""."""
+        return "" if self.sampler.constraint is None else self.sampler.constraint.facts.schema
 
-        Blocks while a child process checks it.
-        """
-        schema = "" if self.sampler.constraint is None else self.sampler.constraint.facts.schema
-        return mismatch(schema, answer.split(self.options.free_until or "\0", 1)[-1]) if schema else ""
+    def note_on(self, answer: str) -> str:
+        """Why a finished answer does not match `schema`; "" if it does. Blocks while a child process checks it."""
+        return mismatch(self.schema, answer.split(self.options.free_until or "\0", 1)[-1]) if self.schema else ""
 
     def run_on(self, sequence: CachedSequence, stats: Stats) -> Run:
         """The state of a generation of it on a sequence of the target; `stats` is updated while it runs."""

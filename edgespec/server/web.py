@@ -146,7 +146,8 @@ async def respond(request: Request, service: Service, read: Read, body: Body) ->
 
 async def _found_in(loaded: Loaded, answers: Sequence[Answer]) -> list[str]:
     """What is wrong with answers that are finished, as notes."""
-    found = [await loaded.scheduler.prepare(answer.ticket.generation.check_answer) for answer in answers]
+    checked = [each for answer in answers if (each := answer.ticket.generation).request.schema]
+    found = [await loaded.scheduler.prepare(each.check_answer) for each in checked]
     return list(filter(None, found))
 
 

@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 
 from edgespec.cli.serve import command
 from edgespec.errors import EngineError, ModelFileError, Unreachable
+from edgespec.server import facts
 from edgespec.server.app import create_app
 from edgespec.server.fields import parse_object
 from edgespec.server.http_errors import HttpError, as_http_error
@@ -186,6 +187,13 @@ def test_what_no_context_holds_is_refused_before_it_is_encoded(
     monkeypatch.setattr("edgespec.runtime.encode_messages", lambda *_: pytest.fail("it was encoded"))
     answered = client.post(path, json={"model": "demo"} | fields)
     assert answered.status_code == 400 and words in answered.text and "--ctx-size" in answered.text
+
+
+def test_a_list_of_tokens_has_a_limit(client: TestClient, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(facts, "MOST_TOKENS", 3)
+    assert client.post("/tokenize", json={"content": "a b"}).status_code == 200
+    answered = client.post("/tokenize", json={"content": "a b c d e"})
+    assert answered.status_code == 400 and "tokens; at most 3 are listed" in answered.json()["error"]["message"]
 
 
 def test_what_a_refused_request_held_is_let_go(client: TestClient):
