@@ -40,6 +40,24 @@ NUMBERS = (
 )
 _FORMATS = ("date", "uuid", "password", "uri-reference", "int64", "email", "x")
 _PATTERNS = ("^a+$", "(a|b)*c", '[^"]{1,9}', "^(a?){40}$", "(", "\\d{3}", "^(x+x+)+y$", "\\p{L}", "a{99999}")
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    5,
+    -1,
+    1e300,
+    "",
+    "x",
+    [],
+    {},
+    [5],
+    [[]],
+    {"a": 5},
+    "\0",
+    "#/",
+    ["string", 5],
+    10**40,
+)
 _opened: list[Model] = []  # a process that runs several cases loads once
 
 
@@ -129,6 +147,14 @@ def large_schema(rng: random.Random) -> dict[str, Any]:
     return dict(rng.choice(whole))
 
 
+def _damage(rng: random.Random, given: dict[str, Any]) -> None:
+    """Have one keyword somewhere in a schema hold what it never holds."""
+    place: Any = given
+    while isinstance(below := rng.choice(list(place.values()) or [0]), dict) and below and rng.random() < 0.8:
+        place = below
+    place[rng.choice([*place, "type", "format", "enum", "required", "items", "$ref", "pattern"])] = rng.choice(_ODD)
+
+
 def schema_case(rng: random.Random) -> Case:
     if rng.random() < 0.25:
         given = large_schema(rng)
@@ -136,6 +162,8 @@ def schema_case(rng: random.Random) -> Case:
         given = {"$defs": {"a": schema(rng, 2), "b": schema(rng, 2)}}
         found = schema(rng)
         given |= found if isinstance(found, dict) else {}
+        if rng.random() < 0.3:
+            _damage(rng, given)
     seed = rng.randrange(1000)
 
     def run(folder: Path) -> None:

@@ -47,7 +47,8 @@ def _clean(part: dict[str, Any], notes: list[str]) -> None:
         part["pattern"] = _CLASS.sub(_without_controls, pattern)
     if isinstance(form := part.get("format"), str) and form not in _FORMATS:
         del part["format"]
-        is_of_texts = "string" in part.get("type", "string")
+        kinds = part.get("type", "string")
+        is_of_texts = isinstance(kinds, str | list) and "string" in kinds
         note = f"the format {shown(form, 40)} is not enforced"
         if is_of_texts and note not in notes and len(notes) < _MOST_NOTES:
             notes.append(note)
