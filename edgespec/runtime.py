@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters
 from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
@@ -147,6 +148,10 @@ class Model(Closing):
         """
         return self._requests.encode(text, parse_special=parse_special)
 
+    def require_room(self, count: int, what: Literal["tokens", "messages", "characters"]) -> None:
+        """Raise PromptError for more than the context can hold whatever they are: a check that takes no time."""
+        self._requests.require_room(count, what)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; control tokens print nothing. Raises PromptError for an id outside the vocabulary."""
         with self._executor.vocabulary() as vocabulary:
@@ -162,8 +167,6 @@ class Model(Closing):
         `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
         rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
-        from edgespec.chat.template import encode_messages  # jinja2 is needed only here
-
         messages = checked_chat(messages)
         tools = checked_tools(tools)
         require_writer(self.target.facts)
@@ -213,8 +216,9 @@ class Model(Closing):
         text only. Raises PromptError if `options` asks for a structure then, or the chat template leaves it out.
         """
         from edgespec.chat.reasoning import before_structure
-        from edgespec.chat.template import answer_prefix
 
+        self.require_room(len(checked_chat(messages)), "messages")
+        self.require_room(num_characters(messages, tools), "characters")
         prompt_ids = self.encode_chat(messages, tools)
         if options is not None:
             with self._executor.vocabulary() as vocabulary:
@@ -242,7 +246,6 @@ class Model(Closing):
         StateError if the model is closed.
         """
         from edgespec.chat.parts import answer_parts
-        from edgespec.chat.template import answer_prefix
 
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""
@@ -434,6 +437,8 @@ def load(
     try:
         with reporting_to(on_progress), keeping_headers():
             room = Room.now(chosen.memory)
+            if not room.has_resource_limits:
+                CHILDREN.warm()
             pair = resolve_pair(chosen)
             if room.has_resource_limits:
                 keep_one_arena()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from edgespec.server.service import Service
     from edgespec.server.services import Services
 
-_NEEDED = ("starlette", "uvicorn")
+_NEEDED = ("starlette", "uvicorn", "msgspec")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
 _HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")

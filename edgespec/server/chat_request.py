@@ -8,7 +8,7 @@ from typing import Any
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.rendered import chat_text
-from edgespec.chat.template import answer_prefix
+from edgespec.chat.template import answer_prefix, num_characters
 from edgespec.chat.tool_forms import call_form
 from edgespec.config import REASONING_FORMATS
 from edgespec.generation.inputs import require_writer
@@ -61,7 +61,10 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
     _refuse_unsupported(fields)
     read_llamacpp(fields, loaded)
-    messages = placed(template, _read_messages(fields), fields)
+    given = _read_messages(fields)
+    loaded.model.require_room(len(given), "messages")
+    loaded.model.require_room(num_characters(given, tools.shown), "characters")
+    messages = placed(template, given, fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
     prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)

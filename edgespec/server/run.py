@@ -86,6 +86,9 @@ def serve(
     it returns all the same (`is_loading`), and loading goes on: native code cannot be interrupted, so end the process.
     Raises ConfigError if the address cannot be used, and what `load` raises.
     """
+    # Requests are checked in threads beside the one that decodes, which takes the interpreter several times a pass: at
+    # Python's 5 ms each it would wait for as long as a pass takes.
+    sys.setswitchinterval(0.0005)
     services = Services.of(served)
     bound = bind(binding)
     host = f"[{binding.host}]" if ":" in binding.host else binding.host

@@ -105,7 +105,9 @@ def test_drafts_of_a_gguf_change_no_token_and_no_log_probability(temperature):
         assert model.target.facts.name == "onnx" and model.target.facts.pinned_class
 
         def answer(drafter: str, length: int | str):
-            options = GenerateOptions(max_tokens=60, ignore_eos=True, drafter=drafter, draft_length=length, logprobs=True)
+            options = GenerateOptions(
+                max_tokens=60, ignore_eos=True, drafter=drafter, draft_length=length, logprobs=True
+            )
             result = model.generate(TEXTS[0], sampling, options)
             return result.token_ids, result.logprobs, result.stats
 

@@ -68,7 +68,7 @@ def vocabulary() -> TokenizerFile:
 
 def walks(source: str, vocabulary: TokenizerFile, count: int, most: int = 160) -> list[list[int]]:
     """Texts of random tokens that a grammar allows, up to where it may end; those without an end are left out."""
-    rng, first, found = Random(1), compiled(Grammar("grammar", source), Library(vocabulary)), []
+    rng, first, found = Random(1), compiled(Grammar("grammar", source), Library(vocabulary))[0], []
     for _ in range(count):
         matcher, ids = first.deep_copy(), list[int]()
         while len(ids) < most:

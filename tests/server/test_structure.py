@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form
 from edgespec.chat.tools import ToolParser
 from edgespec.server import structure
+from edgespec.server.web import NOTES
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -74,6 +75,38 @@ def test_a_response_format_is_kept_with_and_without_speculation(client: TestClie
     assert len(texts) == 1
     loose = post(client, CHAT, response_format={"type": "json_object"}, max_tokens=16)["choices"][0]["message"]
     assert loose["content"].startswith("{")
+
+
+def test_what_of_a_schema_is_not_kept_is_a_note(client: TestClient):
+    """For an answer that comes as a stream the headers are sent before: a comment at its end."""
+    both = {"oneOf": [{"type": "integer", "minimum": 5, "maximum": 9}, {"type": "integer", "minimum": 7, "maximum": 9}]}
+    schema = {"type": "object", "properties": {"n": both}, "required": ["n"], "additionalProperties": False}
+    asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 40}
+    found = set()
+    for least in (5, 7):
+        both["oneOf"][0] = {"type": "integer", "minimum": least, "maximum": 9}
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        whole = client.post(CHAT, json=asked | {"response_format": form})
+        value = json.loads(whole.json()["choices"][0]["message"]["content"])["n"]
+        note = whole.headers[NOTES]
+        assert "oneOf is taken as anyOf" in note and ("does not match the whole schema" in note) == (value >= 7)
+        stream = client.post(CHAT, json=asked | {"response_format": form, "stream": True})
+        assert ("\n\n: the answer does not match the whole schema" in stream.text) == (value >= 7)
+        found.add(value >= 7)
+    assert True in found
+    secret = {"type": "object", "properties": {"city": {"type": "string", "format": "password", "maxLength": 8}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": secret}}
+    answered = client.post(CHAT, json=asked | {"response_format": form})
+    assert answered.headers[NOTES] == "the format 'password' is not enforced"
+
+
+def test_an_id_of_64_bits_is_never_another_one(client: TestClient):
+    ban = tool("ban", {"type": "object", "properties": {"user": {"enum": [1145141919810364365]}}, "required": ["user"]})
+    fields = {"messages": QUESTION, "tools": [ban], "tool_choice": "required"}
+    answered = client.post(CHAT, json=fields)
+    assert answered.status_code == 400
+    words = "tools.0.function.parameters cannot be used: at properties.user: the value 1145141919810364365 cannot be"
+    assert words in answered.json()["error"]["message"]
 
 
 def test_llama_cpps_fields_work_in_chats_and_completions(client: TestClient):
