@@ -63,6 +63,9 @@ export function togglePanel() {
   draw();
 }
 
+export function openPanel() {
+  if ($("panel-button").getAttribute("aria-expanded") !== "true") togglePanel();
+}
 
 wide.addEventListener("change", closeDrawers);
 
