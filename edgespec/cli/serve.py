@@ -49,7 +49,7 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
 @_option("--alias", multiple=True, metavar="NAME", help="Name for clients; NAME=MODEL: of another model [its own]")
-@_option("--any-model", is_flag=True, help="Answer whatever model a request names")
+@_option("--any-model", is_flag=True, help="Of several models, let the first answer for unknown names")
 @_option(
     "-np",
     "--parallel",
