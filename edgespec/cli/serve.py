@@ -54,8 +54,9 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
     "-np",
     "--parallel",
     type=click.IntRange(1, MAX_PARALLEL),
+    default=1,
     metavar="N",
-    help="Answers generated at once, each with its own context; others wait [4 if they fit]",
+    help="Answers generated at once, each with its own context; others wait [1]",
 )
 @_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
 @_option(

@@ -33,7 +33,7 @@ QUESTIONS = ("Find me a bus to Fresno.", "Book a hotel in Paris.", "What is the 
 @contextmanager
 def started(private_home: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A server and its address."""
-    with served(private_home, "-v", "--port", "0", "--reproducible", "--exit-with-stdin") as process:
+    with served(private_home, "-v", "--port", "0", "--reproducible", "--exit-with-stdin", "-np", "4") as process:
         announced = read_line(process)
         assert announced["event"] == "listening" and announced["pid"] == process.pid
         assert announced["url"].startswith("http://127.0.0.1:")
@@ -84,6 +84,9 @@ def test_names_and_seeds_of_the_command_line(private_home: Path):
     with served(private_home, *options) as process:
         url = read_line(process)["url"]
         assert [each["id"] for each in httpx.get(url + "/v1/models").json()["data"]] == ["mine", "gpt-5"]
+        about = httpx.get(url + "/props").json()
+        assert about["total_slots"] == len(httpx.get(url + "/slots").json()) == 1  # memory for one answer at a time
+        assert not any("answers" in part["name"] for part in about["memory"]["parts"])
         answers = [ask(url, "hi", max_tokens=1, model=name).json() for name in ("mine", "gpt-5", "other")]
         assert {answer["model"] for answer in answers} == {"mine"}
         assert len({answer["seed"] for answer in answers}) == 3
