@@ -52,7 +52,7 @@ def run_with(path: Path, limit: str, mib_left: int) -> str:
 def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, limit: str, engine: str) -> None:
     """Wherever the limit lies: a library that has too little ends the process, or fails in the middle of an answer."""
     path = target_path if engine == "llamacpp" else DEMO / "onnx" / "target" / "model.onnx"
-    found = {mib: run_with(path, limit, mib) for mib in (4, 20, 40, 57, 80, 100, 1000)}
+    found = {mib: run_with(path, limit, mib) for mib in (4, 12, 20, 40, 57, 80, 100, 1000)}
     for said in found.values():
         assert said == "works" or (said.startswith("refused:") and "more memory" in said and "\n" not in said)
     assert "is left under the limit of" in found[20]

@@ -7,10 +7,12 @@ wanted. Graphs with a concatenated cache (Optimum) are left as they are.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.engines.limits import require_left
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.engines.onnx.rewriting import (
     ATTENTION,
@@ -29,6 +31,7 @@ from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
 
 MASK = "attention_mask"
+_LIBRARY_BYTES = 24 << 20  # of `onnx` while it is imported: 9 MiB of data, 18 of addresses
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 
@@ -139,6 +142,8 @@ def read_graph(
 
 
 def _load(path: Path) -> Any:
+    if "onnx" not in sys.modules:
+        require_left("reading ONNX files", _LIBRARY_BYTES)
     try:
         import onnx
         from google.protobuf.message import DecodeError
