@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 from weakref import WeakSet
 
-from edgespec.config.sizes import as_size
 from edgespec.errors import CapabilityError
 
 Kind = Literal["memory", "data", "addresses"]
@@ -54,9 +53,9 @@ def require_left(what: str, num_bytes: int) -> None:
     """Raise CapabilityError where a resource limit leaves less: a library that gets no memory may end the process."""
     for each in _of_resources(Path("/")):
         if each.free_bytes < num_bytes:
-            needed, left = as_size(num_bytes), as_size(each.free_bytes)
+            needed, left = num_bytes >> 20, each.free_bytes >> 20
             raise CapabilityError(
-                f"{what} needs about {needed} more memory, {left} is left under {each.name}: raise that"
+                f"{what} needs {needed} MiB more memory, {left} MiB is left under {each.name}: raise it"
             )
 
 
