@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import socket
@@ -13,10 +14,10 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from edgespec.cli.serve import command
-from edgespec.errors import EngineError, ModelFileError, Unreachable
+from edgespec.errors import ConfigError, EngineError, ModelFileError, Unreachable
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import as_http_error
-from edgespec.server.run import Binding
+from edgespec.server.run import Binding, bind
 from edgespec.server.service import Limits, Service
 from edgespec.server.web import NOTES
 from serving import BASE_URL
@@ -291,6 +292,13 @@ def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyP
     assert client.get("/v1/models", headers={"Host": "b.example"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "Models.example:8080"}).status_code == 200
     assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403
+
+
+def test_a_taken_port_is_said_and_nothing_stays_open():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port"):
+            bind(Binding(port=taken.getsockname()[1]))
+        gc.collect()  # a socket that is open would be told of
 
 
 NAMES = [
