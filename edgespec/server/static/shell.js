@@ -72,12 +72,12 @@ wide.addEventListener("change", closeDrawers);
 // -- colours
 
 export function drawMarks() {
-  document.body.classList.toggle("marks", preferences.marks);
-  $("marks").setAttribute("aria-pressed", String(preferences.marks));
+  document.body.classList.toggle("marks", preferences.keepMarks);
+  $("marks").setAttribute("aria-pressed", String(preferences.keepMarks));
 }
 
 export function toggleMarks() {
-  preferences.marks = !preferences.marks;
+  preferences.keepMarks = !preferences.keepMarks;
   savePreferences();
   drawMarks();
 }

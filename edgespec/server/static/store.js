@@ -24,7 +24,7 @@ function write(key, value) {
   }
 }
 
-export const preferences = { theme: "", marks: false, panel: true, model: "", request: {}, ...read(PREFERENCES) };
+export const preferences = { theme: "", keepMarks: false, panel: true, model: "", request: {}, ...read(PREFERENCES) };
 
 export const savePreferences = () => write(PREFERENCES, preferences);
 
