@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.bench.expanded_tensors import CONSTANT, PUSH, Floats, Indices, TensorPlan
 from edgespec.bench.expansion import Expansion
-from edgespec.export.checkpoint import Checkpoint, StoredTensor
+from edgespec.formats.checkpoint import Checkpoint, StoredTensor
 from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, MIDDLE, quantise_rows, scales_of
 
 Codes = tuple[NDArray[np.int8], Floats]

@@ -160,15 +160,15 @@ def _measured(session: Session) -> list[Gain] | None:
 def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
     from edgespec.cli.export import check_lines
     from edgespec.export.accuracy import ExportRefused
-    from edgespec.export.given_heads import shipped_heads
     from edgespec.export.pair import export_pair
     from edgespec.export.request import ExportRequest
+    from edgespec.loading.shipped_heads import GAINING, shipped_heads
 
     request = ExportRequest(
         source=str(pair.target),
         output=_new_folder(pair, promised.quant),
         draft=None if pair.draft is None else str(pair.draft),
-        heads=None if pair.draft else shipped_heads(Path(pair.target), promised.quant),
+        heads=None if pair.draft or promised.quant not in GAINING else shipped_heads(Path(pair.target)),
         quants={"onnx": promised.quant},
         made_by=f"edgespec {__version__}",
     )

@@ -141,7 +141,6 @@ def _request(
     no_check: bool,
     **rest: Any,
 ) -> ExportRequest:
-    from edgespec.export.given_heads import shipped_heads
     from edgespec.export.request import (
         DEFAULT_QUANTS,
         Derivation,
@@ -150,6 +149,7 @@ def _request(
         parse_grouped,
         parse_quants,
     )
+    from edgespec.loading.shipped_heads import GAINING, shipped_heads
 
     formats = parse_formats(to)
     if output is None:
@@ -160,7 +160,8 @@ def _request(
     derivation = None if derive is None else Derivation.parse(derive)
     chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
     heads = expanded(draft) if draft is not None and draft.lower().endswith(".npz") else None
-    if draft is None and derivation is None and (heads := shipped_heads(expanded(source), chosen.get("onnx"))):
+    gains = draft is None and derivation is None and chosen.get("onnx") in GAINING
+    if gains and (heads := shipped_heads(expanded(source))):
         note("with the heads that edgespec has for this file, which draft for it (--draft none leaves them out)")
     return ExportRequest(
         source=source,

@@ -21,6 +21,7 @@ from edgespec.engines.machine import VNNI, instruction_sets, is_x86
 from edgespec.errors import EdgespecError
 from edgespec.installation import has_engine, install_command, is_importable
 from edgespec.loading.catalogue import entries
+from edgespec.loading.engine_choice import has_fast_kernels
 from edgespec.loading.registry import models_folder, registered_folders
 
 FIRST = "smollm2-135m"
@@ -45,6 +46,8 @@ def first_model(settings: Settings) -> str | None:
 def _usable() -> str | None:
     """The first model's name where it is on this machine in a form that this installation runs."""
     here = registered_folders()
+    if FIRST in here and has_fast_kernels():
+        return FIRST
     for quant in sorted(QUANTS, key=lambda quant: quant != quant_here()):
         if has_engine("onnx") and (name := converted_name(quant)) in here:
             return name
@@ -71,7 +74,7 @@ def _is_faster_converted() -> bool:
 def _fetched() -> str | None:
     if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, _ANSWERED) is not None:
         return None
-    is_converted = not has_engine("llamacpp") or _is_faster_converted()
+    is_converted = not has_fast_kernels() and (not has_engine("llamacpp") or _is_faster_converted())
     if is_converted and not is_importable("gguf"):
         note(f"no model named: using the demo. To get a real model, first run {install_command('convert')}")
         return None
@@ -98,16 +101,16 @@ def _fetched() -> str | None:
 
 def _convert(source: str) -> None:
     from edgespec import __version__
-    from edgespec.export.given_heads import shipped_heads
     from edgespec.export.pair import export_pair
     from edgespec.export.request import ExportRequest
+    from edgespec.loading.shipped_heads import shipped_heads
 
     quant = quant_here()
     # Its checksum is known, and what the conversion loses of this file was measured.
     request = ExportRequest(
         source=source,
         output=models_folder() / converted_name(quant),
-        heads=shipped_heads(Path(source), quant),
+        heads=shipped_heads(Path(source)),
         quants={"onnx": quant},
         check=False,
         made_by=f"edgespec {__version__}",

@@ -118,7 +118,7 @@ def rm(names: tuple[str, ...]) -> int:
 def _show_here(name: str) -> None:
     pair = resolve(name)
     for file in pair.files.values():
-        if file.engine == "llamacpp":
+        if file.is_gguf:
             check_gguf(file.path)
     say(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
     for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):

@@ -22,7 +22,7 @@ Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardwar
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "context", "size", "contents"]
 ENVIRONMENT_PREFIX = "EDGESPEC_"
 # Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
-PLACES = ("CONFIG", "HOME", "MODELS", "TEST_MODEL", "API_KEY")
+PLACES = ("CONFIG", "HOME", "KERNELS", "MODELS", "TEST_MODEL", "API_KEY")
 _TOML_TYPES: dict[Kind, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),

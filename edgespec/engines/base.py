@@ -39,7 +39,8 @@ class EngineFacts:
     the user should know about this load. `placement`: the devices' own names and how much of the model is on each,
     empty if all of it is on the CPU; measurements are kept separately for each placement. `state_window`: what
     `save_state` gives of a longer text holds only so many of the last tokens in some layers, so that once loaded it can
-    be continued or emptied, but not shortened; 0 where it holds all.
+    be continued or emptied, but not shortened; 0 where it holds all. `is_exact`: the pinned class follows from how the
+    kernels are made, so that nothing has to measure or watch it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class EngineFacts:
     state_window: int = 0
     pooling: str = ""
     writes: bool = True
+    is_exact: bool = False
     why_no_speculation: str = "this model cannot roll back its state"
 
     def loaded_reach(self, length: int) -> int:

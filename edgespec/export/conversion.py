@@ -19,7 +19,6 @@ from edgespec.export.maker import exit_stage, groups_note
 from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx.convert import FORMS
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
-from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.onnx.gguf_weights import kept_in_more
 from edgespec.export.plan import BITS, PROGRAM_BYTES, SPARE, Needs
 from edgespec.export.request import ExportRequest
@@ -29,6 +28,7 @@ from edgespec.export.tokens import check_round_trip, check_same_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.files import atomic_folder
 from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx.llama import rotary_bytes

@@ -31,10 +31,10 @@ from edgespec.engines.onnx.sessions import open_session
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.child import follow_parent, run_child
 from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.writer import write_graph
 from edgespec.formats.four_bits import STORED_TYPES, FourBits
+from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats
 from edgespec.formats.onnx.llama_config import LlamaConfig

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError, UsageError
-from edgespec.export.architectures.layers import layer_kinds, rotated_layers
-from edgespec.export.architectures.rows import Architecture
-from edgespec.export.architectures.table import ARCHITECTURES, architecture_of
-from edgespec.export.checkpoint import Checkpoint, Config, StoredTensor
+from edgespec.formats.architectures.layers import layer_kinds, rotated_layers
+from edgespec.formats.architectures.rows import Architecture
+from edgespec.formats.architectures.table import ARCHITECTURES, architecture_of
+from edgespec.formats.checkpoint import Checkpoint, Config, StoredTensor
 from edgespec.formats.files import atomic_folder
 from edgespec.types import Progress, no_progress
 

@@ -21,11 +21,11 @@ from edgespec.engines.base import Engine
 from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import HEAD_TOKENS, Comparison, ExportRefused, Limits, compare_logits, limits_of
-from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.eagle3_plan import HeadPlan, plan_head, shared_names
 from edgespec.export.eagle3_reference import NumpyHead, rotary_frequencies
 from edgespec.export.reference import Reference
 from edgespec.export.tokens import PROBE_TEXTS
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.head_file import HeadFile, Matrix, read_head_file, write_head_file
 from edgespec.formats.head_manifest import HeadManifest
 from edgespec.formats.table import Table

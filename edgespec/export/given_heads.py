@@ -13,41 +13,15 @@ from edgespec.export.accuracy import ExportRefused
 from edgespec.export.request import ExportRequest
 from edgespec.export.stages import Artefact, Stage
 from edgespec.export.workspace import Workspace
-from edgespec.formats.files import atomic_file, is_file, shipped_models
+from edgespec.formats.files import atomic_file
 from edgespec.formats.head_file import HeadFile, read_head_file
-from edgespec.formats.manifest import HEADS, sha256_of
+from edgespec.formats.manifest import HEADS
 from edgespec.loading.opening import open_models
 from edgespec.types import Progress
 
 logger = logging.getLogger("edgespec")
 STAGE = "heads"
 CHECK_CONTEXT = 64  # tokens; the probe of a heads file has fewer
-SHIPPED = "eagle.npz"
-# Types of ONNX models for which the shipped heads' drafts were measured to gain (docs/benchmarks/heads.md).
-GAINING = frozenset({"w8a8", "int8", "int4"})
-
-
-def shipped_heads(source: Path, quant: str | None) -> Path | None:
-    """The heads in `models/NAME` for the very file `source`, where it becomes an ONNX model of type `quant`.
-
-    None for other files and types. Heads that cannot be read are logged and left out. Raises ModelFileError for a GGUF
-    that cannot be read.
-    """
-    if quant not in GAINING or source.suffix.lower() != ".gguf" or not is_file(source):
-        return None
-    from edgespec.export.onnx.from_gguf import open_gguf  # imports onnx, which an export to GGUF does without
-
-    for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
-        try:
-            manifest = read_head_file(path).manifest
-        except ModelFileError as exc:
-            logger.warning("the heads are left out: %s", exc)
-            continue
-        config = open_gguf(source).config
-        sizes = config.hidden_size, config.vocab_size
-        if sizes == (manifest.hidden_size, manifest.vocabulary_size) and sha256_of(source) == manifest.target_sha256:
-            return path
-    return None
 
 
 def check_given_heads(path: Path, num_layers: int, vocabulary_size: int) -> HeadFile:

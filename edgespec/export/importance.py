@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, UsageError
-from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.reference import in_transformers
 from edgespec.export.tokens import read_tokenizer
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.files import atomic_file
 from edgespec.types import Progress, no_progress
 
@@ -76,7 +76,7 @@ def read_importance(path: Path) -> Importance:
 
 def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Name of each linear module -> GGUF name of its matrix."""
-    from edgespec.export.architectures.table import architecture_of
+    from edgespec.formats.architectures.table import architecture_of
 
     found = architecture_of(checkpoint)
     is_tied = found.is_tied(checkpoint.config)

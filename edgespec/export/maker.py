@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import cast
 
 from edgespec.engines.base import Engine
-from edgespec.export.checkpoint import is_head_config
 from edgespec.export.hub import Source, local_source
 from edgespec.export.onnx.convert import Exporter
 from edgespec.export.plan import Facts, read_facts
 from edgespec.export.request import ExportRequest, Format
 from edgespec.export.stages import Artefact, Stage
 from edgespec.export.workspace import Workspace
+from edgespec.formats.checkpoint import is_head_config
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.manifest import HEADS
 from edgespec.types import Progress

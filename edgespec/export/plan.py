@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.table import is_tied
-from edgespec.export.checkpoint import DEFAULTS, Checkpoint, is_head_config, named_architecture
 from edgespec.export.hub import Source
 from edgespec.export.reference import has_transformers
 from edgespec.export.request import ExportRequest, Format
+from edgespec.formats.architectures.table import is_tied
+from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, is_head_config, named_architecture
 from edgespec.formats.hub_folder import read_json
 
 # Bits per weight, block scales included; for mixtures, of their heavier tensors.

@@ -20,6 +20,7 @@ from typing import Any
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.files import absolute, read_text, resolved
 from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
 
 MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1
@@ -39,18 +40,25 @@ RESTORE = "restore it, or install edgespec again"
 class ModelFile:
     """One model of a pair: its file, what is known of it, and the files that belong to it.
 
-    `bytes` and `sha256` are None for a bare path.
+    `bytes` and `sha256` are None for a bare path. `runs_on`: the engine of a GGUF, llama.cpp unless it was chosen;
+    `note`: why it was, for the user.
     """
 
     path: Path
     bytes: int | None = None
     sha256: str | None = None
     parts: tuple[ModelFile, ...] = ()
+    runs_on: str = ""
+    note: str = ""
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix != ".onnx"
 
     @property
     def engine(self) -> str:
-        """The engine that runs it, told by its suffix."""
-        return "onnx" if self.path.suffix == ".onnx" else "llamacpp"
+        """The engine that runs it."""
+        return self.runs_on or ("llamacpp" if self.is_gguf else "onnx")
 
     @property
     def all_files(self) -> tuple[ModelFile, ...]:
@@ -174,7 +182,8 @@ def _read_files(manifest: _Manifest, tables: Mapping[str, Any], engine: str) -> 
         found[name] = {role: _read_file(manifest, f"{table}.{role}", entry) for role, entry in tables[table].items()}
     if not any("target" in roles for roles in found.values()):
         raise manifest.fail("files.target", "is missing")
-    if engine != "auto" and "target" not in found[engine]:
+    on_kernels = engine == "onnx" and "target" in found["llamacpp"]  # where they can: the choice of engines says
+    if engine != "auto" and "target" not in found[engine] and not on_kernels:
         others = ", ".join(name for name, roles in found.items() if "target" in roles)
         raise CapabilityError(
             f"{manifest.path.parent.name} has no target for the engine {engine!r}, only for: {others}. Use --engine "
@@ -228,8 +237,8 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     recommended = {k: manifest.get(tables["sampling"], f"sampling.{k}", (int, float)) for k in tables["sampling"]}
     by_engine = _read_files(manifest, tables, engine)
     engines = tuple(name for name, roles in by_engine.items() if "target" in roles)
-    runnable = [name for name in engines if has_engine(name)] or engines
-    chosen = runnable[0] if engine == "auto" else engine
+    runnable = [name for name in engines if has_engine(name) or (name == "llamacpp" and library_path())] or engines
+    chosen = runnable[0] if engine == "auto" or engine not in engines else engine
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
     manifest.only(f"{HEADS}.", tables[HEADS], HEAD_KINDS)
     heads = {kind: _read_file(manifest, f"{HEADS}.{kind}", entry) for kind, entry in tables[HEADS].items()}

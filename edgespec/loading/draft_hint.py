@@ -41,7 +41,7 @@ def new_draft_hint(pair: ModelPair) -> str | None:
 def draft_hint(pair: ModelPair) -> str | None:
     """One line that says which draft would speed this pair up; None where it has one or a draft would not gain."""
     file = pair.files["target"]
-    if pair.draft is not None or pair.heads or file.engine != "llamacpp":
+    if pair.draft is not None or pair.heads or not file.is_gguf:
         return None
     try:
         num_bytes = file.path.stat().st_size

@@ -71,7 +71,7 @@ def comparing(target: ModelFile) -> Iterator[Callable[[ModelFile], Comparison]]:
 
         def compare(draft: ModelFile) -> Comparison:
             try:
-                if draft.engine == "llamacpp" and (kind := head_kind_of(draft.path)):
+                if draft.is_gguf and (kind := head_kind_of(draft.path)):
                     return _compare_head(target, draft, kind)
                 with contextlib.ExitStack() as own:
                     theirs = _vocabulary(draft.path, own)
@@ -99,7 +99,7 @@ def _compare_head(target: ModelFile, head: ModelFile, kind: HeadKind) -> Compari
     """Raises CapabilityError for a head of another target."""
     from edgespec.engines.llamacpp.heads import head_class
 
-    if target.engine != "llamacpp":
+    if not target.is_gguf:
         raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
     header = read_header(target.path)
     width = header.metadata.get(f"{header.architecture}.embedding_length")
@@ -119,8 +119,9 @@ def _vocabulary(path: Path, stack: contextlib.ExitStack) -> Vocabulary | None:
 
             return stack.enter_context(VocabularyFile(path))
         from edgespec.engines.onnx.graph import read_graph
+        from edgespec.engines.onnx.source import open_source
         from edgespec.engines.onnx.tokenizer import TokenizerFile
 
-        return TokenizerFile(path.parent, read_graph(path).vocabulary_size)
+        return TokenizerFile(path.parent, read_graph(open_source(path)).vocabulary_size)
     except CapabilityError:
         return None

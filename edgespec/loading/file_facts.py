@@ -41,18 +41,19 @@ class FileFacts:
     def read(cls, pair: ModelPair) -> Self:
         """Of a pair's target. Raises ModelNotFound, ModelFileError, and CapabilityError for a graph without `onnx`."""
         target = pair.files["target"]
-        if target.engine == "onnx":
+        if not target.is_gguf:
             from edgespec.engines.onnx.graph import read_graph
             from edgespec.engines.onnx.settings import ModelConfig
+            from edgespec.engines.onnx.source import open_source
             from edgespec.engines.onnx.tokenizer import read_chat_template
 
             folder = target.path.parent
-            architecture, graph = ModelConfig.read(folder).architecture, read_graph(target.path)
+            architecture, graph = ModelConfig.read(folder).architecture, read_graph(open_source(target.path))
             return cls("onnx", architecture, graph.weight_bytes, read_chat_template(folder) or "")
         headers = [read_header(path) for path in pair.paths("target") if path.suffix == ".gguf"]
         first = headers[0]
         return cls(
-            "llamacpp",
+            target.engine,
             first.architecture,
             sum(tensor.num_bytes for header in headers for tensor in header.tensors),
             str(first.metadata.get("tokenizer.chat_template", "")),

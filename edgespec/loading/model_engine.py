@@ -37,7 +37,7 @@ def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | 
     Raises as `open_engine`.
     """
     file = chosen.pair.files["target"]
-    if file.engine == "llamacpp" and options.provider not in ("auto", "cpu"):
+    if file.is_gguf and options.provider not in ("auto", "cpu"):
         raise ConfigError(
             f"--provider {options.provider} is for ONNX models (--engine onnx, where a pair has both); layers of a "
             "GGUF go to a GPU with -ngl"
@@ -60,6 +60,13 @@ def open_engine(options: LoadOptions, file: ModelFile, use: ModelUse, trial: Tri
 
     And ConfigError for `options` that ONNX Runtime ignores.
     """
+    found = _open(options, file, use, trial)
+    if file.note:
+        found.facts = replace(found.facts, notes=(*found.facts.notes, file.note))
+    return found
+
+
+def _open(options: LoadOptions, file: ModelFile, use: ModelUse, trial: Trial) -> Engine:
     trial.require_opened(file.path)
     opened = partial(trial.require_used, file.path)
     if file.engine == "onnx":

@@ -23,6 +23,7 @@ from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
 from edgespec.loading.checksums import check_hash, was_hashed
 from edgespec.loading.draft_vocabulary import draft_cache
+from edgespec.loading.engine_choice import with_engines
 from edgespec.loading.heads import open_head_file, open_heads, open_own_layers, read_heads, state_layers
 from edgespec.loading.model_engine import load_libraries, open_draft, open_engine, open_target
 from edgespec.loading.registry import resolve
@@ -37,6 +38,7 @@ def start_trial(options: LoadOptions, pair: ModelPair) -> Trial:
     Raises ModelNotFound, ModelFileError, and CapabilityError when the pair lacks what the options need.
     """
     models = [pair.files[role] for role in Chosen.of(options, pair).roles]
+    models = [each for each in models if not (each.is_gguf and each.engine == "onnx")]  # read by nobody but us
     return Trial({model.path: all(file.sha256 for file in model.all_files) for model in models})
 
 
@@ -126,7 +128,7 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
 
     Raises as `open_models`.
     """
-    pair = resolve(options.model, options.draft, options.engine)
+    pair = with_engines(options, resolve(options.model, options.draft, options.engine))
     file = pair.files["target"]
     if file.engine == "llamacpp":
         from edgespec.engines.llamacpp.tokenizer import VocabularyFile
@@ -146,7 +148,7 @@ def has_chat_template(file: ModelFile) -> bool:
     True where the files cannot be read: loading says better what is wrong with them.
     """
     try:
-        if file.engine == "llamacpp":
+        if file.is_gguf:
             model_files(file.path)  # a part of a model holds no template, and says which file to open
             header = read_header(file.path)
             require_language_model(file.path, header)
@@ -160,7 +162,7 @@ def has_chat_template(file: ModelFile) -> bool:
 
 def require_writer_file(file: ModelFile) -> None:
     """Raises ModelFileError for a model that gives embeddings only. A file that cannot be read passes: see above."""
-    if file.engine != "llamacpp":
+    if not file.is_gguf:
         return
     try:
         header = read_header(file.path)

@@ -19,6 +19,7 @@ from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
 from edgespec.loading.catalogue import Entry, HeadSource, entries
 from edgespec.loading.download import OnBytes, Patience
+from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe, is_offline
 from edgespec.loading.hub_choice import choose
 from edgespec.loading.own_models import begin_folder, one_writer, own_folders, replace_manifest
@@ -216,9 +217,9 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
         made = [_have(part, path, file, on_bytes) for path, file in zip(places[part.role], part.files, strict=True)]
         model = ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
         try:
-            if not has_engine(model.engine):
+            if not has_engine(model.engine) and not runs_on_kernels(model.path):
                 on_note(_what_it_needs(model))
-            else:
+            elif not runs_on_kernels(model.path):
                 is_too_large = fits(part.bytes) is False  # its header alone is checked then
                 check_model_files({model.path: is_too_large})
         except (ModelFileError, CapabilityError) as exc:

@@ -201,7 +201,7 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
             f"{text} is not a .gguf or .onnx file; convert a Hugging Face folder first: edgespec export"
         )
     file = ModelFile(path)
-    if engine not in ("auto", file.engine):
+    if engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))

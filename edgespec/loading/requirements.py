@@ -20,12 +20,14 @@ from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import has_mtp
 from edgespec.formats.gguf.split import is_early_exit
 from edgespec.formats.manifest import HEAD_KINDS, ModelPair
+from edgespec.loading.engine_choice import with_engines
 from edgespec.loading.registry import resolve
 
 
 def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
-    """The pair that `options` name. Raises as `resolve`."""
-    return resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
+    """The pair that `options` name, with the engines that run it. Raises as `resolve` and `with_engines`."""
+    found = resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
+    return with_engines(options, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:
     if pair.draft is None:
         return ()
     file = pair.files["draft"]
-    head = head_kind_of(file.path) if file.engine == "llamacpp" else None
+    head = head_kind_of(file.path) if file.is_gguf else None
     return (head or ("early-exit" if _draft_is_exit(pair) else "model"),)
 
 
@@ -214,7 +216,7 @@ def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:
                 f"--derive early-exit:{options.exit_layer}"
             )
         return options.exit_layer
-    if target.engine == "onnx" and draft is not None and draft.engine == "onnx":
+    if draft is not None and not target.is_gguf and not draft.is_gguf:
         from edgespec.engines.onnx.partition import exit_layer_of as exit_layer_of_files
 
         return exit_layer_of_files(draft.path, target.path)
@@ -224,9 +226,9 @@ def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:
 def _draft_is_exit(pair: ModelPair) -> bool:
     """Whether the pair's draft is the beginning of its target, over the same weights."""
     target, draft = pair.files["target"], pair.files["draft"]
-    if target.engine != draft.engine:
+    if target.is_gguf != draft.is_gguf:
         return False
-    if target.engine == "onnx":
+    if not target.is_gguf:
         return draft.path.parent == target.path.parent and draft.path != target.path
     return is_early_exit(draft.path, target.path)
 

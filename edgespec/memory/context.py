@@ -33,7 +33,7 @@ def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOption
 
 def own_context(file: ModelFile) -> int:
     """Tokens that a model was trained for. Raises as `planned`."""
-    if file.engine == "llamacpp":
+    if file.is_gguf:
         return read_header(file.path).context_length or _USUAL
     from edgespec.engines.onnx.footprint import footprint
 

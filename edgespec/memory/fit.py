@@ -260,7 +260,7 @@ def _other_file(whole: Fitted, room: Room, wanted: tuple[Fit, ...]) -> Path | No
     It is only suggested: other weights give another text.
     """
     target = whole.pair.files["target"]
-    if target.engine != "llamacpp":
+    if not target.is_gguf:
         return None
     model = _identity(target.path)
     beside = [path for path in target.path.parent.glob("*.gguf") if path != target.path]

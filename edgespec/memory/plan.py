@@ -250,7 +250,7 @@ def _without_shared(models: tuple[ModelNeed, ...], pair: ModelPair, roles: tuple
     found = []
     for model, role in zip(models, roles, strict=True):
         file = pair.files[role]
-        files = set(model_files(file.path)) if file.engine == "llamacpp" else {file.path}
+        files = set(model_files(file.path)) if file.is_gguf else {file.path}
         shared = sum(path.stat().st_size for path in files & seen)
         seen |= files
         mapped = max(model.footprint.mapped - shared, 0)

@@ -79,7 +79,7 @@ class Known:
 
 def _model_facts(pair: ModelPair, files: FileFacts) -> ModelFacts:
     file = pair.files["target"]
-    if files.engine != "llamacpp":
+    if not file.is_gguf:
         return ModelFacts(files.architecture, file.sha256 or "")
     try:
         found = _of_headers(pair.paths("target"))
@@ -193,7 +193,7 @@ def _details(known: Known) -> dict[str, Any]:
     facts = known.facts
     return {
         "parent_model": "",
-        "format": "gguf" if known.files.engine == "llamacpp" else "onnx",
+        "format": "gguf" if facts.quantization else "onnx",  # only a header says the former
         "family": facts.family,
         "families": [facts.family],
         "parameter_size": _size_label(facts.num_parameters),

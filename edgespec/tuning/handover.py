@@ -143,16 +143,16 @@ def _local(
             _origin(small, "--draft-weights") if small else ""
         )
     for file in filter(None, (target, small)):
-        if file.engine != "llamacpp":
+        if not file.is_gguf:
             raise ConfigError(
-                f"llama-server reads GGUF files, {file.path} is {file.engine}: give the GGUF that it was made from"
+                f"llama-server reads GGUF files, {file.path} is ONNX: give the GGUF that it was made from"
             )
     return str(target.path), str(small.path) if small else ""
 
 
 def _origin(file: ModelFile, flag: str) -> str:
     """The hub id of the weights that a GGUF was made of."""
-    metadata = read_header(file.path).metadata if file.engine == "llamacpp" else {}
+    metadata = read_header(file.path).metadata if file.is_gguf else {}
     for key in _ORIGINS:
         url = urlsplit(str(metadata.get(key, "")))
         if url.netloc == "huggingface.co" and url.path.count("/") == 2:

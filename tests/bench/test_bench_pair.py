@@ -23,7 +23,7 @@ from edgespec.bench.expanded_heads import expand_heads
 from edgespec.bench.expansion import Expansion, Shape
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export import resources as room
-from edgespec.export.checkpoint import Checkpoint
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.manifest import read_pair
 from edgespec.installation import install_command

@@ -21,8 +21,8 @@ from edgespec.bench.expanded_tensors import cancelling_shares_of, shares_of
 from edgespec.bench.expansion import Shape
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf import convert
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.types import Batch
 from expansion.checkpoint import NoisyExpansion, expand

@@ -22,8 +22,9 @@ PACKAGE = Path(edgespec.__file__).parent
 # A part of a subpackage that ranks below the rest of it has a line of its own: it is a component too.
 RANKS = {
     **dict.fromkeys(("errors", "closing"), -1),
-    **dict.fromkeys(("installation", "reports", "config.sizes", "config.endpoints"), 0),
-    **dict.fromkeys(("types", "vocabulary", "config", "formats"), 1),
+    **dict.fromkeys(("installation", "reports", "vocabulary", "config.sizes", "config.endpoints", "formats.files"), 0),
+    **dict.fromkeys(("kernels",), 0.5),
+    **dict.fromkeys(("types", "config", "formats"), 1),
     **dict.fromkeys(("config.settings", "chat", "engines"), 2),
     **dict.fromkeys(("sampling.noise", "sampling.stopping", "sampling.constraint"), 2),
     **dict.fromkeys(("config.sources", "sampling", "sampling.acceptance", "corpus"), 3),
@@ -40,8 +41,18 @@ RANKS = {
     **dict.fromkeys(("cli",), 14),
     **dict.fromkeys(("__main__",), 15),
 }
-ENGINES_MAY_USE = {"closing", "errors", "installation", "config.endpoints", "formats", "types", "vocabulary", "engines"}
-DRAFTERS_MAY_USE = {"errors", "types", "vocabulary", "sampling", "sampling.noise", "formats", "drafters"}
+ENGINES_MAY_USE = {"closing", "errors", "installation", "config.endpoints", "types", "vocabulary", "engines"}
+ENGINES_MAY_USE |= {"formats", "formats.files", "kernels"}
+DRAFTERS_MAY_USE = {
+    "errors",
+    "types",
+    "vocabulary",
+    "sampling",
+    "sampling.noise",
+    "formats",
+    "formats.files",
+    "drafters",
+}
 BASES = {
     "engines.base",
     "engines.sequence",

@@ -16,9 +16,9 @@ pytest.importorskip("tokenizers", reason="the test folders need the package toke
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ConfigError, ModelFileError, UsageError
-from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.derive import prune
 from edgespec.export.gguf import convert
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.types import Batch
 from tiny_checkpoints import CASES, TOKEN_IDS, logits_of_transformers, write_checkpoint
 

@@ -17,8 +17,8 @@ from gguf.gguf_reader import GGUFReader
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import INDEX, Checkpoint
 from edgespec.export.gguf import ARCHITECTURES, convert
+from edgespec.formats.checkpoint import INDEX, Checkpoint
 from edgespec.types import Batch
 from tiny_checkpoints import (
     CASES,

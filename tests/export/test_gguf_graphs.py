@@ -28,10 +28,10 @@ from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.accuracy import compare_logits
 from edgespec.export.gguf import check_tokenizer, convert, export_gguf
 from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.export.onnx.gguf_model import KINDS
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.reference import Reference
 from edgespec.export.tokens import check_round_trip
+from edgespec.formats.gguf.model import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
 from edgespec.installation import has_engine

@@ -16,8 +16,8 @@ pytest.importorskip("llama_cpp", reason="the comparison is with llama.cpp: scrip
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ModelFileError
-from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from tiny_gguf import Shape, matrices, sentencepiece, write_model
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6

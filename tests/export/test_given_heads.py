@@ -16,15 +16,15 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.config import LoadOptions
-from edgespec.export import given_heads
-from edgespec.export.given_heads import SHIPPED, shipped_heads
 from edgespec.formats.files import shipped_models
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
+from edgespec.loading import shipped_heads as given_heads
 from edgespec.loading.catalogue import entries
 from edgespec.loading.listing import drafted_from, pair_bytes
 from edgespec.loading.requirements import verifies_drafts
+from edgespec.loading.shipped_heads import SHIPPED, shipped_heads
 from gguf_conversions import export
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"
@@ -99,9 +99,8 @@ def shipped(folder: Path, sha256: str) -> Path:
 def test_a_pair_of_a_known_file_gets_its_heads(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = shipped(tmp_path / "models", sha256_of(TARGET))
     monkeypatch.setattr(given_heads, "shipped_models", lambda: tmp_path / "models")
-    assert shipped_heads(TARGET, quant) == path
-    assert shipped_heads(TARGET, "fp32") is shipped_heads(TARGET, None) is None
-    assert shipped_heads(DEMO / "hf" / "target", quant) is shipped_heads(tmp_path / "none.gguf", quant) is None
+    assert shipped_heads(TARGET) == shipped_heads(TARGET, sha256_of(TARGET)) == path
+    assert shipped_heads(DEMO / "hf" / "target") is shipped_heads(tmp_path / "none.gguf") is None
     for arguments, wanted in (((), {"eagle"}), (("--draft", "none"), set())):
         output = tmp_path / f"pair-{len(arguments)}"
         result = export(TARGET, output, "--quant", quant, "--no-check", *arguments)
@@ -119,9 +118,9 @@ def test_heads_of_another_file_and_damaged_ones_are_left_out(
 ) -> None:
     monkeypatch.setattr(given_heads, "shipped_models", lambda: tmp_path)
     path = shipped(tmp_path, "0" * 64)
-    assert shipped_heads(TARGET, "w8a8") is None and not caplog.records
+    assert shipped_heads(TARGET) is None and not caplog.records
     path.write_bytes(path.read_bytes()[:1000])
-    assert shipped_heads(TARGET, "w8a8") is None and "left out" in caplog.text
+    assert shipped_heads(TARGET) is None and "left out" in caplog.text
 
 
 def test_the_heads_that_are_shipped_can_be_read_and_are_installed() -> None:

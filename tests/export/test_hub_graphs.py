@@ -17,10 +17,10 @@ pytest.importorskip("gguf", reason="the tiny models need the package gguf: scrip
 from demo import DEMO, TEST_THREADS
 from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import open_engine
-from edgespec.export.checkpoint import INDEX, Checkpoint
 from edgespec.export.onnx.convert import FORMS
 from edgespec.export.onnx.from_hub import HubWeights, convert_hub
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.formats.checkpoint import INDEX, Checkpoint
 from edgespec.formats.onnx import DATA, llama
 from edgespec.types import Batch
 from tiny_checkpoints import (

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from edgespec.export.architectures.rows import Architecture, Sizes
-from edgespec.export.architectures.table import ARCHITECTURES
-from edgespec.export.checkpoint import Checkpoint
-from edgespec.export.gguf.splitters import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
+from edgespec.formats.architectures.rows import Architecture, Sizes
+from edgespec.formats.architectures.table import ARCHITECTURES
+from edgespec.formats.checkpoint import Checkpoint
+from edgespec.formats.gguf.splitters import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
 
 VOCABULARY = 400
 TOKEN_IDS = [0, 1, 300, 17, 399, 2, 90, 90, 31, 5, 128, 255, 256, 77, 8, 301, 302, 64, 65, 66, 3, 210, 11, 150]

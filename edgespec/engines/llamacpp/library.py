@@ -88,9 +88,23 @@ def require_threads() -> None:
 @cache
 def has_cuda() -> bool:
     """Whether the installed build has a backend for CUDA, as its files tell; the library is not loaded for it."""
+    return _has_backend("cuda")
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether the installed build has a backend for GPUs, and this machine a GPU for it."""
+    if not any(map(_has_backend, ("cuda", "metal", "hip", "vulkan"))):
+        return False  # the library is not loaded to find out
+    from edgespec.engines.llamacpp.devices import gpus
+
+    return bool(gpus())
+
+
+def _has_backend(name: str) -> bool:
     found = find_spec("llama_cpp")
     places = found.submodule_search_locations if found is not None else None
-    return any(any(Path(place, "lib").glob("*ggml-cuda*")) for place in places or ())
+    return any(any(Path(place, "lib").glob(f"*ggml-{name}*")) for place in places or ())
 
 
 @cache

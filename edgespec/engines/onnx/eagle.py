@@ -48,7 +48,7 @@ class OnnxLayer(HeadLayer):
 
     def _open(self, graph: Graph, threads: int) -> Any:
         self.num_bytes += graph.num_bytes
-        return open_session(graph.serialised(), Path(), threads=threads, provider="cpu")[0]
+        return open_session(graph.serialised(), Path(), threads=threads, provider="cpu", arrays=graph.arrays)[0]
 
     def fuse(self, features: States) -> States:
         assert self._fuse is not None

@@ -1,6 +1,7 @@
 """Graphs of the layer of an EAGLE head, from the arrays of a heads file: from pairs to scores in one pass.
 
-Weights of 8 bits in groups are a quarter of the bytes of float32, which is what a draft of one row costs.
+Weights of 8 bits in groups are a quarter of the bytes of float32, which is what a draft of one row costs. Our kernels
+multiply them where they are built, else ONNX Runtime's MatMulNBits.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from numpy.typing import NDArray
 from edgespec.formats.head_file import HeadFile, Matrix
 from edgespec.formats.head_manifest import PROJECT, HeadManifest
 from edgespec.formats.onnx import MICROSOFT
+from edgespec.formats.onnx.tensors import tensor_in_memory
+from edgespec.formats.onnx.tiles import DOMAIN, PRODUCT, q8_0
 from edgespec.formats.onnx.w8a8 import quantise_rows
+from edgespec.kernels import tiles
+from edgespec.kernels.library import library_path
 
 GROUPS = (32, 16)  # weights that share a scale: the first that divides a width; another width keeps float32
+TYPE = "Q8_0"
 IR_VERSION, OPSET = 10, 21
 WHOLE_INPUTS = 4  # accuracy_level of MatMulNBits: rows are quantised to 8 bits, too
 CACHE, NEW_CACHE = ("keys", "values"), ("new_keys", "new_values")
@@ -150,6 +156,7 @@ class Graph:
         self._epsilon = epsilon
         self._nodes: list[Any] = []
         self._weights: list[Any] = []
+        self.arrays: dict[str, NDArray[Any]] = {}  # weights that a session has to be given
         self.num_bytes = 0
         self.inputs: Values = {}
         self.outputs: Values = {}
@@ -171,6 +178,9 @@ class Graph:
             columns = self._keep(f"{output}.columns", np.ascontiguousarray(weights.T))
             self.add("MatMul", [value, columns], output)
             return
+        if group == GROUPS[0] and library_path() is not None:
+            self._tiled_product(value, weights, output)
+            return
         codes, scales = quantise_rows(weights, group)
         names = [
             self._keep(f"{output}.codes", codes.reshape(count, width // group, group)),
@@ -178,6 +188,21 @@ class Graph:
         ]
         sizes = {"K": width, "N": count, "bits": 8, "block_size": group, "accuracy_level": WHOLE_INPUTS}
         self.add("MatMulNBits", [value, *names], output, domain=MICROSOFT, **sizes)
+
+    def _tiled_product(self, value: str, weights: NDArray[np.float32], output: str) -> None:
+        """On our kernels, whose passes over the rows of a prompt or a tree cost little more than one over a row."""
+        from onnx import helper
+
+        count, width = weights.shape
+        name = f"{output}.tiles"
+        size = tiles.packed_bytes(TYPE, count, width)
+        assert size is not None
+        self.arrays[name] = packed = np.empty(size, np.uint8)
+        tiles.pack(TYPE, q8_0(weights), width, packed)
+        self._weights.append(tensor_in_memory(name, packed))
+        self.num_bytes += size
+        self.add(PRODUCT, [value, "", name], output, domain=DOMAIN, K=width, types=[tiles.TYPES[TYPE]])
+        self._nodes[-1].attribute.append(helper.make_attribute("outputs", [count]))
 
     def _keep(self, name: str, array: NDArray[Any]) -> str:
         from onnx import numpy_helper
@@ -197,5 +222,5 @@ class Graph:
             for values in (self.inputs, self.outputs)
         )
         graph = helper.make_graph(self._nodes, "eagle", given, made, self._weights)
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(name, 1) for name in (MICROSOFT, DOMAIN))]
         return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())

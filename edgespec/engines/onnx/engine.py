@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,15 +29,18 @@ from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.library import device_identity, first_choice, run_options, version
-from edgespec.engines.onnx.opening import cache_scales, check_path, open_passes, weight_files, widths_key
+from edgespec.engines.onnx.opening import cache_scales, open_passes, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses, cache_name
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
+
+LEAST_ROWS = 2  # of a pass whose bits are those of wider ones
 
 
 class OnnxEngine(BookedEngine):
@@ -46,16 +50,16 @@ class OnnxEngine(BookedEngine):
     states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
 
     def __init__(
-        self, path: Path, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
+        self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
     ) -> None:
         self._options = run_options()
         self._pages: HugePages | None = None
         self._num_changes = 0  # passes that have begun, and passes that have ended
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         exported = graph
-        passes, device, graph = open_passes(path, exported, settings, self._options)
+        passes, device, graph = open_passes(source, exported, settings, self._options)
         opened()
-        self.vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
+        self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
         self._sessions = passes.sessions
         self.thread_change_s = sum(sessions.make_s for sessions in self._sessions)
         self.thread_change_bytes = graph.weight_bytes
@@ -63,7 +67,7 @@ class OnnxEngine(BookedEngine):
         max_batch = min(settings.max_batch, settings.context_length)
         limits = DeviceLimits(max_batch, keeps_positions=True)
         if device.provider != "cpu":
-            tried = passes, weight_files(path), device.provider, graph.vocabulary_size, max_batch, settings.exit_layer
+            tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch, settings.exit_layer
             limits = device_limits(*tried)
         self._can_pack = settings.can_pack(graph) and limits.keeps_positions
         is_packed = self._can_pack and settings.packs(graph)
@@ -77,9 +81,9 @@ class OnnxEngine(BookedEngine):
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
         layout = f"{type(self._caches).__name__} {settings.exit_layer}"
-        self._held = HeldFiles(weight_files(path))
+        self._held = HeldFiles(source.mapped)
         kinds = device.provider, cache_name(graph), layout
-        self._stamp = StateStamp.of("onnx", weight_files(path), version(), *kinds)
+        self._stamp = StateStamp.of("onnx", source.files, version(), *kinds)
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
@@ -115,32 +119,39 @@ class OnnxEngine(BookedEngine):
         or model cannot do what was asked.
         """
         use = replace(use or ModelUse(), **changes)
-        check_path(path)
         try:
-            graph = read_graph(path, hidden_states=use.hidden_states, state_layers=use.state_layers)
-            config = ModelConfig.read(path.parent)
+            source = open_source(path)
+            graph = read_graph(source, hidden_states=use.hidden_states, state_layers=use.state_layers)
+            config = source.config()
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
-        pages = HugePages() if graph.weight_bytes >= LEAST_BYTES else None
+        pages = HugePages() if graph.weight_bytes >= LEAST_BYTES and not graph.has_tiles else None
         settings = OnnxSettings.checked(graph, config, use)
         widest, reproducible = settings.measured_widths, use.reproducible
+        if graph.has_tiles and reproducible is None:
+            reproducible, settings = True, replace(settings, reproducible=True)
         gives = use.state_layers or use.hidden_states
-        key = "" if reproducible is False else widths_key(path, settings, first_choice(use.provider), widest, gives)
+        key = "" if reproducible is False else widths_key(source, settings, first_choice(use.provider), widest, gives)
         if reproducible is None and is_known_free(key, widest):
             settings = replace(settings, reproducible=True)  # each sequence gets a cache of its own
         cells = settings.cells(graph)
-        scales = cache_scales(path, graph, settings) if settings.cache_type == "int8" else None
-        if scales is not None or (graph.max_positions is not None and graph.max_positions < cells):
-            graph = read_graph(path, scales, cells, hidden_states=use.hidden_states, state_layers=use.state_layers)
-        engine = cls(path, graph, settings, config, opened)
+        read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
+        is_short = graph.max_positions is not None and graph.max_positions < cells
+        if is_short or source.max_positions is not None:
+            graph = read(cells=cells)
+        if settings.cache_type == "int8":
+            graph = read(cache_scales(source, graph, settings), cells)
+        engine = cls(source, graph, settings, config, opened)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
         if engine.facts.splits_passes and not batches_work(engine):
             engine._separate.never_batch()
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
-        key = "" if reproducible is False else widths_key(path, settings, engine.facts.device, widest, gives)
-        if reproducible is None and engine.facts.can_pack and not settings.reproducible:
+        key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
+        if graph.has_tiles and reproducible:
+            engine._pin_exact(widest)
+        elif reproducible is None and engine.facts.can_pack and not settings.reproducible:
             engine.facts = fastest_facts(engine, key)
         elif reproducible is not False:
             engine._pin(key, widest, reproducible)
@@ -174,6 +185,18 @@ class OnnxEngine(BookedEngine):
         self._pad_to(self.facts.pinned_class[0])
         shares = shares and self._separate.has_batches and packs_alike(self, key)
         self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
+
+    def _pin_exact(self, widest: int) -> None:
+        """Reproducible mode on our kernels, which give a row the same bits beside any others: nothing is measured.
+
+        ONNX Runtime's attention gives a lone row other bits, so that row is padded to two. Rows of several sequences
+        then need passes of their own.
+        """
+        pinned = LEAST_ROWS, max(widest, LEAST_ROWS)
+        self.facts = replace(
+            self.facts, width_classes=(pinned,), pinned_class=pinned, is_exact=True, can_pack=False, splits_passes=False
+        )
+        self._pad_to(LEAST_ROWS)
 
     def drop_class(self) -> None:
         super().drop_class()

@@ -8,7 +8,6 @@ passes of the pinned width class, so that the bits of a state do not depend on w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.partition import HIDDEN_IN, HIDDEN_OUT, partition
 from edgespec.engines.onnx.passes import ELEMENTS, Cells, Passes, PassRows, SharedPasses
 from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.engines.onnx.source import Source
 from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.errors import ContextFull
 from edgespec.types import Logits, TokenIds
@@ -72,15 +72,15 @@ class Drafted:
 class ExitPasses(Passes):
     """`least_rows` of every pass of the first layers, as in `SeparateCaches`; `bytes_used` by states."""
 
-    def __init__(self, path: Path, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
-        cut = partition(graph, path, layers)
+    def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
+        cut = partition(graph, source.path, layers)
         self.capacity = settings.cells(graph)
         self.layers, self.num_layers = layers, len(graph.cache) // 2
         self.least_rows, self.edge = 1, settings.edge
         self._parts: list[Part] = []
         self.device: Device
         for part in (cut.first, cut.rest, cut.head):
-            sessions, self.device = open_sessions(part, path.parent, settings)
+            sessions, self.device = open_sessions(part, source, settings)
             self._parts.append(Part(sessions, part, self.device, run_options, settings))
         self.sessions = [sessions for part in self._parts for sessions in part.sessions]
         self.bytes_per_token = sum(part.bytes_per_token for part in self._parts)

@@ -26,16 +26,17 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.head import attribute
-from edgespec.engines.onnx.opening import NO_INT8_CACHE, weight_files
+from edgespec.engines.onnx.opening import NO_INT8_CACHE
 from edgespec.engines.onnx.passes import element_of
 from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
-from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
-from edgespec.engines.onnx.tokenizer import tokenizer_file
+from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tensors import external_entry
+from edgespec.formats.onnx.tiles import PRODUCT
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
 _LOOKUPS = ("Gather", "GatherBlockQuantized")
@@ -74,8 +75,9 @@ class Products:
 
 def footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of the export at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
-    graph, products = once("onnx products", path, lambda: _read(path))
-    settings = OnnxSettings.checked(graph, ModelConfig.read(path.parent), use)
+    source = open_source(path)
+    graph, products = once("onnx products", path, lambda: _read(source))
+    settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
@@ -89,13 +91,16 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     outputs = min(use.rows, most)
     unused = (most - outputs) * graph.vocabulary_size
     loading = _loading_bytes(products)
-    files = sum(file.stat().st_size for file in weight_files(path))
-    touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length)
+    files = sum(file.stat().st_size for file in source.mapped)
+    touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length) if files else 0
     mapped = max(files - products.packed - products.only_looked_up, 0) + touched
-    vocabulary, reading = _tokenizer_bytes(tokenizer_file(path.parent), graph.vocabulary_size)
+    packed = products.packed
+    if graph.has_tiles:  # they are used where they lie: in their file, or in memory of the process's own
+        mapped, packed = (files, 0) if files else (0, graph.weight_bytes + source.rotary_bytes(cells))
+    vocabulary, reading = _tokenizer_bytes(source, graph.vocabulary_size)
     found = Footprint(
         mapped=mapped,
-        packed=products.packed + _SCALES_COPIES * products.scales + _SESSION_BYTES,
+        packed=packed + _SCALES_COPIES * products.scales + _SESSION_BYTES,
         cache=cache,
         compute=int(results),
         logits=4 * outputs * graph.vocabulary_size,
@@ -131,11 +136,10 @@ def _loading_bytes(products: Products) -> int:
     return products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
 
 
-def _tokenizer_bytes(tokenizer: Path, tokens: int) -> tuple[int, int]:
+def _tokenizer_bytes(source: Source, tokens: int) -> tuple[int, int]:
     """(once it is read, only while it is read); `tokens` counts padding too, which the file does not name."""
-    size = tokenizer.stat().st_size
-    kept = min(_TOKEN_BYTES * tokens, _MOST_TIMES * size) + _PIECE_BYTES * tokens
-    return kept, min(_PARSED_BYTES * tokens, _MOST_TIMES * size)
+    most = _MOST_TIMES * source.tokenizer_bytes()
+    return min(_TOKEN_BYTES * tokens, most) + _PIECE_BYTES * tokens, min(_PARSED_BYTES * tokens, most)
 
 
 def _on_device(found: Footprint, files: int) -> Footprint:
@@ -148,8 +152,8 @@ def _on_device(found: Footprint, files: int) -> Footprint:
     return replace(found, device=device, loading_mapped=files, **here)
 
 
-def _read(path: Path) -> tuple[Graph, Products]:
-    graph = read_graph(path)
+def _read(source: Source) -> tuple[Graph, Products]:
+    graph = read_graph(source)
     return graph, _products(graph)
 
 
@@ -169,6 +173,9 @@ def _products(graph: Graph) -> Products:
             heads = max(heads, attribute(node, "num_heads", 0))
         if node.op_type in _LOOKUPS:
             looked_up |= {name: tensor_bytes(tensors[name]) for name in node.input if name in tensors}
+        if node.op_type == PRODUCT:
+            sizes += _tiled_sizes(node)
+            continue
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
         if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
             continue
@@ -206,6 +213,12 @@ def _sizes(node: Any, weights: Any) -> tuple[int, int]:
         return attribute(node, "K", 1), attribute(node, "N", 1)
     dims = [int(size) for size in weights.dims]
     return (dims[-2], dims[-1]) if len(dims) > 1 else (1, 1)
+
+
+def _tiled_sizes(node: Any) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each matrix of our kernels' operator."""
+    outputs = next(item.ints for item in node.attribute if item.name == "outputs")
+    return [(attribute(node, "K", 1), int(size)) for size in outputs]
 
 
 def _cache_bytes_per_token(graph: Graph, settings: OnnxSettings) -> int:

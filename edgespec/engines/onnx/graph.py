@@ -7,12 +7,10 @@ wanted. Graphs with a concatenated cache (Optimum) are left as they are.
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edgespec.engines.limits import require_left
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.engines.onnx.rewriting import (
     ATTENTION,
@@ -26,12 +24,14 @@ from edgespec.engines.onnx.rewriting import (
     slice_bias,
     widen_logits,
 )
-from edgespec.engines.onnx.weights import check_weight_files, weight_bytes
-from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
-from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
+from edgespec.engines.onnx.weights import weight_bytes
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.onnx.tiles import PRODUCT
+
+if TYPE_CHECKING:
+    from edgespec.engines.onnx.source import Source
 
 MASK = "attention_mask"
-_LIBRARY_BYTES = 24 << 20  # of `onnx` while it is imported: 9 MiB of data, 18 of addresses
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 
@@ -52,7 +52,8 @@ class Graph:
 
     `is_shared`: past and present may be one buffer; `max_positions`: rows of the rotary table, or None;
     `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
-    `is_half`: attention over a shared cache computes in float16.
+    `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels multiply; `cells`: of the
+    caches that it was read for, 0 for any.
     """
 
     serialised: bytes
@@ -66,6 +67,8 @@ class Graph:
     hidden_size: int | None
     weight_bytes: int
     is_half: bool
+    has_tiles: bool = False
+    cells: int = 0
 
     @property
     def has_bias(self) -> bool:
@@ -86,7 +89,7 @@ def with_sliced_bias(graph: Graph) -> Graph:
 
 
 def read_graph(
-    path: Path,
+    source: Source,
     cache_scales: CacheScales | None = None,
     cells: int = 0,
     *,
@@ -100,7 +103,7 @@ def read_graph(
     of `state_layers`. Raises ModelNotFound, ModelFileError for a file that is not such a graph, CapabilityError without
     `onnx` or for layers it lacks.
     """
-    model = _load(path)
+    model, path = source.graph(cells), source.path
     graph = model.graph
     if LOGITS not in {value.name for value in graph.output} & {name for node in graph.node for name in node.output}:
         raise ModelFileError(f"{path} is not a causal language model: it has no output 'logits'. Export it again")
@@ -119,8 +122,8 @@ def read_graph(
         keep_wanted_rows(graph, path)
         widen_logits(graph)
         drop_dead(graph)
-    max_positions = _rotary_rows(graph, attention, path)
-    if max_positions is not None and max_positions < cells:
+    max_positions = source.max_positions or _rotary_rows(graph, attention, path)
+    if source.max_positions is None and max_positions is not None and max_positions < cells:
         lengthen_rotary(graph, attention, path, cells)
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
@@ -138,31 +141,9 @@ def read_graph(
         hidden_size=hidden_size if isinstance(hidden_size, int) else None,
         weight_bytes=weight_bytes(graph),
         is_half=is_half,
+        has_tiles=any(node.op_type == PRODUCT for node in graph.node),
+        cells=cells,
     )
-
-
-def _load(path: Path) -> Any:
-    if "onnx" not in sys.modules:
-        require_left("reading ONNX files", _LIBRARY_BYTES)
-    try:
-        import onnx
-        from google.protobuf.message import DecodeError
-    except IMPORT_FAILURES as exc:
-        raise not_importable("reading ONNX files", exc, "onnx") from exc
-    if not path.is_file():
-        raise ModelNotFound(f"no file {str(path)!r}: give the model.onnx of an export")
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except (DecodeError, OSError, ValueError) as exc:
-        if has_memory_limit() and "alloc" in str(exc):  # protobuf tells it in words only
-            raise CapabilityError(
-                f"{path} needs more memory than this process may have ({exc}). Raise its limits (ulimit -v, ulimit -d)"
-            ) from exc
-        raise ModelFileError(f"{path} is not an ONNX file that can be read: {exc}. Export it again") from exc
-    if not model.graph.node:
-        raise ModelFileError(f"{path} is not an ONNX model: it holds no operators. Export it again")
-    check_weight_files(model.graph, path)
-    return model
 
 
 def _attention_of(attention: list[Any], layer: int, path: Path) -> Any:

@@ -23,7 +23,8 @@ from edgespec.engines.onnx.library import Device, device_identity, run_options, 
 from edgespec.engines.onnx.passes import Passes, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
 from edgespec.engines.onnx.sessions import providers_for, try_graph
-from edgespec.engines.onnx.settings import CONFIGS, ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import CONFIGS, OnnxSettings
+from edgespec.engines.onnx.source import ExportFolder, Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.engines.proof import PREFIX
@@ -41,23 +42,10 @@ class Opened(NamedTuple):
     graph: Graph
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The graph and the weights beside it."""
-    return [path, *sorted(each for pattern in ("*.data", "*.onnx_data*") for each in path.parent.glob(pattern))]
-
-
-def check_path(path: Path) -> None:
-    """Raise ModelFileError for a path that is not valid UTF-8, which the libraries need."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError as exc:
-        raise ModelFileError(f"{str(path)!a} is not valid UTF-8: rename the folder of the model") from exc
-
-
 def all_files(path: Path) -> list[Path]:
     """All files that a model is opened from."""
     named = (path.parent / name for name in (*CONFIGS, "tokenizer.json", "tokenizer_config.json"))
-    return [*weight_files(path), *(file for file in named if file.is_file())]
+    return [*ExportFolder(path).files, *(file for file in named if file.is_file())]
 
 
 def try_folder(path: Path, opened: Callable[[], None]) -> None:
@@ -68,9 +56,9 @@ def try_folder(path: Path, opened: Callable[[], None]) -> None:
     It runs no pass: without packed weights one takes 17 s on a model of 1.2 billion weights, and packing them takes as
     long as the load itself. `OnnxEngine.load` checks the logits of its first pass instead.
     """
-    check_path(path)
-    graph = read_graph(path)
-    ModelConfig.read(path.parent)
+    source = open_source(path)
+    graph = read_graph(source)
+    source.config()
     try_graph(graph.serialised, path.parent)
     opened()
     vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
@@ -78,60 +66,64 @@ def try_folder(path: Path, opened: Callable[[], None]) -> None:
     _ = vocabulary.pieces
 
 
-def open_passes(path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
+def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     """On the provider of `settings`, or on the best one that can run the whole graph.
 
     Raises as `providers_for` and `adapted`, ModelFileError and CapabilityError as `open_session`, and with an exit
     layer as `partition`.
     """
     names = providers_for(settings.provider)
+    if graph.has_tiles:  # our kernels are for processors
+        names = tuple(name for name in names if name == "cpu") or names
     for name in names[:-1]:
         if name in HALF_ONLY and graph.is_shared and not graph.is_half:
             continue  # casting its attention was checked on processors only, so far: for those who ask for it
         with suppress(CapabilityError):  # the next one may have what this one lacks
-            return _open_on(name, path, graph, settings, run_options)
-    return _open_on(names[-1], path, graph, settings, run_options)
+            return _open_on(name, source, graph, settings, run_options)
+    return _open_on(names[-1], source, graph, settings, run_options)
 
 
-def _open_on(provider: str, path: Path, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
+def _open_on(provider: str, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     settings = replace(settings, provider=provider)
     graph = adapted(graph, provider, settings.head_size)
     if provider == "cpu":
         graph = with_sliced_bias(graph)
     if settings.exit_layer is not None:
-        parts = ExitPasses(path, graph, settings, run_options, settings.exit_layer)
+        parts = ExitPasses(source, graph, settings, run_options, settings.exit_layer)
         return Opened(parts, parts.device, graph)
-    sessions, device = open_sessions(graph, path.parent, settings)
+    sessions, device = open_sessions(graph, source, settings)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
     return Opened(kind(sessions, graph, device, run_options, settings), device, graph)
 
 
-def cache_scales(path: Path, graph: Graph, settings: OnnxSettings) -> CacheScales:
+def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheScales:
     """Measured once per file, on a text, with the export's own cache type."""
     if not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
-    key = key_of("cache scales", TEXT, *map(file_key, weight_files(path)), version())
+    key = key_of("cache scales", TEXT, *map(file_key, source.files), version())
     schema = scales_schema(graph, settings.head_size)
     measured = disk_cache.get("cache-scales", key, schema)
     if measured is None:
-        measured = _measured_scales(path, graph, settings)
+        measured = _measured_scales(source, graph, settings)
         return_freed_memory()  # a whole session was freed, and another one is made next
         if not schema(measured):
-            raise ModelFileError(f"the keys and values of {path} are not plausible numbers: export the model again")
+            raise ModelFileError(
+                f"the keys and values of {source.path} are not plausible numbers: export the model again"
+            )
         disk_cache.put("cache-scales", key, measured)
     return as_scales(measured)
 
 
-def _measured_scales(path: Path, graph: Graph, settings: OnnxSettings) -> Any:
+def _measured_scales(source: Source, graph: Graph, settings: OnnxSettings) -> Any:
     """In a session of its own, which is closed again."""
-    passes, _, graph = open_passes(path, graph, replace(settings, exit_layer=None), run_options())
+    passes, _, graph = open_passes(source, graph, replace(settings, exit_layer=None), run_options())
     assert isinstance(passes, SharedPasses)
-    ids = TokenizerFile(path.parent, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
+    ids = TokenizerFile(source.folder, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
     return measure_scales(passes, graph, np.array(ids, np.int32))
 
 
-def widths_key(path: Path, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
+def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
     """The cache key of measured width classes: files, machine, device, library and settings."""
     kernels = (settings.threads, provider, device_identity(provider), settings.cache_type, settings.exit_layer, states)
     measured = (widest, settings.context_length > PREFIX + widest)
-    return key_of(METHOD, "onnx", *map(file_key, weight_files(path)), version(), processor(), kernels, measured)
+    return key_of(METHOD, "onnx", *map(file_key, source.files), version(), processor(), kernels, measured)

@@ -14,6 +14,7 @@ from typing import Any
 
 from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.head import LOGITS, producers
+from edgespec.engines.onnx.source import open_source
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 
 HIDDEN_IN = ("edgespec.in.residual", "edgespec.in.delta")
@@ -91,7 +92,7 @@ def exit_layer_of(draft: Path, target: Path) -> int | None:
     """
     if draft.parent != target.parent or draft == target:
         return None
-    return len(read_graph(draft).cache) // 2
+    return len(read_graph(open_source(draft)).cache) // 2
 
 
 def _layer(entry: CacheEntry) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx.cuda import without_kernels
@@ -30,8 +33,12 @@ from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.installation import install_command
+from edgespec.kernels.library import library_path
+from edgespec.kernels.tiles import held
 
 _TRIED_SIZE = 64
+Arrays = Mapping[str, NDArray[Any]]
+NO_ARRAYS: Arrays = MappingProxyType({})
 _made: WeakSet[Any] = WeakSet()
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
 
@@ -58,19 +65,26 @@ def providers_for(provider: str) -> tuple[str, ...]:
 
 
 def open_session(
-    graph: bytes, folder: Path, *, threads: int, provider: str, spins: bool = True, flash: bool = True
+    graph: bytes,
+    folder: Path,
+    *,
+    threads: int,
+    provider: str,
+    spins: bool = True,
+    flash: bool = True,
+    arrays: Arrays = NO_ARRAYS,
 ) -> tuple[Any, Device]:
-    """A session of a serialised graph whose weights are in `folder`, on one of `providers_for`.
+    """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
     `spins`: see `waiting`; `flash` False: without flash attention on the CPU, see `edge`.
 
     Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
     """
     with nullcontext() if flash else without_flash():
-        return _open(graph, folder, threads, provider, spins=spins), Device(provider, PROVIDERS[provider][1])
+        return _open(graph, folder, threads, provider, arrays, spins=spins), Device(provider, PROVIDERS[provider][1])
 
 
-def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = True) -> Any:
+def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *, spins: bool = True) -> Any:
     ort = library()
     options, graph, weights = _options(graph, folder, threads, name)
     if not spins:
@@ -81,9 +95,11 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = 
         if device := plugin_devices(ort).get(name):
             options.add_provider_for_devices([device], {})
         providers = None if device else [PROVIDERS[name][0]]
-        session = ort.InferenceSession(graph, options, providers=providers)
-        if weights and not reads_packed_weights():
-            session.edgespec_weights = weights  # it reads them as long as it lives, and holds no reference to them
+        with _given(graph, arrays, options) if arrays else nullcontext(graph) as made:
+            session = ort.InferenceSession(made, options, providers=providers)
+        if arrays or (weights and not reads_packed_weights()):
+            # It reads them as long as it lives, and holds no reference to them.
+            session.edgespec_weights = weights, arrays
         _made.add(session)
         return session
     except failures_of_library() as exc:
@@ -93,6 +109,28 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, *, spins: bool = 
         raise CapabilityError(
             f"this model cannot run on {name}: {reason(name, graph, said)}. Use --provider cpu"
         ) from exc
+
+
+@contextmanager
+def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
+    """The graph as a session can be made of it with `options` while this lasts; it takes those `arrays` that it names.
+
+    Tiles are read where they are, other arrays are copied.
+    """
+    import onnx
+
+    model = onnx.ModelProto.FromString(graph)
+    own = [tensor for tensor in model.graph.initializer if tensor.name in arrays]
+    packed = {t.name: arrays[t.name] for t in own if t.data_type == t.UINT8}
+    others = {t.name: library().OrtValue.ortvalue_from_numpy(arrays[t.name]) for t in own if t.name not in packed}
+    if others:
+        options.add_external_initializers(list(others), list(others.values()))
+    with held(packed) as numbers:
+        for tensor in own:
+            if tensor.name in numbers:
+                tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.UINT8, dims=[8]))
+                tensor.raw_data = numbers[tensor.name]
+        yield model.SerializeToString()
 
 
 def reason(name: str, graph: bytes, said: str) -> str:
@@ -199,6 +237,8 @@ def _plain_options(threads: int) -> Any:
     options.log_severity_level = ERRORS_ONLY + 1
     # Threads that spin after a pass slow the other model of the pair down: a round took 57 ms instead of 8.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    if (kernels := library_path()) is not None:
+        options.register_custom_ops_library(str(kernels))
     return options
 
 

@@ -11,33 +11,9 @@ from edgespec.engines.limits import return_freed_memory
 from edgespec.errors import ModelFileError, PromptError
 from edgespec.formats.hub_folder import chat_template, read_optional_json
 from edgespec.installation import IMPORT_FAILURES, not_importable
-from edgespec.vocabulary import FIM_END_NAMES, FimTokens, Vocabulary
+from edgespec.vocabulary import END_NAMES, FIM_END_NAMES, FimTokens, Vocabulary
 
 _FIX = "export the model again"
-# Tokens that usually end a turn; configurations often name only the end of a text.
-END_NAMES = (
-    *(
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-    ),
-    *(
-        "</s>",
-        "<eos>",
-        "<end_of_turn>",
-        "<|eos|>",
-        "<|EOT|>",
-        "<EOT>",
-        "_<EOT>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    ),
-)
-
 _LONG = 1 << 16  # characters
 
 

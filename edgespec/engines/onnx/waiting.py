@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -20,6 +19,7 @@ from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.sessions import open_session
 from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.engines.onnx.source import Source
 from edgespec.errors import EdgespecError
 
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
@@ -92,13 +92,16 @@ class Sessions:
             return  # passes go on in the present one
 
 
-def open_sessions(graph: Graph, folder: Path, settings: OnnxSettings) -> tuple[Sessions, Device]:
-    """Sessions of `graph`, whose weights are in `folder`. Raises as `open_session`."""
+def open_sessions(graph: Graph, source: Source, settings: OnnxSettings) -> tuple[Sessions, Device]:
+    """Sessions of `graph`, whose weights are those of `source`. Raises as `open_session`."""
+
+    arrays, folder = source.arrays(graph.cells), source.folder
 
     def make(spins: bool) -> tuple[Any, Device]:
         return open_session(
             graph.serialised,
             folder,
+            arrays=arrays,
             threads=settings.threads,
             provider=settings.provider,
             spins=spins,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.onnx.tensors import external_entry
+from edgespec.formats.onnx.tensors import IN_MEMORY, external_entry
 
 
 def check_weight_files(graph: Any, path: Path) -> None:
@@ -14,7 +14,7 @@ def check_weight_files(graph: Any, path: Path) -> None:
     sizes: dict[str, int] = {}
     for tensor in graph.initializer:
         entry = external_entry(tensor)
-        if "location" not in entry:
+        if entry.get("location", IN_MEMORY) == IN_MEMORY:
             continue
         name = entry["location"]
         if Path(name).name != name:

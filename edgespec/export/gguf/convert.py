@@ -21,12 +21,17 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.layers import canonical_name, layer_number, llama3_frequency_factors, rotary_settings
-from edgespec.export.architectures.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply
-from edgespec.export.architectures.table import architecture_of
-from edgespec.export.checkpoint import BUFFERS, Checkpoint, Weights
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.tokenizer import write_tokenizer
+from edgespec.formats.architectures.layers import (
+    canonical_name,
+    layer_number,
+    llama3_frequency_factors,
+    rotary_settings,
+)
+from edgespec.formats.architectures.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply
+from edgespec.formats.architectures.table import architecture_of
+from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights
 from edgespec.formats.files import atomic_file
 from edgespec.types import Progress, no_progress
 

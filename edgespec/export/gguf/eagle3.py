@@ -9,8 +9,6 @@ from typing import cast
 import gguf
 
 from edgespec.errors import ConfigError
-from edgespec.export.architectures.rows import Architecture, interleave_rotary
-from edgespec.export.checkpoint import Checkpoint, Weights
 from edgespec.export.eagle3_plan import HeadPlan, plan_head
 from edgespec.export.gguf.convert import (
     OUTPUT_TYPES,
@@ -23,6 +21,8 @@ from edgespec.export.gguf.convert import (
 )
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.tokenizer import write_tokenizer
+from edgespec.formats.architectures.rows import Architecture, interleave_rotary
+from edgespec.formats.checkpoint import Checkpoint, Weights
 from edgespec.formats.gguf.eagle3 import ARCHITECTURE
 from edgespec.formats.gguf.head_reader import DRAFTED
 from edgespec.types import Progress, no_progress

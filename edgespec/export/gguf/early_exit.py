@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.architectures.table import ARCHITECTURES
+from edgespec.formats.architectures.table import ARCHITECTURES
 from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo

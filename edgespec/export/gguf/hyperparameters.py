@@ -5,9 +5,9 @@ from __future__ import annotations
 import gguf
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.layers import layer_kinds, rotary_settings, window_frequency_base, window_of
-from edgespec.export.architectures.rows import Architecture, Sizes
-from edgespec.export.checkpoint import Checkpoint
+from edgespec.formats.architectures.layers import layer_kinds, rotary_settings, window_frequency_base, window_of
+from edgespec.formats.architectures.rows import Architecture, Sizes
+from edgespec.formats.checkpoint import Checkpoint
 
 
 def write_hyperparameters(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> None:

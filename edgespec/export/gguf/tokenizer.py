@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import Checkpoint
-from edgespec.export.gguf.splitters import SPACE, begins_with_space, is_spm, pre_tokenizer_name
+from edgespec.formats.checkpoint import Checkpoint
+from edgespec.formats.gguf.splitters import SPACE, begins_with_space, is_spm, pre_tokenizer_name
 from edgespec.formats.hub_folder import chat_template, read_json
 
 Settings = dict[str, Any]

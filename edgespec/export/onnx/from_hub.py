@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.rows import ADD_ONE, SCALE_Q_NORM
-from edgespec.export.checkpoint import Weights
 from edgespec.export.onnx.convert import GROUPED
 from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
 from edgespec.export.onnx.hub_model import HubModel
 from edgespec.export.onnx.source import open_source
 from edgespec.export.onnx.writer import check_form, write_graph
+from edgespec.formats.architectures.rows import ADD_ONE, SCALE_Q_NORM
+from edgespec.formats.checkpoint import Weights
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.types import Progress, no_progress

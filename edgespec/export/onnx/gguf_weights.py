@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.rows import PERMUTE_K, PERMUTE_Q, Tensor
-from edgespec.export.onnx.gguf_model import GgufModel
 from edgespec.formats.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
 from edgespec.formats.gguf.header import TensorInfo
+from edgespec.formats.gguf.model import GgufModel
+from edgespec.formats.gguf.weights import GgufTensors, rows_of
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
@@ -23,77 +23,41 @@ SHORT, ROWS_JOINED = 2048, 4  # rows of so many weights are decoded as if so man
 WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a CPU's cache holds
 
 
-class GgufWeights:
+class GgufWeights(GgufTensors):
     """`RowWeights` and `StoredBlocks` of an opened model.
 
     Raises ModelFileError for a type that the package gguf cannot decode.
     """
 
     def __init__(self, model: GgufModel) -> None:
-        self._tensors, self._config = model.tensors, model.config
-        self._path, self._start, self.is_tied = model.path, model.header.data_start, model.is_tied
+        super().__init__(model)
         self._kept = kept_in_more(model)
         for tensor, _ in self._tensors.values():
-            self._decode(np.zeros((1, tensor.num_bytes // rows_of(tensor)), np.uint8), tensor)
-
-    def vector(self, name: str) -> NDArray[np.float32]:
-        tensor, row = self._tensors[name]
-        found = self._decode(self._raw(tensor, 0, rows_of(tensor)).reshape(1, -1), tensor)[0]
-        order = self._order(tensor.shape[-1], row)
-        return self._checked(found if order is None else found[order], tensor)
-
-    def shape(self, name: str) -> tuple[int, int]:
-        inputs, outputs = self._matrix(name)[0].shape
-        return outputs, inputs
+            self._floats(np.zeros((1, tensor.num_bytes // rows_of(tensor)), np.uint8), tensor)
 
     def rows(self, name: str) -> Iterator[NDArray[np.float32]]:
         tensor, _ = self._matrix(name)
-        return (self._checked(self._decode(raw, tensor), tensor) for raw in self._rows_of_bytes(name))
+        return (self._checked(self._floats(raw, tensor), tensor) for raw in self._rows(name))
 
     def blocks(self, name: str, size: int) -> Iterator[FourBits] | None:
         tensor, _ = self._matrix(name)
         if tensor.kind not in STORED_TYPES or STORED_SIZE % size:
             return None
-        return (
-            self._checked_blocks(take_apart(raw, tensor.kind), tensor).split(size) for raw in self._rows_of_bytes(name)
-        )
+        return (self._checked_blocks(take_apart(raw, tensor.kind), tensor).split(size) for raw in self._rows(name))
 
     def keeps_more(self, name: str) -> bool:
         return self._matrix(name)[0].name in self._kept
 
-    def _rows_of_bytes(self, name: str) -> Iterator[NDArray[np.uint8]]:
+    def _rows(self, name: str) -> Iterator[NDArray[np.uint8]]:
         """The bytes of all rows in their order, some at a time."""
-        tensor, row = self._matrix(name)
-        inputs, outputs = tensor.shape
-        order = self._order(outputs, row)
-        whole = None if order is None else self._raw(tensor, 0, outputs)[order]
-        step = max(WEIGHTS_AT_ONCE // inputs // ROWS_JOINED * ROWS_JOINED, 1)
-        for start in range(0, outputs, step):
-            stop = min(start + step, outputs)
-            yield self._raw(tensor, start, stop) if whole is None else whole[start:stop]
+        tensor, _ = self._matrix(name)
+        row_bytes = tensor.num_bytes // rows_of(tensor)
+        step = max(WEIGHTS_AT_ONCE // tensor.shape[0] // ROWS_JOINED, 1) * ROWS_JOINED
+        for start, stop in self.spans(name, step * row_bytes, ROWS_JOINED):
+            whole = self.some_rows(name, start, stop)
+            yield from (whole[at : at + step] for at in range(0, stop - start, step))
 
-    def _matrix(self, name: str) -> tuple[TensorInfo, Tensor]:
-        return self._tensors[EMBEDDING if name == HEAD and self.is_tied else name]
-
-    def _raw(self, tensor: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes [rows, bytes] of some rows. Read, not mapped, so that they are not kept in memory."""
-        size = tensor.num_bytes // rows_of(tensor)
-        place = self._start + tensor.offset + start * size
-        found = np.fromfile(self._path, np.uint8, (stop - start) * size, offset=place)
-        if found.size < (stop - start) * size:
-            raise ModelFileError(f"{self._path} became shorter while {tensor.name} was read. Download it again")
-        return found.reshape(stop - start, size)
-
-    def _order(self, count: int, row: Tensor) -> NDArray[np.intp] | None:
-        """Where the rows of queries and keys lie: llama.cpp keeps rotary pairs side by side, Hugging Face in halves."""
-        if row.change not in (PERMUTE_Q, PERMUTE_K):
-            return None
-        heads = self._config.num_heads if row.change == PERMUTE_Q else self._config.num_kv_heads
-        found: NDArray[np.intp] = np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        return found
-
-    def _decode(self, raw: NDArray[np.uint8], tensor: TensorInfo) -> NDArray[np.float32]:
-        """Floats [rows, columns] of the bytes [rows, bytes]."""
+    def _floats(self, raw: NDArray[np.uint8], tensor: TensorInfo) -> NDArray[np.float32]:
         gguf = library()
         try:
             kind = gguf.GGMLQuantizationType[tensor.kind]
@@ -113,11 +77,6 @@ class GgufWeights:
             self._checked(values, tensor)
         return found
 
-    def _checked(self, values: NDArray[np.float32], tensor: TensorInfo) -> NDArray[np.float32]:
-        if not np.isfinite(values).all():
-            raise ModelFileError(f"{self._path}: the tensor {tensor.name} holds infinity or NaN. Download it again")
-        return values
-
 
 def kept_in_more(model: GgufModel) -> dict[str, int]:
     """The matrices with more than 4 bits of a file of 4 bits: number of weights by name.
@@ -136,11 +95,6 @@ def kept_in_more(model: GgufModel) -> dict[str, int]:
 def _bits(tensor: TensorInfo) -> float:
     """Bits per weight, with those of scales."""
     return 8 * tensor.num_bytes / math.prod(tensor.shape)
-
-
-def rows_of(tensor: TensorInfo) -> int:
-    """Number of rows; a vector is one."""
-    return tensor.shape[-1] if len(tensor.shape) > 1 else 1
 
 
 def library() -> Any:

@@ -1,6 +1,6 @@
 """What model a Hugging Face folder holds: its sizes and constants for a graph, its tensors. The unknown is refused.
 
-Tensors, shapes and settings are those of the tables in `export.architectures`, by which GGUF files are written, too;
+Tensors, shapes and settings are those of the tables in `formats.architectures`, by which GGUF files are written, too;
 what transformers would compute otherwise because of a setting in config.json is refused by name.
 """
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.layers import (
+from edgespec.export.onnx.convert import HEAD_MULTIPLE, WRITABLE
+from edgespec.formats.architectures.layers import (
     canonical_name,
     layer_kinds,
     llama3_frequency_factors,
@@ -22,10 +23,9 @@ from edgespec.export.architectures.layers import (
     window_frequency_base,
     window_of,
 )
-from edgespec.export.architectures.rows import Architecture, Sizes, Tensor, read_sizes
-from edgespec.export.architectures.table import ARCHITECTURES
-from edgespec.export.checkpoint import BUFFERS, Checkpoint, full_config
-from edgespec.export.onnx.convert import HEAD_MULTIPLE, WRITABLE
+from edgespec.formats.architectures.rows import Architecture, Sizes, Tensor, read_sizes
+from edgespec.formats.architectures.table import ARCHITECTURES
+from edgespec.formats.checkpoint import BUFFERS, Checkpoint, full_config
 from edgespec.formats.onnx.llama_config import LlamaConfig
 
 HEAD = "lm_head.weight"

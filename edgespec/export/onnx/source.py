@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.table import is_tied
-from edgespec.export.checkpoint import Checkpoint
+from edgespec.formats.architectures.table import is_tied
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 
 REQUIRED = ("tokenizer.json", "tokenizer_config.json")

@@ -7,7 +7,7 @@ What this module does not know: where the weights come from, and how matrices ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +21,8 @@ from edgespec.formats.onnx.drafted import spread
 from edgespec.formats.onnx.forms import Form
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
-from edgespec.formats.onnx.tensors import DataWriter
+from edgespec.formats.onnx.tensors import DataWriter, MemoryWriter
+from edgespec.formats.onnx.tiles import Tiles
 
 Progress = Callable[[int, int], None]
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -46,12 +47,24 @@ def write_llama(
     `progress` gets parts (done, total): the embedding, each layer, the head. Raises OSError, and what the form does.
     """
     with (folder / DATA).open("wb") as file:
-        nodes = Nodes(DataWriter(file, DATA))
-        graph = _Graph(config, nodes, make_form(nodes))
-        for done, _ in enumerate(graph.parts(), 1):
-            if progress is not None:
-                progress(done, config.num_layers + 2)
-    (folder / MODEL).write_bytes(nodes.model(*graph.values(), properties).SerializeToString())
+        found = llama_graph(config, DataWriter(file, DATA), make_form, progress, properties)
+    (folder / MODEL).write_bytes(found.SerializeToString())
+
+
+def llama_graph(
+    config: LlamaConfig,
+    data: DataWriter | MemoryWriter,
+    make_form: Callable[[Nodes], Form],
+    progress: Progress | None = None,
+    properties: Mapping[str, str] = NO_PROPERTIES,
+) -> onnx.ModelProto:
+    """The graph, whose weights go to `data`. `progress` and exceptions: as in `write_llama`."""
+    nodes = Nodes(data)
+    graph = _Graph(config, nodes, make_form(nodes))
+    for done, _ in enumerate(graph.parts(), 1):
+        if progress is not None:
+            progress(done, config.num_layers + 2)
+    return nodes.model(*graph.values(), properties)
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:
@@ -169,16 +182,28 @@ class _Graph:
 
     def _product(self, name: str, value: str, sources: tuple[str, ...], output: str = "") -> str:
         """`value` times the matrices of these names side by side, plus their biases."""
-        output = output or f"{name}/output_0"
-        has_bias = sources[0].rpartition(".")[2] in self._config.biases
-        product = f"{name}/product" if has_bias else output
-        self._form.product(name, value, [f"{source}.weight" for source in sources], product)
-        if has_bias:
-            bias = np.concatenate([self._form.vector(f"{source}.bias") for source in sources])
-            add = f"{name.rpartition('/')[0]}/Add"
-            stored = self._nodes.store(f"{add.removeprefix('/').replace('/', '.')}.bias", bias)
-            self._nodes.add("Add", [product, stored], [output], add)
+        output, weights = output or f"{name}/output_0", [f"{source}.weight" for source in sources]
+        if sources[0].rpartition(".")[2] not in self._config.biases:
+            self._form.product(name, value, weights, output)
+            return output
+        bias = np.concatenate([self._form.vector(f"{source}.bias") for source in sources])
+        add = f"{name.rpartition('/')[0]}/Add"
+        stored = self._nodes.store(f"{add.removeprefix('/').replace('/', '.')}.bias", bias)
+        if isinstance(self._form, Tiles):
+            self._form.products(name, value, weights, [output], stored)
+            return output
+        self._form.product(name, value, weights, f"{name}/product")
+        self._nodes.add("Add", [f"{name}/product", stored], [output], add)
         return output
+
+    def _products(self, names: Sequence[str], value: str, sources: Sequence[str]) -> list[str]:
+        """`value` times each of the matrices of these names, without adding them side by side."""
+        has_bias = any(source.rpartition(".")[2] in self._config.biases for source in sources)
+        if has_bias or not isinstance(self._form, Tiles):
+            return [self._product(name, value, (source,)) for name, source in zip(names, sources, strict=True)]
+        outputs = [f"{name}/output_0" for name in names]
+        self._form.products(names[0], value, [f"{source}.weight" for source in sources], outputs)
+        return outputs
 
     def _scalar(self, kind: str, value: str, number: float, name: str, output: str = "") -> str:
         """An operator of `value` and a constant."""
@@ -192,7 +217,7 @@ class _Graph:
         state = self._norm(f"layers.{layer}/input_layernorm")
         sources = tuple(f"{there}.{kind}_proj" for kind in "qkv")
         if config.has_head_norms:
-            parts = [self._product(f"{here}/{s[-6:]}/MatMul", state, (s,)) for s in sources]
+            parts = self._products([f"{here}/{s[-6:]}/MatMul" for s in sources], state, sources)
             joined = [*(self._head_norm(layer, kind, parts[place]) for place, kind in enumerate("qk")), parts[2]]
         else:
             joined = [self._product(f"{here}/qkv_proj/MatMul", state, sources), "", ""]
@@ -242,9 +267,9 @@ class _Graph:
         state = self._norm(
             f"layers.{layer}/{'pre_feedforward' if self._config.has_post_norms else 'post_attention'}_layernorm"
         )
-        gate, up = (
-            self._product(f"{here}/{kind}_proj/MatMul", state, (f"{there}.{kind}_proj",)) for kind in ("gate", "up")
-        )
+        kinds = ("gate", "up")
+        names = [f"{here}/{kind}_proj/MatMul" for kind in kinds]
+        gate, up = self._products(names, state, [f"{there}.{kind}_proj" for kind in kinds])
         active, both = f"{here}/act_fn/Mul/output_0", f"{here}/Mul/output_0"
         if self._config.activation == "gelu":
             self._nodes.add("Gelu", [gate], [active], f"{here}/act_fn/FastGelu", approximate="tanh")

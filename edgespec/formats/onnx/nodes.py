@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from edgespec.formats.onnx import MICROSOFT
-from edgespec.formats.onnx.tensors import DataWriter
+from edgespec.formats.onnx.tensors import DataWriter, Fill, MemoryWriter
 from edgespec.formats.onnx.w8a8 import CONSTANTS
 
 OPERATOR_SET, FILE_VERSION = 22, 10
@@ -20,7 +20,7 @@ Values = Sequence[onnx.ValueInfoProto]
 class Nodes:
     """`operators` in the order of the computation; weights go to `data` as they come."""
 
-    def __init__(self, data: DataWriter) -> None:
+    def __init__(self, data: DataWriter | MemoryWriter) -> None:
         self.operators: list[onnx.NodeProto] = []
         self._tensors: dict[str, onnx.TensorProto] = {}
         self._data = data
@@ -32,6 +32,11 @@ class Nodes:
     def store(self, name: str, values: NDArray[Any]) -> str:
         """Keep a weight under `name`, which is returned."""
         self._tensors[name] = self._data.add(name, values)
+        return name
+
+    def store_later(self, name: str, num_bytes: int, fill: Fill) -> str:
+        """Keep bytes that `fill` makes under `name`, which is returned."""
+        self._tensors[name] = self._data.add_later(name, num_bytes, fill)
         return name
 
     def view(self, name: str, of: str, shape: Sequence[int]) -> str:
@@ -50,7 +55,8 @@ class Nodes:
         read = {name for node in self.operators for name in node.input}
         constants = [numpy_helper.from_array(value, name) for name, value in CONSTANTS.items() if name in read]
         graph = helper.make_graph(self.operators, "main_graph", inputs, outputs, [*self._tensors.values(), *constants])
-        sets = [helper.make_opsetid("", OPERATOR_SET), helper.make_opsetid(MICROSOFT, 1)]
+        domains = {MICROSOFT, *(node.domain for node in self.operators if node.domain)}
+        sets = [helper.make_opsetid("", OPERATOR_SET), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
         made = helper.make_model(graph, opset_imports=sets, ir_version=FILE_VERSION, producer_name="edgespec")
         helper.set_model_props(made, dict(properties))
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +14,7 @@ from edgespec.errors import ModelFileError
 
 ALIGNMENT = 4096  # so that ONNX Runtime can map a tensor
 INLINE_BYTES = 1024  # what is smaller stays in the graph
+IN_MEMORY = "(memory)"  # the location of weights that a session is given
 
 
 def external_entry(tensor: Any) -> dict[str, str]:
@@ -42,6 +44,10 @@ def read_tensor(tensor: Any, folder: Path, *, mapped: bool = False) -> NDArray[A
         raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
 
 
+Fill = Callable[[NDArray[np.uint8]], list[Callable[[], None]]]
+"""Gives the calls that fill an array of bytes together, in any order and on any thread."""
+
+
 class DataWriter:
     """Appends tensors to `file`, which the graph knows as `location`."""
 
@@ -59,13 +65,56 @@ class DataWriter:
         self.place(tensor, np.ascontiguousarray(values).data.cast("B"))
         return tensor
 
+    def add_later(self, name: str, num_bytes: int, fill: Fill) -> Any:
+        """The description of bytes that `fill` makes; here, at once."""
+        values = np.empty(num_bytes, np.uint8)
+        for call in fill(values):
+            call()
+        return self.add(name, values)
+
     def place(self, tensor: Any, content: Any) -> None:
         """Write bytes and let `tensor` point at them."""
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
-        del tensor.external_data[:]
-        tensor.data_location = 1  # external
-        length = len(content)
-        places = {"location": self._location, "offset": str(self._file.tell()), "length": str(length)}
-        for key, value in places.items():
-            tensor.external_data.add(key=key, value=value)
+        point_at(tensor, self._location, self._file.tell(), len(content))
         self._file.write(content)
+
+
+class MemoryWriter:
+    """Keeps tensors for a session in this process: `arrays` by name, and `later` (size in bytes, fill) by name."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self.later: dict[str, tuple[int, Fill]] = {}
+
+    def add(self, name: str, values: NDArray[Any]) -> Any:
+        """As `DataWriter.add`."""
+        from onnx import numpy_helper
+
+        if values.nbytes < INLINE_BYTES:
+            return numpy_helper.from_array(values, name)
+        self.arrays[name] = np.ascontiguousarray(values)
+        return tensor_in_memory(name, values)
+
+    def add_later(self, name: str, num_bytes: int, fill: Fill) -> Any:
+        """The description of bytes that `fill` makes, before the session is opened."""
+        from onnx import TensorProto
+
+        self.later[name] = num_bytes, fill
+        return point_at(TensorProto(name=name, data_type=TensorProto.UINT8, dims=[num_bytes]), IN_MEMORY, 0, num_bytes)
+
+
+def tensor_in_memory(name: str, values: NDArray[Any]) -> Any:
+    """The description (TensorProto) of `values` [any shape], which a session has to be given."""
+    from onnx import TensorProto, helper
+
+    kind = helper.np_dtype_to_tensor_dtype(values.dtype)
+    return point_at(TensorProto(name=name, data_type=kind, dims=values.shape), IN_MEMORY, 0, values.nbytes)
+
+
+def point_at(tensor: Any, location: str, offset: int, length: int) -> Any:
+    """Let `tensor`, which is returned, be one whose bytes lie elsewhere."""
+    del tensor.external_data[:]
+    tensor.data_location = 1  # external
+    for key, value in {"location": location, "offset": str(offset), "length": str(length)}.items():
+        tensor.external_data.add(key=key, value=value)
+    return tensor

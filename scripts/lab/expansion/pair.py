@@ -112,7 +112,7 @@ class Builder:
         return self.output / name / f"{role}{SUFFIXES[FORMATS[name][0]]}"
 
     def _expansion(self, folder: Path, size: str, sigma: float = 0.0) -> NoisyExpansion:
-        from edgespec.export.checkpoint import Checkpoint
+        from edgespec.formats.checkpoint import Checkpoint
 
         return NoisyExpansion(Checkpoint.open(folder), self.request.shape(size), self.request.seed, sigma)
 

@@ -27,18 +27,18 @@ from edgespec.bench.expanded_weights import ExpandedCheckpoint, ExpandedWeights
 from edgespec.bench.expansion import Expansion, Shape
 from edgespec.engines.machine import products_saturate
 from edgespec.errors import ConfigError
-from edgespec.export.checkpoint import Checkpoint
 from edgespec.export.gguf import convert
 from edgespec.export.gguf.quantise import FILE_TYPES, quantise
 from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, GROUPED
 from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.export.onnx.gguf_model import GgufModel
-from edgespec.export.onnx.gguf_tokenizer import write_tokenizer_files
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.export.onnx.writer import smoothed
+from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.files import atomic_folder
+from edgespec.formats.gguf.model import GgufModel
+from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks

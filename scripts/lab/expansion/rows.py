@@ -12,7 +12,7 @@ import numpy as np
 from edgespec.bench.expanded_tensors import Floats
 from edgespec.bench.expanded_weights import EMBEDDING, HEAD, plans_of
 from edgespec.bench.expansion import Expansion
-from edgespec.export.checkpoint import Checkpoint, StoredTensor
+from edgespec.formats.checkpoint import Checkpoint, StoredTensor
 from edgespec.formats.onnx.forms import RowWeights
 
 

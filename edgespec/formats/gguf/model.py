@@ -1,6 +1,6 @@
 """What model a GGUF holds: its sizes and constants for a graph, and its config.json. The unknown is refused by name.
 
-Known are the architectures in `KINDS` with the tensors that `export.architectures` gives them, so that a file is
+Known are the architectures in `KINDS` with the tensors that `formats.architectures` gives them, so that a file is
 read by the same tables by which one is written. A metadata key or a tensor that these do not name may change what the
 model computes, so a file with one is refused.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.rows import Architecture, Sizes, Tensor
-from edgespec.export.architectures.table import ARCHITECTURES
+from edgespec.formats.architectures.rows import Architecture, Sizes, Tensor
+from edgespec.formats.architectures.table import ARCHITECTURES
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.values import GgufNumbers, Scalar
 from edgespec.formats.onnx.llama_config import LlamaConfig

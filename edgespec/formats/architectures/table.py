@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.layers import check_unrotated_layers, rotary_settings
-from edgespec.export.architectures.rows import (
+from edgespec.formats.architectures.layers import check_unrotated_layers, rotary_settings
+from edgespec.formats.architectures.rows import (
     ADD_ONE,
     PERMUTE_K,
     PERMUTE_Q,
@@ -21,7 +21,7 @@ from edgespec.export.architectures.rows import (
     Tensor,
     read_gpt2_sizes,
 )
-from edgespec.export.checkpoint import Checkpoint
+from edgespec.formats.checkpoint import Checkpoint
 
 HEAD = {"lm_head.weight": Tensor("output.weight", "v d", is_optional=True)}
 LLAMA_OUTER = {

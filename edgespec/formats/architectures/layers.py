@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelFileError
-from edgespec.export.architectures.rows import Architecture
-from edgespec.export.checkpoint import Checkpoint, Config, Weights
+from edgespec.formats.architectures.rows import Architecture
+from edgespec.formats.checkpoint import Checkpoint, Config, Weights
 
 UNIFORM = ("llama", "gemma")  # architectures whose layers are all alike, whatever config.json says of their kinds
 

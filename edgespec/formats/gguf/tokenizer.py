@@ -11,12 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from edgespec.engines.onnx.tokenizer import END_NAMES
 from edgespec.errors import ModelFileError
-from edgespec.export.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
-from edgespec.export.onnx.piece_merges import merges_of, refused
 from edgespec.formats.gguf.header import GgufHeader
+from edgespec.formats.gguf.piece_merges import merges_of, refused
+from edgespec.formats.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings
+from edgespec.vocabulary import END_NAMES
 
 Json = dict[str, Any]
 # Other names of llama.cpp's for a splitter in PRE_TOKENIZERS (src/llama-vocab.cpp).
@@ -40,10 +40,16 @@ CONTROL_NAMES = frozenset(END_NAMES) - {"</s>", "<|eos|>", "<|EOT|>"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
+def tokenizer_texts(header: GgufHeader) -> dict[str, str]:
+    """What `FILES` contain. Raises ModelFileError for a vocabulary that has no equal there."""
+    contents = tokenizer_json(header), *_settings(header)
+    return {name: json.dumps(found, ensure_ascii=False) for name, found in zip(FILES, contents, strict=True)}
+
+
 def write_tokenizer_files(header: GgufHeader, folder: Path) -> None:
-    """Write `FILES` into `folder`. Raises ModelFileError for a vocabulary that has no equal there, and OSError."""
-    for name, content in zip(FILES, (tokenizer_json(header), *_settings(header)), strict=True):
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    """Write `FILES` into `folder`. Raises as `tokenizer_texts`, and OSError."""
+    for name, content in tokenizer_texts(header).items():
+        (folder / name).write_text(content, encoding="utf-8")
 
 
 def tokenizer_json(header: GgufHeader) -> Json:

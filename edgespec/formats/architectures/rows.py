@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelFileError
-from edgespec.export.checkpoint import Checkpoint, Weights
+from edgespec.formats.checkpoint import Checkpoint, Weights
 
 # Transformations of a tensor's values, done by `apply`.
 AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE, SCALE_Q, SCALE_Q_NORM = range(7)

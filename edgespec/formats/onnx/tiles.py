@@ -1,0 +1,96 @@
+"""Matrices as the kernels of `edgespec.kernels` multiply them: a file's own blocks, in tiles of 16 outputs.
+
+The operators `TiledMatMul` and `TiledLookup` read them. What this module does not know: how tiles are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import helper
+
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
+from edgespec.formats.onnx.nodes import Nodes
+
+DOMAIN, PRODUCT, LOOKUP = "edgespec", "TiledMatMul", "TiledLookup"
+
+
+class TiledWeights(Protocol):
+    """Weights by their Hugging Face names, as the blocks of a GGUF; `lm_head.weight` is there if tied, too."""
+
+    is_tied: bool
+
+    def vector(self, name: str) -> Floats:
+        """A norm's weights or a bias [width]."""
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """(outputs, inputs) of a matrix."""
+
+    def type_number(self, name: str) -> int:
+        """GGML's number of a matrix's type."""
+
+    def num_bytes(self, name: str) -> int:
+        """Size of its tiles."""
+
+    def pack(self, name: str, tiles: NDArray[np.uint8]) -> list[Callable[[], None]]:
+        """Calls that fill `tiles` [num_bytes] together, in any order and on any thread."""
+
+
+class Tiles:
+    """The form of a graph whose products are the kernels'. A tied embedding is looked up in the head's tiles."""
+
+    def __init__(self, weights: TiledWeights, nodes: Nodes) -> None:
+        self._weights, self._nodes = weights, nodes
+        self.vector = weights.vector
+
+    def embed(self, output: str) -> None:
+        tokens, width = self._weights.shape(EMBEDDING)
+        self._nodes.add(
+            LOOKUP,
+            ["input_ids", self._tiles(EMBEDDING)],
+            [output],
+            "/model/embed_tokens/TiledLookup",
+            domain=DOMAIN,
+            K=width,
+            N=tokens,
+            type=self._weights.type_number(EMBEDDING),
+        )
+
+    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
+        self.products(name, value, sources, [output])
+
+    def products(self, name: str, value: str, sources: Sequence[str], outputs: Sequence[str], bias: str = "") -> None:
+        """As `product`, with one output for each of the matrices, or one for all; `bias`: of all, side by side."""
+        shapes = [self._weights.shape(source) for source in sources]
+        self._nodes.add(
+            PRODUCT,
+            [value, bias, *map(self._tiles, sources)],
+            outputs,
+            f"{name}_tiles",
+            domain=DOMAIN,
+            K=shapes[0][1],
+            types=[self._weights.type_number(source) for source in sources],
+        )
+        # A keyword of this name is the node's own.
+        self._nodes.operators[-1].attribute.append(helper.make_attribute("outputs", [rows for rows, _ in shapes]))
+
+    def _tiles(self, source: str) -> str:
+        source = EMBEDDING if source == HEAD and self._weights.is_tied else source
+        name = f"{weight_name(source.removesuffix('.weight'))}_tiles"
+        if not self._nodes.has(name):
+            self._nodes.store_later(name, self._weights.num_bytes(source), lambda out: self._weights.pack(source, out))
+        return name
+
+
+def q8_0(weights: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Rows [n, k] as GGML's blocks of 32 codes of 8 bits with a half-precision scale [n, k / 32 * 34]; k % 32 = 0."""
+    groups = weights.reshape(len(weights), -1, 32)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    scales = (largest / np.float32(127)).astype(np.float16)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+    codes = np.rint(groups * inverse).astype(np.int8)
+    return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=2).reshape(len(weights), -1)

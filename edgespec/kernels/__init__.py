@@ -1,0 +1,1 @@
+"""Our own processor kernels: C++ sources, how they are compiled, and the library that is found for ONNX Runtime."""

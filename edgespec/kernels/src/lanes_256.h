@@ -1,0 +1,105 @@
+// Lanes of AVX2 and of AVX-VNNI: 16 outputs are two registers.
+#pragma once
+#include <immintrin.h>
+#include <cstring>
+#include "formats.h"
+#include "quantise_x86.h"
+
+namespace edgespec {
+namespace {
+struct Two { __m256i a, b; };
+struct TwoFloats { __m256 a, b; };
+
+struct Lanes {
+  static constexpr int kRows = 4, kAhead = 16384;
+  using Bytes = Two;
+  using Int = Two;
+  using Part = Two;
+  using Pair = Two;
+  using Scale = Two;
+  using Float = TwoFloats;
+
+  OP __m256i load1(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  OP __m128i load_half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  OP __m256i four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
+
+  OP Bytes load(const uint8_t* p) { return {load1(p), load1(p + 32)}; }
+  template <int n> OP __m256i shift1(__m256i x) { return n == 0 ? x : n < 0 ? _mm256_srli_epi16(x, n < 0 ? -n : 0) : _mm256_slli_epi16(x, n > 0 ? n : 0); }
+  template <int n> OP Bytes shift(Bytes x) { return {shift1<n>(x.a), shift1<n>(x.b)}; }
+  template <int bits> OP Bytes mask(Bytes x) { const __m256i m = _mm256_set1_epi8(char(bits)); return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)}; }
+  template <int low, int high> OP Bytes join(Bytes x, Bytes y) {
+    x = mask<low>(x); y = mask<high>(y);
+    return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+  }
+  OP Bytes look_up(Bytes x) {
+    const __m256i table = _mm256_broadcastsi128_si256(load_half(kIq4Values));
+    return {_mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b)};
+  }
+  OP Int zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  OP Int broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+  OP Int add(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+  OP Pair load_pair(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_half(p)), _mm256_cvtepi8_epi16(load_half(p + 16))}; }
+  template <int n> OP Int subtract_shifted(Int x, Int y) { return {_mm256_sub_epi32(x.a, _mm256_slli_epi32(y.a, n)), _mm256_sub_epi32(x.b, _mm256_slli_epi32(y.b, n))}; }
+
+#if defined(__AVXVNNI__)
+  static constexpr bool kWideParts = true;
+  static constexpr int capacity(int) { return 64; }
+  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
+    const __m256i x = four_bytes(q);
+    if (first) sum = zero();
+    return {_mm256_dpbusd_avx_epi32(sum.a, w.a, x), _mm256_dpbusd_avx_epi32(sum.b, w.b, x)};
+  }
+  template <int factor> OP Int add_part(Int sum, Part p) { return add(sum, p); }
+  OP Scale sixteenfold(Scale s) { return s; }
+  OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_mullo_epi32(p.a, s.a), _mm256_mullo_epi32(p.b, s.b)}); }
+  OP Scale first(Pair p) { return {_mm256_srai_epi32(_mm256_slli_epi32(p.a, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(p.b, 16), 16)}; }
+  OP Scale second(Pair p) { return {_mm256_srai_epi32(p.a, 16), _mm256_srai_epi32(p.b, 16)}; }
+  OP Int add_pairs(Int sum, Pair p, const int16_t* q) {
+    const __m256i x = four_bytes(q);
+    return {_mm256_dpwssd_avx_epi32(sum.a, p.a, x), _mm256_dpwssd_avx_epi32(sum.b, p.b, x)};
+  }
+#else
+  // vpmaddubsw sums two products in 16 bits, which hold max_code * 127 * 2 * quads. Codes of 8 bits are split into nibbles.
+  static constexpr bool kWideParts = false;
+  static constexpr int capacity(int max_code) { return max_code > 63 ? 8 : max_code > 31 ? 2 : max_code > 15 ? 4 : 8; }
+  OP __m256i add16(__m256i x, __m256i y) {
+    x = _mm256_add_epi16(x, y);
+    asm("" : "+x"(x));  // GCC would reassociate the sums into a tree and spill every product
+    return x;
+  }
+  template <bool first> OP Part dot(Part sum, Bytes w, const int8_t* q) {
+    const __m256i x = four_bytes(q), a = _mm256_maddubs_epi16(w.a, x), b = _mm256_maddubs_epi16(w.b, x);
+    if (first) return {a, b};
+    return {add16(sum.a, a), add16(sum.b, b)};
+  }
+  // A scale is in both halves of 32 bits.
+  OP Int add_scaled(Int sum, Part p, Scale s) { return add(sum, {_mm256_madd_epi16(p.a, s.a), _mm256_madd_epi16(p.b, s.b)}); }
+  template <int factor> OP Int add_part(Int sum, Part p) { return add_scaled(sum, p, {_mm256_set1_epi16(factor), _mm256_set1_epi16(factor)}); }
+  OP Scale sixteenfold(Scale s) { return {_mm256_slli_epi16(s.a, 4), _mm256_slli_epi16(s.b, 4)}; }
+  OP __m256i first1(__m256i p) { return _mm256_blend_epi16(p, _mm256_slli_epi32(p, 16), 0xaa); }
+  OP __m256i second1(__m256i p) { return _mm256_blend_epi16(p, _mm256_srli_epi32(p, 16), 0x55); }
+  OP Scale first(Pair p) { return {first1(p.a), first1(p.b)}; }
+  OP Scale second(Pair p) { return {second1(p.a), second1(p.b)}; }
+  OP Int add_pairs(Int sum, Pair p, const int16_t* q) {
+    const __m256i x = four_bytes(q);
+    return add(sum, {_mm256_madd_epi16(p.a, x), _mm256_madd_epi16(p.b, x)});
+  }
+#endif
+
+  OP Float to_float(Int x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+  OP Float broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  OP Float multiply(Float x, Float y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  OP Float fma(Float x, Float y, Float z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+  OP Float fnma(Float x, Float y, Float z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
+  OP Float load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  OP void store_floats(float* p, Float x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+  OP Float load_halves(const uint8_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 16))}; }
+  OP __m256 load_bfloats(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p)), 16)); }
+  template <Type type> OP Float load_weights(const uint8_t* p) {
+    if (type == F16) return load_halves(p);
+    if (type == BF16) return {load_bfloats(p), load_bfloats(p + 16)};
+    return {_mm256_castsi256_ps(load1(p)), _mm256_castsi256_ps(load1(p + 32))};
+  }
+};
+}  // namespace
+}  // namespace edgespec

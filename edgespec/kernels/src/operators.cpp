@@ -1,0 +1,322 @@
+// Two operators of ONNX Runtime in the domain "edgespec":
+//   TiledMatMul(x [..., K], bias?, w0, w1?, w2?) -> y [..., sum of outputs] or one y [..., N] for each matrix
+//   TiledLookup(ids [...], tiles) -> rows [..., K]
+// Weights are uint8 tensors in the tile layout, used in place. Every size is checked before a kernel sees it.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include "onnxruntime.h"
+#include "formats.h"
+
+namespace edgespec {
+const OrtApi* ort;
+namespace {
+
+constexpr int kMatrices = 3, kMaxRank = 8;
+constexpr int64_t kBatch = 512;  // rows that are quantised before they are multiplied
+#define TRY(expression) if (OrtStatus* status = (expression)) return status
+
+template <class... Args> OrtStatus* invalid(const char* format, Args... args) {
+  char text[256];
+  snprintf(text, sizeof text, format, args...);
+  return error(kInvalidArgument, text);
+}
+
+// Scratch memory of a run, lent by a few buffers that all kernels share: sessions may run at once, and what was used last is still in the cache.
+struct Scratch {
+  static constexpr int kSlots = 8;
+  struct Buffer { size_t size; };
+  static std::atomic<Buffer*> slots[kSlots];
+  Buffer* buffer = nullptr;
+  uint8_t* data = nullptr;  // on 64 bytes
+
+  bool get(size_t size) {
+    for (auto& slot : slots) if ((buffer = slot.exchange(nullptr, std::memory_order_acquire))) break;
+    if (!buffer || buffer->size < size) {
+      free(buffer);
+      if (size > SIZE_MAX - 128 || !(buffer = static_cast<Buffer*>(malloc(size + 128)))) return false;
+      buffer->size = size;
+    }
+    data = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(buffer + 1) + 63) & ~uintptr_t(63));
+    return true;
+  }
+  ~Scratch() {
+    for (auto& slot : slots) { Buffer* none = nullptr; if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return; }
+    free(buffer);
+  }
+};
+std::atomic<Scratch::Buffer*> Scratch::slots[Scratch::kSlots];
+
+struct Tensor { const void* data; int type; size_t rank; int64_t dims[kMaxRank]; };
+OrtStatus* read(const OrtValue* value, const char* name, int type, Tensor* out) {
+  OrtShape* s;
+  TRY(shape(value, &s));
+  OrtStatus* bad = element_type(s, &out->type);
+  if (!bad) bad = rank(s, &out->rank);
+  if (!bad && out->rank <= kMaxRank) bad = dims(s, out->dims, out->rank);
+  release(s);
+  if (bad) return bad;
+  if (out->type != type) return invalid("edgespec: %s has element type %d, expected %d", name, out->type, type);
+  if (out->rank > kMaxRank) return invalid("edgespec: %s has %zu dimensions, at most %d are allowed", name, out->rank, kMaxRank);
+  void* p;
+  TRY(data(const_cast<OrtValue*>(value), &p));
+  out->data = p;
+  return nullptr;
+}
+int64_t elements(const Tensor& t, size_t rank) {
+  int64_t count = 1;
+  for (size_t i = 0; i < rank; i++) count *= t.dims[i];
+  return count;
+}
+
+// Tiles in memory that a program holds. In a graph 8 bytes with their number stand for them while its session is made,
+// as ONNX Runtime would copy a weight that it is given in memory.
+struct Held { int64_t number, bytes; const uint8_t* tiles; Held* next; };
+Held* held = nullptr;
+int64_t last_number = 0;
+std::atomic_flag held_in_use = ATOMIC_FLAG_INIT;
+struct HeldLock {
+  HeldLock() { while (held_in_use.test_and_set(std::memory_order_acquire)) {} }
+  ~HeldLock() { held_in_use.clear(std::memory_order_release); }
+};
+
+OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, const uint8_t** out) {
+  Tensor t;
+  TRY(read(value, name, kTypeUint8, &t));
+  if (elements(t, t.rank) == int64_t(sizeof(int64_t))) {
+    int64_t number;
+    memcpy(&number, t.data, sizeof number);
+    HeldLock lock;
+    for (const Held* each = held; each; each = each->next)
+      if (each->number == number && each->bytes == bytes) { *out = each->tiles; return nullptr; }
+    return invalid("edgespec: %s names tiles that nobody holds, or of another size than %lld bytes", name, (long long)bytes);
+  }
+  if (elements(t, t.rank) != bytes) return invalid("edgespec: %s has %lld bytes, its type and size need %lld", name, (long long)elements(t, t.rank), (long long)bytes);
+  *out = static_cast<const uint8_t*>(t.data);
+  return nullptr;
+}
+
+// ---- TiledMatMul
+const char* const kNames[] = {"x", "bias", "w0", "w1", "w2"};
+struct MatMul {
+  int64_t k, all_outputs;  // all_outputs: of all matrices
+  size_t count;
+  int64_t types[kMatrices], outputs[kMatrices], bytes[kMatrices];
+  const uint8_t* tiles[kMatrices];  // of constant initializers, else null
+};
+OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
+  MatMul m = {};
+  size_t types = 0, outputs = 0, node_inputs, node_outputs;
+  TRY(attribute(info, "K", &m.k));
+  TRY(attributes(info, "types", nullptr, &types));
+  TRY(attributes(info, "outputs", nullptr, &outputs));
+  TRY(num_inputs(info, &node_inputs));
+  TRY(num_outputs(info, &node_outputs));
+  if (types < 1 || types > kMatrices || types != outputs) return invalid("edgespec: TiledMatMul has %zu types and %zu outputs, expected as many, 1 to %d", types, outputs, kMatrices);
+  if (node_inputs != 2 + types) return invalid("edgespec: TiledMatMul has %zu inputs, expected x, bias and %zu matrices", node_inputs, types);
+  if (node_outputs != 1 && node_outputs != types) return invalid("edgespec: TiledMatMul has %zu outputs, expected 1 or %zu", node_outputs, types);
+  m.count = types;
+  TRY(attributes(info, "types", m.types, &types));
+  TRY(attributes(info, "outputs", m.outputs, &outputs));
+  for (size_t i = 0; i < m.count; i++) {
+    if (m.types[i] != int32_t(m.types[i]) || (m.bytes[i] = packed_bytes(int32_t(m.types[i]), m.outputs[i], m.k)) < 0) return invalid("edgespec: TiledMatMul cannot hold %lld outputs x %lld inputs of type %lld", (long long)m.outputs[i], (long long)m.k, (long long)m.types[i]);
+    if (__builtin_add_overflow(m.all_outputs, m.outputs[i], &m.all_outputs)) return invalid("edgespec: TiledMatMul has too many outputs");
+    int constant;
+    const OrtValue* value;
+    TRY(constant_input(info, 2 + i, &constant, &value));
+    if (constant) TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &m.tiles[i]));
+  }
+  MatMul* kept = static_cast<MatMul*>(malloc(sizeof m));
+  if (!kept) return error(kFail, "edgespec: out of memory");
+  *kept = m;
+  *out = kept;
+  return nullptr;
+}
+
+// Kinds of activations: blocks of so many inputs.
+constexpr int kKinds = 3, kInputs[kKinds] = {1, 32, 256};
+int kind_of(int64_t type) { const int inputs = format(int32_t(type)).inputs; return inputs == 256 ? 2 : inputs == 32 ? 1 : 0; }
+
+struct Run {
+  const MatMul* m;
+  const Path* path;
+  const float *x, *bias;  // rows of this batch
+  const uint8_t* tiles[kMatrices];
+  uint8_t* activations[kKinds];  // null: not needed
+  float* y[kMatrices];
+  int64_t stride[kMatrices], first_tile[kMatrices + 1], rows, block_rows, pieces;
+
+  uint8_t* block(int kind, int64_t row) const { return activations[kind] + activation_bytes(kInputs[kind], m->k, row); }
+  int64_t rows_of_block(int64_t row) const { return rows - row < block_rows ? rows - row : block_rows; }
+};
+void ORT_CALL quantise_row(void* with, size_t row) {
+  const Run& run = *static_cast<const Run*>(with);
+  const int64_t start = int64_t(row) / run.block_rows * run.block_rows;
+  for (int kind = 0; kind < kKinds; kind++)
+    if (run.activations[kind]) run.path->quantise(kInputs[kind], run.x + int64_t(row) * run.m->k, run.m->k, int64_t(row) - start, run.rows_of_block(start), run.block(kind, start));
+}
+// One piece of all the matrices' tiles, for all rows: its weights stay in the second-level cache.
+void ORT_CALL run_piece(void* with, size_t piece) {
+  const Run& run = *static_cast<const Run*>(with);
+  const MatMul& m = *run.m;
+  const int64_t all = run.first_tile[m.count], begin = all * int64_t(piece) / run.pieces, end = all * int64_t(piece + 1) / run.pieces;
+  for (int64_t row = 0; row < run.rows; row += run.block_rows) for (size_t i = 0, at = 0; i < m.count; at += size_t(m.outputs[i++])) {
+    const int64_t zero = run.first_tile[i], first = begin > zero ? begin : zero, last = end < run.first_tile[i + 1] ? end : run.first_tile[i + 1];
+    if (first < last) run.path->product(int32_t(m.types[i]), run.tiles[i], m.outputs[i], m.k, run.block(kind_of(m.types[i]), row), int(run.rows_of_block(row)), run.y[i] + row * run.stride[i], run.stride[i], run.bias ? run.bias + at : nullptr, first - zero, last - zero);
+  }
+}
+// In this thread where the work is smaller than what waking others costs.
+OrtStatus* run_all(const OrtKernelContext* context, bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
+  if (!is_small && count > 1) return parallel(context, run, size_t(count), with);
+  for (int64_t i = 0; i < count; i++) run(with, size_t(i));
+  return nullptr;
+}
+OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
+  const MatMul& m = *static_cast<const MatMul*>(self);
+  Run run = {};
+  run.m = &m; run.path = &path_in_use();
+  Tensor x, bias;
+  const OrtValue* value;
+  TRY(input(context, 0, &value));
+  TRY(read(value, "x", kTypeFloat, &x));
+  if (!x.rank || x.dims[x.rank - 1] != m.k) return invalid("edgespec: TiledMatMul's x has %lld inputs, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)m.k);
+  TRY(input(context, 1, &value));
+  if (value) {
+    TRY(read(value, "bias", kTypeFloat, &bias));
+    if (elements(bias, bias.rank) != m.all_outputs) return invalid("edgespec: TiledMatMul's bias has %lld elements, expected %lld", (long long)elements(bias, bias.rank), (long long)m.all_outputs);
+    run.bias = static_cast<const float*>(bias.data);
+  }
+  size_t separate;
+  TRY(num_outputs(context, &separate));
+  int64_t work = 0;
+  for (size_t i = 0, at = 0; i < m.count; at += size_t(m.outputs[i++])) {
+    run.tiles[i] = m.tiles[i];
+    if (!run.tiles[i]) { TRY(input(context, 2 + i, &value)); TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &run.tiles[i])); }
+    run.first_tile[i + 1] = run.first_tile[i] + (m.outputs[i] + kOutputs - 1) / kOutputs;
+    run.stride[i] = separate > 1 ? m.outputs[i] : m.all_outputs;
+    work += m.bytes[i];
+    if (separate > 1 || i == 0) {
+      OrtValue* y; void* p;
+      x.dims[x.rank - 1] = run.stride[i];
+      TRY(output(context, i, x.dims, x.rank, &y));
+      TRY(data(y, &p));
+      run.y[i] = static_cast<float*>(p);
+    } else run.y[i] = run.y[0] + at;
+  }
+  const int64_t rows = elements(x, x.rank - 1), batch = rows < kBatch ? rows : kBatch;
+  run.block_rows = m.k > 4096 ? kRowBlock / 2 : kRowBlock;  // activations of a block stay in the second-level cache, too
+  int64_t size = 0, offset[kKinds] = {-1, -1, -1};
+  for (size_t i = 0; i < m.count; i++) {
+    const int kind = kind_of(m.types[i]);
+    if (offset[kind] < 0) { offset[kind] = size; size += (activation_bytes(kInputs[kind], m.k, batch) + 63) & ~63; }
+  }
+  Scratch scratch;
+  if (rows && !scratch.get(size_t(size))) return error(kFail, "edgespec: out of memory");
+  for (int kind = 0; kind < kKinds; kind++) run.activations[kind] = offset[kind] < 0 ? nullptr : scratch.data + offset[kind];
+  // A piece reads 24 kB of weights at least, and there are enough of them for cores of unequal speed.
+  const int64_t tiles = run.first_tile[m.count], most = tiles < 64 ? tiles : 64;
+  run.pieces = work / 24576 < 1 ? 1 : work / 24576 < most ? work / 24576 : most;
+  run.x = static_cast<const float*>(x.data);
+  for (int64_t row = 0; row < rows; row += batch) {
+    run.rows = rows - row < batch ? rows - row : batch;
+    TRY(run_all(context, run.rows * m.k < 65536, quantise_row, run.rows, &run));
+    TRY(run_all(context, work / 8 * run.rows < 12288, run_piece, run.pieces, &run));
+    run.x += run.rows * m.k;
+    for (size_t i = 0; i < m.count; i++) run.y[i] += run.stride[i] * run.rows;
+  }
+  return nullptr;
+}
+
+// ---- TiledLookup
+struct Lookup { int64_t k, type, n, bytes; const uint8_t* tiles; };
+OrtStatus* create_lookup(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
+  Lookup l = {};
+  TRY(attribute(info, "K", &l.k));
+  TRY(attribute(info, "type", &l.type));
+  TRY(attribute(info, "N", &l.n));
+  if (l.type != int32_t(l.type) || (l.bytes = packed_bytes(int32_t(l.type), l.n, l.k)) < 0) return invalid("edgespec: TiledLookup cannot hold %lld rows of %lld values of type %lld", (long long)l.n, (long long)l.k, (long long)l.type);
+  int constant;
+  const OrtValue* value;
+  TRY(constant_input(info, 1, &constant, &value));
+  if (constant) TRY(read_tiles(value, "tiles", l.bytes, &l.tiles));
+  Lookup* kept = static_cast<Lookup*>(malloc(sizeof l));
+  if (!kept) return error(kFail, "edgespec: out of memory");
+  *kept = l;
+  *out = kept;
+  return nullptr;
+}
+OrtStatus* ORT_CALL compute_lookup(void* self, OrtKernelContext* context) {
+  const Lookup& l = *static_cast<const Lookup*>(self);
+  const uint8_t* tiles = l.tiles;
+  Tensor ids;
+  const OrtValue* value;
+  TRY(input(context, 0, &value));
+  TRY(read(value, "ids", kTypeInt64, &ids));
+  if (!tiles) { TRY(input(context, 1, &value)); TRY(read_tiles(value, "tiles", l.bytes, &tiles)); }
+  if (ids.rank == kMaxRank) return invalid("edgespec: ids has %zu dimensions, at most %d are allowed", ids.rank, kMaxRank - 1);
+  const int64_t count = elements(ids, ids.rank);
+  ids.dims[ids.rank] = l.k;
+  OrtValue* y; void* p;
+  TRY(output(context, 0, ids.dims, ids.rank + 1, &y));
+  TRY(data(y, &p));
+  if (!lookup(int32_t(l.type), tiles, l.n, l.k, static_cast<const int64_t*>(ids.data), count, static_cast<float*>(p))) return invalid("edgespec: TiledLookup has an id outside 0..%lld", (long long)l.n - 1);
+  return nullptr;
+}
+
+// ---- registration
+template <bool is_matmul> void describe(OrtCustomOp* op) {
+  op->version = 16;
+  op->provider = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  op->destroy = [](void* kernel) { free(kernel); };
+  op->output_type = [](const OrtCustomOp*, size_t) -> int { return kTypeFloat; };
+  op->output_kind = [](const OrtCustomOp*, size_t i) -> int { return i ? kOptional : kRequired; };
+  op->input_memory = [](const OrtCustomOp*, size_t) { return 0; };
+  op->variadic_input_min = op->variadic_output_min = [](const OrtCustomOp*) { return 1; };
+  op->variadic_input_same = op->variadic_output_same = [](const OrtCustomOp*) { return 0; };
+  op->name = [](const OrtCustomOp*) -> const char* { return is_matmul ? "TiledMatMul" : "TiledLookup"; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return is_matmul ? 2 + kMatrices : 2; };
+  op->num_outputs = [](const OrtCustomOp*) -> size_t { return is_matmul ? kMatrices : 1; };
+  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return is_matmul ? (i < 2 ? kTypeFloat : kTypeUint8) : i ? kTypeUint8 : kTypeInt64; };
+  op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return is_matmul && (i == 1 || i > 2) ? kOptional : kRequired; };
+  op->create = is_matmul ? create_matmul : create_lookup;
+  op->compute = is_matmul ? compute_matmul : compute_lookup;
+}
+OrtCustomOp matmul_operator, lookup_operator;
+
+}  // namespace
+}  // namespace edgespec
+
+// The number of `bytes` of tiles for `read_tiles`, 0 if there is no memory. They must outlive all sessions made with it.
+extern "C" __attribute__((visibility("default"))) int64_t edgespec_hold(const uint8_t* tiles, int64_t bytes) {
+  using namespace edgespec;
+  Held* kept = static_cast<Held*>(malloc(sizeof(Held)));
+  if (!kept) return 0;
+  HeldLock lock;
+  *kept = {++last_number, bytes, tiles, held};
+  held = kept;
+  return kept->number;
+}
+// Forgets a number; sessions that were made with it go on reading the tiles.
+extern "C" __attribute__((visibility("default"))) void edgespec_drop(int64_t number) {
+  using namespace edgespec;
+  HeldLock lock;
+  for (Held** each = &held; *each; each = &(*each)->next)
+    if ((*each)->number == number) { Held* gone = *each; *each = gone->next; free(gone); return; }
+}
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  using namespace edgespec;
+  static OrtDomain* domain;  // kept for the process's life, as sessions refer to it
+  ort = base->get_api(18);
+  if (!domain) {
+    describe<true>(&matmul_operator);
+    describe<false>(&lookup_operator);
+    OrtDomain* fresh;
+    TRY(new_domain("edgespec", &fresh));
+    TRY(add_operator(fresh, &matmul_operator));
+    TRY(add_operator(fresh, &lookup_operator));
+    domain = fresh;
+  }
+  return add_domain(options, domain);
+}

@@ -1,0 +1,6 @@
+#if defined(__AVX2__)
+#include "lanes_256.h"
+#include "products.h"
+
+namespace edgespec { const Path kAvx2 = {"avx2", has_avx2, quantise, product}; }
+#endif

@@ -1,0 +1,190 @@
+// Kernels of one instruction set, which `Lanes` (declared by the including file) stands for.
+//
+// Lanes are 16 outputs: Bytes (codes, 4 inputs of each), Int and Float, Pair (2 int16 of each), Part (sums of products of up
+// to capacity(max_code) quads, in less than 32 bits unless kWideParts), and what is done with them. kRows rows at a time.
+//
+// Same bits everywhere: sums of integers are exact, and each row and output meets the same float operations in the same
+// order, one fused multiply-add a block (two where there are mins), whatever rows are beside it and on every path.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <utility>
+#include "formats.h"
+
+namespace edgespec {
+namespace {
+
+// ---- activations
+inline float from_bits(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+
+// Scale of a block, and 127 / its largest magnitude; no inverse if all codes are zeros.
+INLINE float scale_of(const float* x, int inputs, float* inverse) {
+  const uint32_t top = largest_bits(x, inputs);
+  *inverse = 0;
+  if (top >= 0x7f800000) return from_bits(0x7fc00000);  // not finite: NaN
+  if (top < 0x0d800000) return 0;  // below 2^-100: 127 / top could overflow
+  *inverse = 127.f / from_bits(top);
+  return from_bits(top) / 127.f;
+}
+void quantise(int inputs, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out) {
+  float inverse;
+  int sums[2];
+  if (inputs == 256) {
+    Activations256* a = reinterpret_cast<Activations256*>(out) + row;
+    for (int64_t at = 0; at < k; at += 256, a += rows) {
+      memset(a, 0, sizeof *a);
+      a->d = scale_of(x + at, 256, &inverse);
+      if (inverse != 0) for (int s = 0; s < 8; s++) {
+        codes32(x + at + 32 * s, inverse, a->q + 32 * s, sums);
+        for (int h = 0; h < 2; h++) { a->sums16[2 * s + h] = int16_t(sums[h]); a->minus32[2 * s + h] = -32 * sums[h]; }
+        a->sums32[s] = int16_t(sums[0] + sums[1]);
+      }
+    }
+  } else if (inputs == 32) {
+    Activations32* a = reinterpret_cast<Activations32*>(out) + row;
+    for (int64_t at = 0; at < k; at += 32, a += rows) {
+      memset(a, 0, sizeof *a);
+      a->d = scale_of(x + at, 32, &inverse);
+      if (inverse != 0) {
+        codes32(x + at, inverse, a->q, sums);
+        sums[0] += sums[1];
+        a->offsets[0] = -8 * sums[0]; a->offsets[1] = -16 * sums[0]; a->offsets[2] = -128 * sums[0];
+      }
+      a->d_sum = a->d * (inverse != 0 ? float(sums[0]) : 0);
+    }
+  } else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
+}
+
+// ---- products
+// Codes of quad j of 32 inputs. Where parts are narrow, codes of 8 bits take two passes: their lower, their upper nibbles.
+template <Type kType, int j, int pass> INLINE Lanes::Bytes codes(const uint8_t* planes) {
+  constexpr Format f = format(kType);
+  constexpr int low_mask = (1 << f.low) - 1, high_mask = ((1 << f.high) - 1) << f.low;
+  Lanes::Bytes c = Lanes::shift<-(j * f.low % 8)>(Lanes::load(planes + j * f.low / 8 * 64));
+  if constexpr (f.high) c = Lanes::join<low_mask, high_mask>(c, Lanes::shift<f.low - j * f.high % 8>(Lanes::load(planes + 64 * f.low + j * f.high / 8 * 64)));
+  else if constexpr (f.low < 8) c = Lanes::mask<low_mask>(c);
+  if constexpr (f.is_table) c = Lanes::look_up(c);
+  if constexpr (f.is_signed() && !Lanes::kWideParts) return Lanes::mask<15>(Lanes::shift<-4 * pass>(c));
+  return c;
+}
+template <Type kType> constexpr int kPasses = format(kType).is_signed() && !Lanes::kWideParts ? 2 : 1;
+template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
+template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make_integer_sequence<int, kCount>()); }
+
+// Adds one super-block to `v`.
+template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile, const Activations256* a, Lanes::Float* v) {
+  constexpr Format f = format(kType);
+  constexpr int groups32 = f.group / 32 ? 2 : 1;  // groups of 32 inputs that a pair of scales is for
+  constexpr int capacity = Lanes::capacity(f.max_code()), quads = capacity < f.group / 4 ? capacity : f.group / 4;  // of a part
+  constexpr bool starts_at_offset = f.offset == 32 && Lanes::kWideParts;  // else the offset is subtracted at the end
+  const auto* scales = reinterpret_cast<const int8_t*>(tile + f.halves());
+  Lanes::Int sum[kRows], other[kRows];
+  UNROLL for (int r = 0; r < kRows; r++) sum[r] = other[r] = Lanes::zero();
+  for (int p = 0; p < 8 / groups32; p++) {
+    const Lanes::Pair pair = Lanes::load_pair(scales + 32 * p);
+    const Lanes::Scale scale[2] = {Lanes::first(pair), Lanes::second(pair)};
+    unrolled<groups32>([&](auto h) ALWAYS_INLINE {
+      const int at = p * groups32 + h;  // group of 32 inputs
+      unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
+        Lanes::Part part[kRows];
+        unrolled<8>([&](auto j) ALWAYS_INLINE {
+          const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at() + at * f.plane_bytes());
+          if constexpr (starts_at_offset && j % quads == 0) UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::broadcast(a[r].minus32[2 * at + j / 4]);
+          UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0 && !starts_at_offset>(part[r], c, a[r].q + 32 * at + 4 * j);
+          if constexpr ((j + 1) % quads == 0) {
+            const Lanes::Scale s = scale[groups32 == 2 ? h : j / 4];
+            UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_scaled(sum[r], part[r], pass ? Lanes::sixteenfold(s) : s);
+          }
+        });
+      });
+    });
+  }
+  if constexpr (f.has_mins || (f.offset && !starts_at_offset)) UNROLL for (int p = 0; p < 128 / f.group; p++) {
+    const Lanes::Pair pair = Lanes::load_pair(scales + (f.has_mins ? f.scales() : 0) + 32 * p);
+    UNROLL for (int r = 0; r < kRows; r++) other[r] = Lanes::add_pairs(other[r], pair, (f.group == 16 ? a[r].sums16 : a[r].sums32) + 2 * p);
+  }
+  const Lanes::Float d = Lanes::load_halves(tile), d_min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
+  UNROLL for (int r = 0; r < kRows; r++) {
+    const Lanes::Float scale = Lanes::broadcast(a[r].d);
+    if constexpr (f.offset && !starts_at_offset) sum[r] = Lanes::subtract_shifted<__builtin_ctz(f.offset | 256)>(sum[r], other[r]);
+    v[r] = Lanes::fma(Lanes::to_float(sum[r]), Lanes::multiply(d, scale), v[r]);
+    if constexpr (f.has_mins) v[r] = Lanes::fnma(Lanes::to_float(other[r]), Lanes::multiply(d_min, scale), v[r]);
+  }
+}
+
+// Adds one block of 32 inputs to `v`.
+template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, const Activations32* a, Lanes::Float* v) {
+  constexpr Format f = format(kType);
+  constexpr int quads = Lanes::capacity(f.max_code()) < 8 ? Lanes::capacity(f.max_code()) : 8;  // of a part
+  Lanes::Int sum[kRows];
+  UNROLL for (int r = 0; r < kRows; r++) sum[r] = f.offset ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
+  unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
+    [[maybe_unused]] Lanes::Part part[kRows];
+    unrolled<8>([&](auto j) ALWAYS_INLINE {
+      const Lanes::Bytes c = codes<kType, j, pass>(tile + f.planes_at());
+      if constexpr (Lanes::kWideParts) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::dot<false>(sum[r], c, a[r].q + 4 * j);
+      else UNROLL for (int r = 0; r < kRows; r++) part[r] = Lanes::dot<j % quads == 0>(part[r], c, a[r].q + 4 * j);
+      if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part<pass ? 16 : 1>(sum[r], part[r]);
+    });
+  });
+  const Lanes::Float d = Lanes::load_halves(tile), min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
+  UNROLL for (int r = 0; r < kRows; r++) {
+    v[r] = Lanes::fma(Lanes::to_float(sum[r]), Lanes::multiply(d, Lanes::broadcast(a[r].d)), v[r]);
+    if constexpr (f.has_mins) v[r] = Lanes::fma(Lanes::broadcast(a[r].d_sum), min, v[r]);
+  }
+}
+
+// Adds `blocks` blocks to the sums of kRows rows, [kRows][16]. `stride`: bytes from one block of activations to the next (floats: from row to row).
+template <Type kType, int kRows> void step(const uint8_t* tile, int64_t blocks, const uint8_t* activations, int64_t stride, float* sums) {
+  constexpr Format f = format(kType);
+  Lanes::Float v[kRows];
+  UNROLL for (int r = 0; r < kRows; r++) v[r] = Lanes::load_floats(sums + r * kOutputs);
+  for (int64_t b = 0; b < blocks; b++) {
+    const uint8_t* w = tile + b * f.tile_bytes();
+    if constexpr (f.is_super()) add_super_block<kType, kRows>(w, reinterpret_cast<const Activations256*>(activations + b * stride), v);
+    else if constexpr (f.inputs == 32) add_block<kType, kRows>(w, reinterpret_cast<const Activations32*>(activations + b * stride), v);
+    else {
+      const Lanes::Float weights = Lanes::load_weights<kType>(w);
+      UNROLL for (int r = 0; r < kRows; r++) v[r] = Lanes::fma(weights, Lanes::broadcast(reinterpret_cast<const float*>(activations + r * stride)[b]), v[r]);
+    }
+  }
+  UNROLL for (int r = 0; r < kRows; r++) Lanes::store_floats(sums + r * kOutputs, v[r]);
+}
+
+using Step = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, float*);
+template <Type kType, int... kRows> constexpr Step step_of(int rows, std::integer_sequence<int, kRows...>) {
+  constexpr Step steps[] = {step<kType, kRows + 1>...};
+  return steps[rows - 1];
+}
+
+void put(const float* sums, int rows, float* y, int64_t stride, const float* bias, int count) {
+  for (int r = 0; r < rows; r++) for (int c = 0; c < count; c++) y[r * stride + c] = bias ? sums[r * kOutputs + c] + bias[c] : sums[r * kOutputs + c];
+}
+
+template <Type kType> void product_of(const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last) {
+  constexpr Format f = format(kType);
+  constexpr int64_t chunk = f.is_super() ? 1 : f.is_float() ? 64 : 8;  // blocks that all rows meet before the next ones
+  const int64_t blocks = k / f.inputs, row_bytes = f.is_float() ? k * 4 : activation_bytes(f.inputs), block_bytes = f.is_float() ? 4 : rows * row_bytes;
+  const int parts = (rows + Lanes::kRows - 1) / Lanes::kRows;
+  alignas(64) float sums[kRowBlock * kOutputs];
+  for (int64_t t = first; t < last; t++) {
+    memset(sums, 0, sizeof(float) * kOutputs * size_t(rows));
+    for (int64_t b = 0; b < blocks; b += chunk) {
+      const uint8_t* tile = tiles + (t * blocks + b) * f.tile_bytes();
+      const int64_t count = blocks - b < chunk ? blocks - b : chunk;
+      for (int64_t o = 0; o < count * f.tile_bytes(); o += 64) __builtin_prefetch(tile + Lanes::kAhead + o);  // past the end at worst: a prefetch never faults
+      for (int p = 0, r = 0; p < parts; p++) {  // groups of rows as even as possible
+        const int size = (rows - r) / (parts - p);
+        step_of<kType>(size, std::make_integer_sequence<int, Lanes::kRows>())(tile, count, activations + b * block_bytes + r * row_bytes, f.is_float() ? row_bytes : block_bytes, sums + r * kOutputs);
+        r += size;
+      }
+    }
+    put(sums, rows, y + t * kOutputs, stride, bias ? bias + t * kOutputs : nullptr, n - t * kOutputs < kOutputs ? int(n - t * kOutputs) : kOutputs);
+  }
+}
+void product(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last) {
+  with_type(type, [&](auto constant) { product_of<constant>(tiles, n, k, activations, rows, y, stride, bias, first, last); });
+}
+
+}  // namespace
+}  // namespace edgespec

@@ -1,0 +1,150 @@
+"""Weights as tiles: the C interface of the kernels by ctypes. All arrays are C-contiguous; ctypes releases the GIL."""
+
+import ctypes
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.kernels.library import library_path
+
+__all__ = ["TYPES", "choose_path", "held", "lookup", "pack", "packed_bytes", "path", "product"]
+
+#: GGML's name of a type -> its number.
+TYPES = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "BF16": 30,
+}
+ABI_VERSION = 1
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The loaded library. Raises OSError if there is none, or if it is of another version than this file."""
+    found = library_path()
+    if found is None:
+        raise OSError("The kernels' library has not been built: edgespec doctor says how to get it.")
+    library = ctypes.CDLL(str(found))
+    library.edgespec_path.restype = ctypes.c_char_p
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    for name, result, arguments in (
+        ("abi_version", i32, ()),
+        ("choose_path", i32, (ctypes.c_char_p,)),
+        ("packed_bytes", i64, (i32, i64, i64)),
+        ("row_bytes", i64, (i32, i64)),
+        ("pack", i32, (i32, pointer, i64, i64, pointer)),
+        ("hold", i64, (pointer, i64)),
+        ("drop", None, (i64,)),
+        ("lookup", i32, (i32, pointer, i64, i64, pointer, i64, pointer)),
+        ("scratch_bytes", i64, (i32, i64, i64)),
+        ("product", i32, (i32, pointer, i64, i64, pointer, i64, pointer, pointer, pointer, i64, i64)),
+    ):
+        function = getattr(library, f"edgespec_{name}")
+        function.restype, function.argtypes = result, arguments
+    if (version := library.edgespec_abi_version()) != ABI_VERSION:
+        raise OSError(f"{found} has version {version} of the kernels' interface, version {ABI_VERSION} is needed.")
+    return library
+
+
+def path() -> str:
+    """Name of the instruction set in use: avx512-vnni, avx-vnni, avx2 or portable."""
+    return str(_library().edgespec_path().decode())
+
+
+def choose_path(name: str) -> bool:
+    """Have later products use that instruction set; False if this processor lacks it. For tests: results are equal."""
+    return bool(_library().edgespec_choose_path(name.encode()) == 0)
+
+
+def packed_bytes(kind: str, outputs: int, inputs: int) -> int | None:
+    """Bytes of the tiles of a matrix of a type; None if the kernels do not have the type or the size."""
+    size = _library().edgespec_packed_bytes(TYPES[kind], outputs, inputs) if kind in TYPES else -1
+    return None if size < 0 else int(size)
+
+
+def _check_tiles(kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int) -> None:
+    size = packed_bytes(kind, outputs, inputs)
+    if size is None or size != tiles.nbytes or not tiles.flags.c_contiguous:
+        raise ValueError(f"{kind} tiles of {outputs} x {inputs} weights take {size} bytes, not {tiles.nbytes}.")
+
+
+def pack(kind: str, rows: NDArray[np.uint8], inputs: int, out: NDArray[np.uint8]) -> bool:
+    """Pack consecutive rows [n, bytes] of a GGUF's matrix into consecutive tiles; False if a scale is not finite.
+
+    Parts of a matrix can be packed at once: `n` is a multiple of 16, but for the last part. Raises ValueError if `out`
+    has another size than `packed_bytes`, or a row another than its type needs.
+    """
+    _check_tiles(kind, out, len(rows), inputs)
+    row_bytes = _library().edgespec_row_bytes(TYPES[kind], inputs)
+    if rows.shape != (len(rows), row_bytes) or not rows.flags.c_contiguous:
+        raise ValueError(
+            f"{len(rows)} rows of {inputs} weights of {kind} are [{len(rows)}, {row_bytes}], not {rows.shape}."
+        )
+    status = _library().edgespec_pack(TYPES[kind], rows.ctypes.data, len(rows), inputs, out.ctypes.data)
+    return bool(status == 0)
+
+
+@contextmanager
+def held(arrays: Mapping[str, NDArray[np.uint8]]) -> Iterator[dict[str, bytes]]:
+    """For each of `arrays` of tiles the 8 bytes that stand for it in a graph, while its session is made.
+
+    The session reads the arrays themselves as long as it lives. Raises MemoryError.
+    """
+    numbers: dict[str, int] = {}
+    try:
+        for name, array in arrays.items():
+            numbers[name] = _library().edgespec_hold(array.ctypes.data, array.nbytes)
+            if not numbers[name]:
+                raise MemoryError("no room for a table of weights")
+        yield {name: number.to_bytes(8, sys.byteorder) for name, number in numbers.items()}
+    finally:
+        for number in numbers.values():
+            _library().edgespec_drop(number)
+
+
+def lookup(
+    kind: str, tiles: NDArray[np.uint8], outputs: int, inputs: int, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Dequantised rows [len(ids), inputs]. Raises IndexError for an id outside the matrix."""
+    _check_tiles(kind, tiles, outputs, inputs)
+    out = np.empty((len(ids), inputs), np.float32)
+    arguments = TYPES[kind], tiles.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data
+    if _library().edgespec_lookup(*arguments):
+        raise IndexError(f"An id is outside 0..{outputs - 1}.")
+    return out
+
+
+def product(
+    kind: str, tiles: NDArray[np.uint8], outputs: int, x: NDArray[np.float32], bias: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """x [m, inputs] times a matrix [outputs, inputs] as tiles, plus `bias` [outputs]: [m, outputs], in this thread."""
+    rows, inputs = x.shape
+    _check_tiles(kind, tiles, outputs, inputs)
+    if not x.flags.c_contiguous or (bias is not None and bias.shape != (outputs,)):
+        raise ValueError(f"x is [m, inputs] and contiguous, a bias is [{outputs}].")
+    y = np.empty((rows, outputs), np.float32)
+    scratch = np.empty(_library().edgespec_scratch_bytes(TYPES[kind], inputs, rows) + 64, np.uint8)
+    start = scratch.ctypes.data + 63 & ~63
+    status = _library().edgespec_product(
+        *(TYPES[kind], tiles.ctypes.data, outputs, inputs, x.ctypes.data, rows, y.ctypes.data),
+        *(None if bias is None else bias.ctypes.data, start, 0, -(-outputs // 16)),
+    )
+    if status:
+        raise ValueError(f"The kernels refuse {rows} rows of {outputs} x {inputs} weights of {kind}.")
+    return y

@@ -1,0 +1,133 @@
+"""Which engine runs a GGUF: our kernels in ONNX Runtime where they can, else llama.cpp.
+
+On the processor the kernels give rows of a pass that cost little and have the same bits beside any others. What they
+lack stays with llama.cpp: GPUs, other architectures, heads in GGUF, caches of other types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from edgespec.config import LoadOptions
+from edgespec.engines.llamacpp.library import has_gpu
+from edgespec.engines.llamacpp.running_state import auto_takes_mtp
+from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.kind import has_mtp
+from edgespec.formats.manifest import ModelFile, ModelPair
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path, why_missing
+from edgespec.loading.shipped_heads import shipped_heads
+
+ONNX_CACHE_TYPES = (None, "f32", "int8")
+
+
+def with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
+    """`pair` with an engine for each of its GGUF files.
+
+    Raises CapabilityError where `options` ask for ONNX Runtime and the kernels cannot run the target.
+    """
+    if options.engine == "llamacpp":
+        return pair
+    files = {role: _with_engine(options, role, file, pair) for role, file in pair.files.items()}
+    found = replace(pair, files=MappingProxyType(files), engines=_engines(pair, files["target"]))
+    return replace(found, heads=_heads(options, found))
+
+
+def _heads(options: LoadOptions, pair: ModelPair) -> Mapping[str, ModelFile]:
+    """The pair's heads, or the shipped ones for its very target where nothing else drafts for it."""
+    target = pair.files["target"]
+    if pair.heads or pair.draft or options.heads or options.drafter not in ("auto", "eagle"):
+        return pair.heads
+    if target.engine != "onnx" or not target.is_gguf or (path := shipped_heads(target.path, target.sha256)) is None:
+        return pair.heads
+    return MappingProxyType({"eagle": ModelFile(path)})
+
+
+def _engines(pair: ModelPair, target: ModelFile) -> tuple[str, ...]:
+    return pair.engines if target.engine in pair.engines else (*pair.engines, target.engine)
+
+
+def _with_engine(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) -> ModelFile:
+    if not file.is_gguf:
+        return file
+    why = _why_not(options, role, file, pair)
+    if not why:
+        return replace(file, runs_on="onnx")
+    if role == "target" and options.engine == "onnx":
+        raise CapabilityError(f"--engine onnx cannot run {file.path.name}: {why}. Use --engine auto")
+    return replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
+
+
+def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) -> str:
+    """Why the kernels do not run a GGUF; empty where they do."""
+    found = _asked_of_llamacpp(options, role)
+    if not found and role == "target":
+        found = _heads_in_gguf(options, pair)
+    if not found and library_path() is None:
+        found = why_missing()
+    return found or _why_unreadable(file.path)
+
+
+def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
+    """The option that ONNX Runtime does not have, if one was given."""
+    is_target = role == "target"
+    layers = options.gpu_layers if is_target or options.draft_gpu_layers is None else options.draft_gpu_layers
+    device = options.target_devices if is_target else options.draft_devices
+    kinds = (
+        (options.cache_type_k, options.cache_type_v)
+        if is_target
+        else (options.draft_cache_type_k, options.draft_cache_type_v)
+    )
+    if layers == "auto":
+        return "its layers go to the GPU" if has_gpu() else ""
+    if layers or device:
+        return "its layers go to the GPU"
+    if is_target and options.rpc:
+        return "it is on RPC servers"
+    if options.provider not in ("auto", "cpu"):
+        return f"the kernels are for the processor, not for {options.provider}"
+    other = next((kind for kind in kinds if kind not in ONNX_CACHE_TYPES), None)
+    return f"ONNX Runtime has no cache of the type {other}" if other else ""
+
+
+def _heads_in_gguf(options: LoadOptions, pair: ModelPair) -> str:
+    """The head in GGUF that drafts for the target, if one does: it reads llama.cpp's states."""
+    if options.drafter == "none":
+        return ""
+    if pair.draft is not None and head_kind_of(pair.draft):
+        return f"{pair.draft.name} reads its states there"
+    header = read_header(pair.target)
+    if has_mtp(header) and options.drafter in ("auto", "mtp") and (options.drafter == "mtp" or auto_takes_mtp(header)):
+        return "its own layers draft for it there"
+    return ""
+
+
+def has_fast_kernels() -> bool:
+    """Whether the kernels are built, and made for this processor's instructions."""
+    from edgespec.kernels import tiles
+
+    return library_path() is not None and tiles.path() != "portable"
+
+
+def runs_on_kernels(path: Path) -> bool:
+    """Whether the kernels run a model where nothing else is asked for."""
+    return path.suffix == ".gguf" and library_path() is not None and not _why_unreadable(path)
+
+
+def _why_unreadable(path: Path) -> str:
+    from edgespec.engines.onnx.source import readable_model
+
+    if not has_fast_kernels() and has_engine("llamacpp"):
+        return "this processor has none of the instructions that the kernels are made for"
+    try:
+        readable_model(path)
+    except CapabilityError as exc:
+        return str(exc)
+    except EdgespecError:
+        return ""  # a damaged file: opening it says what is wrong
+    return ""

@@ -1,0 +1,99 @@
+"""Random weights of every GGML type as a GGUF has them, and sessions of graphs of the kernels' operators."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnxruntime
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
+from numpy.typing import NDArray
+from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
+
+from edgespec.kernels import tiles
+from edgespec.kernels.library import library_path
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+#: Where a block has its half-precision scales.
+SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_XS": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "IQ4_NL": (0,),
+}
+FLOATS = {"F32": np.float32, "F16": np.float16}
+SMALL_BLOCKS = [kind for kind in SCALES if GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 32]
+
+
+def activation_block(kind: str) -> int:
+    """Inputs of a row of activations that share a scale; 1: activations are not quantised."""
+    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+
+
+def random_rows(kind: str, outputs: int, inputs: int, rng: np.random.Generator) -> Bytes:
+    """Rows [outputs, bytes] with any codes and small scales, of both signs."""
+    if kind not in SCALES:
+        weights = rng.standard_normal((outputs, inputs)).astype(np.float32)
+        return quantize(weights, GGMLQuantizationType[kind]).view(np.uint8).reshape(outputs, -1)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rows = rng.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
+    for at in SCALES[kind]:
+        scales = rng.uniform(-4e-3, 4e-3, rows.shape[:2]).astype(np.float16)
+        rows[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return rows.reshape(outputs, -1)
+
+
+def dequantised(kind: str, rows: Bytes) -> Floats:
+    data = rows.view(FLOATS[kind]) if kind in FLOATS else rows
+    return dequantize(data, GGMLQuantizationType[kind]).astype(np.float32)
+
+
+def packed(kind: str, rows: Bytes, inputs: int) -> Bytes:
+    out = np.empty(tiles.packed_bytes(kind, len(rows), inputs), np.uint8)
+    assert tiles.pack(kind, rows, inputs, out)
+    return out
+
+
+def bits(values: Floats) -> NDArray[np.uint32]:
+    return values.view(np.uint32)
+
+
+def node(kind: str, inputs: Sequence[str], outputs: Sequence[str], /, **attributes: int | list[int]) -> NodeProto:
+    made = helper.make_node(kind, inputs, outputs, domain="edgespec")
+    for name, value in attributes.items():
+        # An empty list has no type of its own.
+        made.attribute.append(
+            helper.make_attribute(name, value, attr_type=None if value or value == 0 else AttributeProto.INTS)
+        )
+    return made
+
+
+def session(
+    nodes: Sequence[NodeProto],
+    inputs: Mapping[str, int],
+    outputs: Sequence[str],
+    weights: Mapping[str, NDArray[np.uint8 | np.float32]],
+    threads: int = 1,
+) -> onnxruntime.InferenceSession:
+    """A session of a graph; `inputs`: each one's element type."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.register_custom_ops_library(str(library_path()))
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in inputs.items()],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    versions = [helper.make_opsetid("", 18), helper.make_opsetid("edgespec", 1)]
+    model = helper.make_model(graph, opset_imports=versions, ir_version=9).SerializeToString()
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
