@@ -20,7 +20,7 @@ QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
 
 @pytest.fixture(scope="module")
 def sidecar(private_home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with served(private_home, "--stdio", "--reproducible") as process:
+    with served(private_home, "--stdio", "--reproducible", "-np", "4") as process:
         assert read_line(process) == {"event": "hello", "protocol": 1, "version": __version__}
         ready = read_line(process)
         assert (ready["event"], ready["model"]) == ("ready", "demo")
