@@ -151,6 +151,13 @@ def build_command(backend: str) -> str:
     return f"CMAKE_ARGS={BACKENDS[backend]} {reinstall_command('llama-cpp-python', *options)}"
 
 
+def build_kernels_command() -> str:
+    """What to type to compile our own kernels, whose library is missing."""
+    if (script := _script_of_checkout()) and os.access(Path(__file__).parent, os.W_OK):
+        return f"{script} kernels"  # which works in the checkout only
+    return f"{quoted(sys.executable)} -m edgespec.kernels.library"
+
+
 def swap_command(old: str, new: str) -> str:
     """What to type to have one of two packages that hold the same files, in place of the other or of both."""
     wanted = (text for texts in requirements().values() for text in texts if name_of(text) == new)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters
 from edgespec.chat.template_file import read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
@@ -147,6 +148,10 @@ class Model(Closing):
         """
         return self._requests.encode(text, parse_special=parse_special)
 
+    def require_room(self, count: int, what: Literal["tokens", "messages", "characters"]) -> None:
+        """Raise PromptError for more than the context can hold whatever they are: a check that takes no time."""
+        self._requests.require_room(count, what)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; control tokens print nothing. Raises PromptError for an id outside the vocabulary."""
         with self._executor.vocabulary() as vocabulary:
@@ -162,8 +167,6 @@ class Model(Closing):
         `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
         rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
-        from edgespec.chat.template import encode_messages  # jinja2 is needed only here
-
         messages = checked_chat(messages)
         tools = checked_tools(tools)
         require_writer(self.target.facts)
@@ -213,8 +216,9 @@ class Model(Closing):
         text only. Raises PromptError if `options` asks for a structure then, or the chat template leaves it out.
         """
         from edgespec.chat.reasoning import before_structure
-        from edgespec.chat.template import answer_prefix
 
+        self.require_room(len(checked_chat(messages)), "messages")
+        self.require_room(num_characters(messages, tools), "characters")
         prompt_ids = self.encode_chat(messages, tools)
         if options is not None:
             with self._executor.vocabulary() as vocabulary:
@@ -237,16 +241,18 @@ class Model(Closing):
         """The reasoning, the text and the tool calls of a chat's result.
 
         `tools`: those that the chat had; `messages`: its own, needed where the last was an answer that was cut while it
-        reasoned. A call that does not parse stays in the text. Raises CapabilityError for tools with a model whose chat
-        template writes calls in no known form, StateError if the model is closed.
+        reasoned. A call that does not parse stays in the text; one that `max_tokens` cut has the beginning of its
+        arguments. Raises CapabilityError for tools with a model whose chat template writes calls in no known form,
+        StateError if the model is closed.
         """
         from edgespec.chat.parts import answer_parts
-        from edgespec.chat.template import answer_prefix
 
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""
         with self._executor.vocabulary() as vocabulary:
-            return answer_parts(vocabulary, result.prompt_token_ids, result.token_ids, result.text, tools, prefix)
+            is_cut = result.finish_reason == "length"
+            ids = result.prompt_token_ids, result.token_ids
+            return answer_parts(vocabulary, *ids, result.text, tools, prefix, is_cut=is_cut)
 
     def split_reasoning(self, result: Result) -> tuple[str, str]:
         """(reasoning, answer) of a chat's result, without the tags around the reasoning.
@@ -431,6 +437,8 @@ def load(
     try:
         with reporting_to(on_progress), keeping_headers():
             room = Room.now(chosen.memory)
+            if not room.has_resource_limits:
+                CHILDREN.warm()
             pair = resolve_pair(chosen)
             if room.has_resource_limits:
                 keep_one_arena()

@@ -147,6 +147,11 @@ class Vocabulary(ABC):
         """Names of the tokens that print their names, and are read as one token wherever a text has these."""
         return ()
 
+    @cached_property
+    def most_characters(self) -> int:
+        """Of the text that one token stands for, control tokens spelled out."""
+        return max(map(len, self.token_names()), default=1)
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids; bytes that are not UTF-8 become replacement characters."""
         return b"".join(map(self.piece, token_ids)).decode("utf-8", errors="replace")

@@ -5,6 +5,7 @@
     python3 scripts/run.py test [ARGS]       run the tests (arguments go to pytest)
     python3 scripts/run.py lint              check style and types
     python3 scripts/run.py COMMAND [ARGS]    any edgespec command
+    python3 scripts/run.py kernels           compile the processor kernels now
     python3 scripts/run.py install EXTRA...  add an extra: llamacpp, export, train, ...
     python3 scripts/run.py install llamacpp --backend cuda
                                              compile llama.cpp for a GPU: cuda, metal, rocm or vulkan; rpc: to spread a
@@ -13,6 +14,8 @@
 The first call installs, in half a minute and without a compiler. A later call starts at once and needs no network.
 GGUF files, --engine llamacpp and the tests need llama.cpp, which is installed when it is first asked for: a ready wheel
 where pip finds one, else it is compiled, 4 to 6 minutes on two cores. Ctrl-C stops that and keeps all that was there.
+The processor kernels, which make answers faster, are compiled in the background while the first command runs, and anew
+when their sources have changed; without a C++ compiler that fetches Zig's, 100 MB. EDGESPEC_KERNELS=none leaves it out.
 Further settings for the compiler go through CMAKE_ARGS.
 """
 
@@ -24,6 +27,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - this file is also read by older 
     sys.exit(f"error: edgespec needs Python 3.11 or newer, this is {found}: run this file with a newer one")
 
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -39,6 +43,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +53,12 @@ MADE = VENV / "made-by-run.py"
 LOG = VENV / "setup.log"
 WHEELS = VENV / "wheels"
 BYTECODE = VENV / "bytecode"
+KERNELS = ROOT / "edgespec" / "kernels"
+ZIG = VENV / "zig"
+KERNELS_LOG = VENV / "kernels.log"
+KERNELS_LOCK = VENV / "kernels.lock"
+KERNELS_FAILED = VENV / "kernels-failed.txt"  # hash of the sources that could not be compiled; TOLD is appended
+TOLD = " told"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
 EXTRAS = {
@@ -61,6 +72,7 @@ EXTRAS = {
     "train-heads": ["train"],
 }
 # Commands that read a GGUF themselves, if at all.
+ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
 READS_NO_MODEL = ("corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
@@ -124,16 +136,24 @@ def main(arguments: list[str]) -> int:
     command = arguments[0]
     if command == "install":
         return install_extras(arguments[1:])
+    if command == "kernels":
+        make_ready([], "")
+        build_kernels_quietly() if "--background" in arguments else build_kernels()
+        return run_python("-m", "edgespec.kernels.library")
     if command not in ("lint", "test") and {"-h", "--help", "--help-all"} & set(arguments):
         make_ready([], "")  # reading about a command takes none of what it needs
         return run_python("-m", "edgespec", *arguments)
     why = why_llamacpp(arguments)
+    if why and kernels_run(command, arguments):
+        why = ""
     make_ready([*needed_extras(command, arguments), *(["llamacpp"] if why else [])], why)
     if command == "lint":
         return lint()
     if command == "test":
+        build_kernels()
         keep_bytecode()
         return run_python("-m", "pytest", *IN_PARALLEL, *(arguments[1:] or ["-q"]))
+    start_kernels()
     return run_python("-m", "edgespec", *arguments)
 
 
@@ -228,6 +248,20 @@ def why_llamacpp(arguments: list[str]) -> str:
     return next((word for word in (*words, os.environ.get("EDGESPEC_MODEL", "")) if word and is_gguf(word)), "")
 
 
+def kernels_run(command: str, arguments: list[str]) -> bool:
+    """Whether all GGUF files of a command run on the kernels, which take seconds to compile and llama.cpp minutes."""
+    words = [word for argument in arguments[1:] for word in split_option(argument)]
+    files = [word for word in words if is_gguf(word)]
+    if not files or any(word in ONLY_LLAMACPP or word == "llamacpp" for word in words) or command in ("test", "export"):
+        return False
+    make_ready(needed_extras(command, arguments), "")
+    try:
+        build_kernels()
+    except SystemExit:  # it has said why
+        return False
+    return run_python("-m", "edgespec.loading.engine_choice", *files) == 0
+
+
 def split_option(argument: str) -> list[str]:
     """`--model=x.gguf` as two words."""
     return argument.split("=", 1) if argument.startswith("--") else [argument]
@@ -272,6 +306,80 @@ def user_data() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or own / "AppData" / "Local")
     return own / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
+
+
+def kernels_builder() -> ModuleType:
+    """edgespec/kernels/build.py, which needs nothing but Python."""
+    spec = importlib.util.spec_from_file_location("kernels_build", KERNELS / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_kernels() -> None:
+    """Compile the kernels if they are missing or their sources have changed; exits with 1 where that fails."""
+    builder = kernels_builder()
+    if os.environ.get("EDGESPEC_KERNELS") or builder.find_library(KERNELS):
+        return
+    with setup_lock(KERNELS_LOCK):
+        if builder.find_library(KERNELS):  # another call has built it meanwhile
+            return
+        try:
+            try:
+                builder.find_compiler(str(PYTHON))
+            except builder.NoCompiler:
+                fetch_zig(builder.ZIG)
+            step("compiling the kernels", [str(PYTHON), "-m", "edgespec.kernels.library"], log=KERNELS_LOG)
+        finally:
+            shutil.rmtree(ZIG, ignore_errors=True)
+    KERNELS_FAILED.unlink(missing_ok=True)
+
+
+def fetch_zig(requirement: str) -> None:
+    """Have the Pythons that are started from here on find Zig's compiler, until ZIG is removed: it takes 440 MB."""
+    say("no C++ compiler was found: Zig's is fetched from the package index, 100 MB")
+    shutil.rmtree(ZIG, ignore_errors=True)
+    step("fetching Zig", pip("install", "--no-deps", "--no-compile", f"--target={ZIG}", requirement), log=KERNELS_LOG)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ZIG), os.environ.get("PYTHONPATH"))))
+
+
+def build_kernels_quietly() -> None:
+    """In the process that `start_kernels` starts: whatever happens, later calls do not try the same sources again."""
+    if os.name != "nt":
+        os.nice(10)
+    try:
+        build_kernels()
+    except BaseException:
+        KERNELS_FAILED.write_text(kernels_builder().source_hash(), encoding="utf-8")
+        raise
+
+
+def start_kernels() -> None:
+    """Compile the kernels in a process of its own, if that is due. A failure is told once, and hinders nothing."""
+    builder = kernels_builder()
+    if os.environ.get("EDGESPEC_KERNELS") or builder.find_library(KERNELS):
+        return
+    with contextlib.suppress(OSError):  # the checkout may be read-only
+        failed = KERNELS_FAILED.read_text(encoding="utf-8") if KERNELS_FAILED.exists() else ""
+        if failed == builder.source_hash():
+            KERNELS_FAILED.write_text(failed + TOLD, encoding="utf-8")
+            say(
+                f"the kernels could not be compiled, so answers are slower; {KERNELS_LOG} says why. To try again: "
+                f"{Path(sys.executable).name} {Path(__file__)} kernels"
+            )
+        if failed.removesuffix(TOLD) == builder.source_hash():
+            return
+        with KERNELS_LOCK.open("a+b") as lock:
+            if not try_lock(lock):
+                return
+        say("compiling the processor kernels in the background (where there is no compiler, Zig's is fetched, 100 MB)")
+        command = [sys.executable, str(Path(__file__).resolve()), "kernels", "--background"]
+        low = 0
+        if sys.platform == "win32":
+            low = subprocess.BELOW_NORMAL_PRIORITY_CLASS | subprocess.CREATE_NO_WINDOW
+        null = subprocess.DEVNULL  # in a session of its own, since Ctrl-C is for the command
+        subprocess.Popen(command, stdin=null, stdout=null, stderr=null, creationflags=low, start_new_session=True)
 
 
 def lint() -> int:
@@ -319,10 +427,10 @@ def environment_key() -> str:
 
 
 @contextmanager
-def setup_lock() -> Iterator[None]:
+def setup_lock(path: Path | None = None) -> Iterator[None]:
     """One installation at a time; a second call waits for the first."""
     try:
-        lock = (ROOT / ".venv.lock").open("a+b")
+        lock = (path or ROOT / ".venv.lock").open("a+b")
     except OSError as exc:
         sys.exit(f"{ROOT} cannot be written ({exc.strerror}): edgespec is set up in its checkout; copy that elsewhere")
     with lock as file:

@@ -27,6 +27,13 @@ SHARED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 TURNS = pytest.StashKey[Turns]()
 
 
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have llama.cpp run every GGUF in this process."""
+    monkeypatch.setattr("edgespec.loading.engine_choice.library_path", lambda: None)
+    monkeypatch.setattr("edgespec.loading.engine_choice.why_missing", lambda: "the kernels are not built")
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, like the next one
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return wanted_processes(config.args)

@@ -40,14 +40,21 @@ class Journal(Closing):
             self._require_journal()
             if restart:
                 path.unlink(missing_ok=True)
-            whole_bytes = self._read() if path.exists() else 0
+            whole_bytes = 0
+            if path.exists():
+                whole_bytes = self._read()
+                os.truncate(path, whole_bytes)
             # Append only: two concurrent runs of one command repeat work but do not damage the file.
             self._file: IO[bytes] = path.open("ab")
-            self._file.truncate(whole_bytes)
         except OSError as exc:
             raise StateError(f"the journal {path} cannot be opened: {exc.strerror or exc}") from exc
-        if not whole_bytes:
+        if whole_bytes:
+            return
+        try:
             self._write({"edgespec_bench": FORMAT, "settings": self._settings})
+        except StateError:
+            self._file.close()
+            raise
 
     def add(self, trial: Trial) -> None:
         self._write(trial.to_json())

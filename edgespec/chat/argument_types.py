@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from edgespec.chat.literals import no_constant, parsed
+from edgespec.chat.literals import as_json, dumped, loaded
 
 _MOST_REFERENCES = 16
 _CHOICES = ("anyOf", "oneOf", "allOf")
@@ -16,6 +16,18 @@ def schema_of(key: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an argument, references followed; empty where there is none."""
     properties = parameters.get("properties")
     return resolved(properties.get(key), parameters) if isinstance(properties, dict) else {}
+
+
+def named_of(parameters: Mapping[str, Any]) -> set[str]:
+    """The names of the arguments that a call may have, as far as they are given."""
+    found = parameters.get("properties")
+    return set(found) if isinstance(found, dict) else set()
+
+
+def required_of(parameters: Mapping[str, Any]) -> list[Any]:
+    """The names of the arguments that a call must have."""
+    found = parameters.get("required")
+    return found if isinstance(found, list) else []
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,21 +88,36 @@ def bare(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
-    """The value of an argument's bare `text`: text where the schema allows that, else JSON or Python, else text."""
+def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
+    """JSON of an argument's bare `text`: JSON or Python of a type that the schema names, else text.
+
+    Where the schema allows texts, only JSON of another type that it names is none; without a type it may be anything.
+    """
     schema = schema_of(key, parameters)
     listed = listed_of(schema, parameters)
     for value in listed or ():
         if bare(value) == text:
-            return value
+            return dumped(value)
     kinds = kinds_of(schema, parameters)
-    if "string" in kinds:
-        return None if text == "null" and "null" in kinds else text
     try:
-        return json.loads(text, parse_constant=no_constant)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return parsed(text)
+        if "string" not in kinds:
+            return as_json(text.strip())
+        value = loaded(text)
     except ValueError:
-        return text
+        return dumped(text)
+    return text.strip() if _kinds_of_value(value) & kinds else dumped(text)
+
+
+def begun_value(text: str, key: str, parameters: Mapping[str, Any]) -> str:
+    """JSON of an argument's bare `text` that is cut: as it stands where the schema names types without texts."""
+    kinds = kinds_of(schema_of(key, parameters), parameters)
+    return text.strip() if kinds and "string" not in kinds else dumped(text)[:-1]
+
+
+def _kinds_of_value(value: object) -> set[str]:
+    """The types of JSON Schema that a value has, texts apart."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
+    return {name for name, kind in (("null", type(None)), ("object", dict), ("array", list)) if isinstance(value, kind)}

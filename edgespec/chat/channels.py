@@ -52,7 +52,7 @@ class ChannelSplitter:
             if not is_complete:
                 return reasoning, answer
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
         """The rest, at the end of the text; a header that nothing follows is dropped, longer text is none."""
         held, self._held = self._held, ""
         if self._place == "header":

@@ -5,6 +5,7 @@ Which marks a model has is read from its chat template: templates open the reaso
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -42,6 +43,9 @@ PRINTED_MARKS = (*CHANNELS.control, "<|turn>", "<turn|>")
 KNOWN_MARKS = (
     Marks("<think>", "</think>"),
     Marks("[THINK]", "[/THINK]"),
+    Marks("<think:opensource>", "</think:opensource>"),
+    Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    Marks("<|inner_prefix|>", "<|inner_suffix|>"),
     Marks("<seed:think>", "</seed:think>"),
     Marks("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 )
@@ -49,10 +53,16 @@ KNOWN_MARKS = (
 
 def reasoning_marks(template: str | None) -> Marks | None:
     """The marks that a chat template writes or looks for; None for a model that does not reason."""
-    source = template or ""
+    source = with_suffixes(template or "")
     if CHANNEL in source and MESSAGE in source:
         return CHANNELS
     return next((marks for marks in KNOWN_MARKS if marks.opening in source or marks.closing in source), None)
+
+
+def with_suffixes(template: str) -> str:
+    """A template whose marks are spelled out: Hunyuan's puts a suffix into each of them."""
+    suffix = re.search(r"set HYTK = '([\w:]*)'", template)
+    return template if suffix is None else template.replace("{}", suffix[1])
 
 
 def begun(text: str, *marks: str) -> int:

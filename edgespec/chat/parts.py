@@ -8,8 +8,8 @@ from typing import Any
 
 from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
-from edgespec.chat.tool_forms import tool_parser
-from edgespec.chat.tools import ToolCall
+from edgespec.chat.tool_forms import call_form
+from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.errors import CapabilityError
 from edgespec.vocabulary import IncrementalDecoder, Vocabulary
 
@@ -40,19 +40,21 @@ def answer_parts(
     text: str,
     tools: Sequence[Mapping[str, Any]],
     prefix: str,
+    *,
+    is_cut: bool = False,
 ) -> AnswerParts:
-    """The parts of the answer `text`, which `token_ids` spell and which goes on from `prefix`.
+    """The parts of the answer `text`, which `token_ids` spell and which goes on from `prefix`; a limit may have cut it.
 
     Raises CapabilityError as `Model.split_answer`.
     """
-    form = tool_parser(vocabulary.chat_template) if tools else None
+    form = call_form(vocabulary.chat_template) if tools else None
     if tools and form is None:
         raise CapabilityError(
             "this model's chat template writes no tool calls in a form that is known: leave out tools"
         )
-    parser = None if form is None else form(tools)
+    parser = None if form is None else ToolParser(form, tools)
     reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
-    splitter = None if reasoning is None else reasoning.splitter()
+    splitter = None if reasoning is None else reasoning.splitter(parser)
     names = (*(parser.marks if parser else ()), *(reasoning.marks.names if reasoning else ()))
     thoughts, texts, calls = list[str](), list[str](), list[ToolCall]()
 
@@ -68,9 +70,9 @@ def answer_parts(
     for part in _spelled(vocabulary, token_ids, text, names):
         take(*(("", part) if splitter is None else splitter.push(part)))
     if splitter is not None:
-        take(*splitter.finish())
+        take(*splitter.finish(is_cut=is_cut))
     if parser is not None:
-        rest, more = parser.finish()
+        rest, more = parser.finish(is_cut=is_cut)
         texts.append(rest)
         calls += more
     return AnswerParts("".join(thoughts), "".join(texts), tuple(calls))

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, Self
 
 from edgespec.chat.channels import ANSWER_HEADER, ChannelSplitter
 from edgespec.chat.marks import Marks, begun, control_text, reasoning_marks
+from edgespec.chat.tools import ToolParser
 from edgespec.config import GenerateOptions
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
@@ -29,8 +30,8 @@ class Splitter(Protocol):
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, answer) that are certain after `text`."""
 
-    def finish(self) -> tuple[str, str]:
-        """The rest, at the end of the text."""
+    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
+        """The rest, at the end of the text, which a limit may have cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ class Reasoning:
             return None
         return cls(marks, end.endswith(marks.opening.encode()))
 
-    def splitter(self) -> Splitter:
-        """A splitter of one answer."""
+    def splitter(self, parser: ToolParser | None = None) -> Splitter:
+        """A splitter of one answer; `parser`: of its calls."""
         if self.marks.has_channels:
             return ChannelSplitter(is_open=self.is_open, is_answering=self.is_answering)
-        return ReasoningSplitter(self.marks, is_open=self.is_open)
+        return ReasoningSplitter(self.marks, parser, is_open=self.is_open)
 
     def spelled(self, vocabulary: Vocabulary, token_id: int) -> str:
         """The name of a control token of the marks; empty for any other token, and for marks that print themselves."""
@@ -77,12 +78,14 @@ class ReasoningSplitter:
     """Splits the text of one answer, as it comes, into reasoning and answer, without the marks and the blanks at them.
 
     An answer reasons only at its beginning. Nothing but a possible part of a mark, and blanks before it, is held back.
-    Reasoning that never ends is reasoning to the end of the text.
+    Reasoning that never ends is reasoning to the end of the text, or to calls that end it: models forget its mark then,
+    and Apertus has none there.
     """
 
-    def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
-        self._marks, self._is_open = marks, is_open
+    def __init__(self, marks: Marks, parser: ToolParser | None = None, *, is_open: bool = False) -> None:
+        self._marks, self._parser, self._is_open = marks, parser, is_open
         self._held = ""
+        self._num_without_calls = 0  # letters of what is held, where no calls begin
         self._place: Literal["before", "inside", "behind", "answer"] = "before"
         self._has_text = False  # whether the reasoning has begun with more than blanks
 
@@ -111,11 +114,12 @@ class ReasoningSplitter:
         answer, self._held = self._held, ""
         return reasoning, answer
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
         """The rest, at the end of the text: part of a mark that was none."""
+        end = self._end_before_calls(is_end=True, is_cut=is_cut) if self._place == "inside" else len(self._held)
         held, self._held = self._held, ""
         if self._place == "inside" or (self._place == "before" and self._is_open):
-            return held.rstrip(), ""
+            return held[:end].rstrip(), held[end:]
         return "", "" if self._place == "behind" else held
 
     def _begin(self) -> None:
@@ -135,10 +139,29 @@ class ReasoningSplitter:
             found, self._held = self._held[:end].rstrip(), self._held[end + len(closing) :]
             self._place = "behind"
             return found
-        passed = len(self._held[: len(self._held) - begun(self._held, closing)].rstrip())
+        marks = (closing,) if self._parser is None else (closing, *self._parser.form.opens)
+        certain = min(len(self._held) - begun(self._held, *marks), self._end_before_calls())
+        passed = len(self._held[:certain].rstrip())
         found, self._held = self._held[:passed], self._held[passed:]
+        self._num_without_calls = max(0, self._num_without_calls - passed)
         self._has_text = self._has_text or bool(found)
         return found
+
+    def _end_before_calls(self, *, is_end: bool = False, is_cut: bool = False) -> int:
+        """Where calls begin in what is held, with nothing else behind them; its length if there are none."""
+        while self._parser is not None:
+            found = self._parser.form.opening.search(self._held, self._num_without_calls)
+            if found is None:
+                break
+            parser = ToolParser(self._parser.form, self._parser.tools)
+            shown, calls = parser.push(self._held[found.start() :])
+            if is_end and not shown and not parser.is_over:
+                shown, more = parser.finish(is_cut=is_cut)
+                calls += more
+            if not shown and not parser.is_over and (calls or not is_end):
+                return found.start()
+            self._num_without_calls = found.end()
+        return len(self._held)
 
 
 def before_structure(

@@ -1,12 +1,15 @@
-"""The sandbox that chat templates run in, with limits on repetition and number size, and what templates may call.
+"""The sandbox that chat templates run in, and what they may call: the names, filters and blocks of transformers.
 
-The names, filters and blocks are those that transformers gives to templates.
+It keeps a template from everything but its values. What it takes is limited by the child process in which `rendered` is
+called; the limits here only turn common excesses into errors that say what they are.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -18,7 +21,11 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edgespec.chat.message_forms import Message, in_parts, other_forms, takes_parts_only
+from edgespec.errors import CapabilityError, PromptError
+
 MAX_PROMPT_CHARACTERS = 16_000_000
+FIX = "give another with --chat-template-file, or use --no-chat-template"
 _MOST_WIDTH = 999
 _WIDE_FIELD = re.compile(r"\d{4}|\{[^}]*\{")  # in `str.format`; or a width that is a field itself
 _WIDE_FORM = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
@@ -117,3 +124,53 @@ def check_template(source: str) -> str | None:
     except RecursionError:
         return "it is nested too deeply"
     return None
+
+
+def rendered(source: str, values: Mapping[str, Any]) -> str:
+    """What a template makes of `values`; messages in the form that it takes. Raises as `render_chat`."""
+    try:
+        template = compiled(source)
+    except RecursionError as exc:
+        raise PromptError(
+            "the model's chat template is nested too deeply; use --no-chat-template, or --prompt"
+        ) from exc
+    except jinja2.TemplateSyntaxError as exc:
+        raise CapabilityError(f"the model's chat template is broken: {exc}; {FIX}") from exc
+    if _takes_parts_only(source):
+        values = {**values, "messages": [in_parts(message) for message in values["messages"]]}
+    try:
+        return _rendered(template, values)
+    except CapabilityError as exc:
+        if not isinstance(exc.__cause__, TypeError):
+            raise
+        for other in other_forms(values):
+            with suppress(CapabilityError):
+                return _rendered(template, other)
+        raise
+
+
+@lru_cache(maxsize=8)
+def _takes_parts_only(source: str) -> bool:
+    def said(message: Message) -> str:
+        values = {"messages": [message], "tools": None, "add_generation_prompt": True, "bos_token": "", "eos_token": ""}
+        return _rendered(compiled(source), values)
+
+    return takes_parts_only(source, said)
+
+
+def _rendered(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+    parts: list[str] = []
+    size = 0
+    try:
+        for part in template.generate(values):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_PROMPT_CHARACTERS:
+                raise PromptError(f"the chat template renders a prompt of over {MAX_PROMPT_CHARACTERS} characters")
+    except jinja2.exceptions.SecurityError as exc:
+        raise CapabilityError(f"the model's chat template does something forbidden: {exc}") from exc
+    except jinja2.TemplateError as exc:
+        raise PromptError(f"the model's chat template rejects this conversation: {exc}") from exc
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as exc:
+        raise CapabilityError(f"the model's chat template fails: {exc}; {FIX}") from exc
+    return "".join(parts)

@@ -21,9 +21,9 @@ def read_template(path: Path | None) -> str | None:
         raise ConfigError(f"chat-template-file: {path} cannot be read: {reason}") from exc
     if len(source) > _MOST_CHARACTERS:
         raise ConfigError(f"chat-template-file: {path} has more than {_MOST_CHARACTERS} characters: no chat template")
-    from edgespec.chat.sandbox import check_template  # jinja2 is needed only here
+    from edgespec.chat.template import template_problem
 
-    problem = check_template(source)
+    problem = template_problem(source)
     if problem is None and "messages" not in source:
         problem = "it does not mention 'messages', which a template writes as text"
     if problem is not None:

@@ -1,286 +1,297 @@
-"""The forms of tool calls that are known, one parser each, and which of them a chat template teaches."""
+"""The forms of tool calls that are known, as data, and which of them a chat template teaches."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from edgespec.chat.argument_forms import Gemma, Glm, Lfm, MiniCpm, QwenXml
-from edgespec.chat.channels import ANSWER_HEADER, CALL_OPENING, call_header
-from edgespec.chat.marks import CALL, CHANNEL, CHANNELS, MESSAGE, begun
-from edgespec.chat.tools import CLOSE, OPEN, Enclosed, ToolCall, ToolParser, as_call, as_calls, first_json, loaded
+from edgespec.chat.channels import ANSWER_HEADER, CALL_OPENING
+from edgespec.chat.literals import written_value
+from edgespec.chat.marks import CALL, CHANNEL, CHANNELS, MESSAGE, with_suffixes
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
+_OBJECT, _OBJECT_END = '{"name": "{name}", "arguments": ', "}"
 # What calls of MiniMax, functionary and others have in or around them, which are not known.
 _OTHERS = ("<invoke", "<function=", "<arg_key>", "<tool_calls>")
+_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+_CDATA = "<![CDATA[{}]]>"
+# What stands for more in the data below. Where a form is read, a blank stands for any, and so for none.
+_SLOTS = {
+    "{name}": r"(?P<name>[A-Za-z0-9_.-]{1,128})",
+    "{id}": r"(?P<id>[A-Za-z0-9_-]{0,64})",
+    "{key}": r'(?P<key>[^<>="\n]{1,200})',
+    " ": r"\s*",
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model writes calls: a `head` with the name, the arguments, a `tail`.
+
+    The arguments are a JSON object, or stand one after another, each between `argument` and `closed`, texts without
+    quotation marks, or with `quote` around them.
+    """
+
+    name: str
+    told_by: tuple[str, ...]  # what its chat templates hold
+    head: str
+    tail: str
+    opens: tuple[str, ...]  # marks that calls begin with, any of them
+    closes: tuple[str, ...] = ()  # marks that end calls: any may be missing
+    heads: tuple[str, ...] = ()  # how calls begin when read, without `opens` that are marks alone; {...} is read always
+    around: tuple[str, str] = ("", "")  # all calls of an answer
+    between: str = ""
+    argument: str = ""
+    closed: str = ""
+    between_arguments: str = ""
+    quote: str = ""
+    takes_several: bool = True  # whether one answer may hold several calls, when they are forced
+    before_answer: str = ""  # what an answer that is no call begins with, where it is forced
+    bare: str = ""  # whether an answer may begin with an object without marks: of a "known" tool, or "any"
+    id_length: int = 0  # 0: a number
+    kept_id: str = ""  # the id of a call that has one
+    is_keyed: bool = False  # whether an object has its arguments by the name of the function
+    is_cdata: bool = False  # whether a text with marks or line ends stands in CDATA marks
+    other_marks: tuple[str, ...] = ()
+
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        """Its marks that may be control tokens, which have no text of their own."""
+        texts = (*self.around, self.head, self.argument, self.quote, self.closed, self.tail, *self.heads)
+        found = (mark for text in texts for mark in _MARK.findall(text))
+        return tuple(dict.fromkeys([*found, *self.opens, *self.closes, *self.other_marks]))
+
+    @cached_property
+    def own_marks(self) -> tuple[str, ...]:
+        """The marks before calls: without the others of `opens`, with which calls themselves begin."""
+        return tuple(mark for mark in self.opens if not any(head.startswith(mark) for head in self.heads))
+
+    @cached_property
+    def skips(self) -> tuple[str, ...]:
+        """The marks that may stand between calls and behind them, those of a block of code among them."""
+        return (*self.own_marks, *self.closes, "```")
+
+    @cached_property
+    def opening(self) -> re.Pattern[str]:
+        """What calls begin with."""
+        return re.compile("|".join(map(re.escape, self.opens)))
+
+    @cached_property
+    def closing(self) -> re.Pattern[str]:
+        """What a call may end with; nothing, where only the end of the answer does."""
+        return re.compile("|".join(map(re.escape, self.closes)) or r"(?!)")
+
+    @cached_property
+    def longest_mark(self) -> int:
+        """Letters of the longest mark."""
+        return max(map(len, (*self.opens, *self.skips)))
+
+    @cached_property
+    def heads_read(self) -> tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]:
+        """(a head, any beginning of it up to the end of the text) for each head."""
+        return tuple(map(_patterns, self.heads))
+
+    @cached_property
+    def argument_read(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """The same for an argument."""
+        return _patterns(" " + self.argument.strip().replace('">', '" >').replace("\n", " "))
+
+    @cached_property
+    def end(self) -> str:
+        """The mark behind a value."""
+        return self.closed.strip()
+
+    @cached_property
+    def _skipped(self) -> re.Pattern[str]:
+        return re.compile(rf"(?:```[a-z]*|{'|'.join(map(re.escape, self.skips))}|[\s,;\[\]])*+")
+
+    def skipped(self, text: str, at: int) -> int:
+        """The place behind blanks, marks, commas and brackets from `at` on, before what may become a mark."""
+        found = self._skipped.match(text, at)
+        end = at if found is None else found.end()
+        for place in range(max(at, len(text) - self.longest_mark), end):
+            rest = text[place:]
+            if any(mark.startswith(rest) and mark != rest for mark in self.skips):
+                return place
+        return end
+
+    def head_parts(self, name: str) -> tuple[str, ...]:
+        """What a call begins with: texts, and between slashes regular expressions."""
+        number = f"/[a-z0-9]{{{self.id_length}}}/" if self.id_length else "/[0-9]{1,3}/"
+        return tuple(re.split(r"(/\[.*?\}/)", self.head.replace("{name}", name).replace("{id}", number)))
+
+    def written(self, calls: Iterable[tuple[str, object]]) -> str:
+        """Calls, (name, arguments) each, as the model writes them."""
+        start, end = self.around
+        return start + self.between.join(self._call(*call, place) for place, call in enumerate(calls)) + end
+
+    def _call(self, name: str, arguments: object, place: int) -> str:
+        head = self.head.replace("{name}", name).replace("{id}", str(place).zfill(self.id_length))
+        if not self.argument:
+            return head + json.dumps(arguments, ensure_ascii=False) + self.tail
+        given = arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+        each = (self.argument.replace("{key}", str(key)) + self._value(given[key]) + self.closed for key in given)
+        return head + self.between_arguments.join(each) + self.tail
+
+    def _value(self, value: object) -> str:
+        if self.quote:
+            return written_value(value, self.quote)
+        if not self.closed or not isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False)
+        return _CDATA.format(value) if self.is_cdata and re.search(r"[<&\n]", value) else value
+
+
+def _patterns(spec: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """(what `spec` describes, any beginning of it up to the end of the text)."""
+    parts = [_SLOTS.get(part) or re.escape(part) for part in re.findall(r"\{[a-z]+\}| |.", spec, re.DOTALL)]
+    begun = ""
+    for part in reversed(parts):
+        begun = rf"{part}(?:\Z|{begun})" if begun else rf"{part}\Z"
+    return re.compile("".join(parts)), re.compile(begun)
+
+
+def _objects(name: str, told_by: tuple[str, ...], opening: str, closing: str) -> Form:
+    """A list of JSON objects between two marks."""
+    return Form(
+        name, told_by, _OBJECT, _OBJECT_END, (opening,), (closing or "]",),
+        around=(f"{opening}[", f"]{closing}"), between=", ",
+    )  # fmt: skip
+
+
+def _xml(name: str, open_mark: str, close_mark: str, argument: str, closed: str) -> Form:
+    """Calls of `<function=NAME>`, with `<parameter=KEY>` for each argument."""
+    return Form(
+        name, (open_mark, "<function=", "<parameter="), f"{open_mark}\n<function={{name}}>\n",
+        f"</function>\n{close_mark}", (open_mark, "<function="), (close_mark, "</function>"), ("<function={name}>",),
+        between="\n", argument=argument, closed=closed,
+    )  # fmt: skip
+
+
+def _keyed(name: str, told_by: tuple[str, ...], suffix: str = "") -> Form:
+    """Calls of `<arg_key>` and `<arg_value>` by turns."""
+    parts = ("<tool_call", "</tool_call", "arg_key", "arg_value")
+    opening, closing, key, value = (f"{part}{suffix}>" for part in parts)
+    return Form(
+        name, told_by, f"{opening}{{name}}\n", closing, (opening,), (closing,), ("{name}",), between="\n",
+        argument=f"<{key}{{key}}</{key}\n<{value}", closed=f"</{value}\n",
+    )  # fmt: skip
+
+
+def _hunyuan(suffix: str) -> Form:
+    form = _keyed("hunyuan", (f"<tool_sep{suffix}>",), suffix)
+    around = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>")
+    head = f"{{name}}<tool_sep{suffix}>"
+    return replace(
+        form, head=f"{form.opens[0]}{head}\n", opens=(around[0], *form.opens), closes=(*form.closes, around[1]),
+        heads=(head,), around=(f"{around[0]}\n", f"\n{around[1]}"),
+    )  # fmt: skip
+
+
+def _deepseek(name: str, told_by: tuple[str, ...], head: str, tail: str) -> Form:
+    parts = ("calls▁begin", "call▁begin", "call▁end", "calls▁end")
+    begin, call, end, last = (f"<\uff5ctool▁{part}\uff5c>" for part in parts)
+    return Form(
+        name, told_by, call + head, tail + end, (begin, call), (end, last), around=(begin, last),
+        heads=(f"function {_SEP} {{name}} ```json", f"{{name}} {_SEP}"),
+    )  # fmt: skip
+
+
 _MISTRAL, _CALL_ID, _ARGS, _LLAMA = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"
 _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE = ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"
-_FENCE = "```"
-_FENCES = (f"{_FENCE}json", _FENCE, "")
-_HEAD = 4096  # letters, blanks among them, in which an answer shows whether it is a call without marks
-_KEYS = ({"name", "arguments"}, {"name", "parameters"})
-_BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]{1,64})\s*)?\[ARGS\]\s*")
+_SEP = "<\uff5ctool▁sep\uff5c>"
+_ACTION, _ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
+_KIMI, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_ARGS = "<|tool_call_argument_begin|>"
+_SOLAR, _SOLAR_NAME, _SOLAR_ARGS = "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>"
 
-
-def tool_parser(template: str | None) -> type[ToolParser] | None:
-    """The parser for a model's chat template; None if it renders no tools, or calls in a form that is not known."""
-    if template is None or "tools" not in template:
-        return None
-    named = next((form for marks, form in _BY_MARKS if all(mark in template for mark in marks)), None)
-    if named is not None or any(other in template for other in _OTHERS):
-        return named
-    if OPEN in template:
-        return Hermes
-    if _MISTRAL in template:
-        named = MistralNamedWithId if _CALL_ID in template else MistralNamed
-        return named if _ARGS in template else Mistral
-    if all(mark in template for mark in _PHI_TOOLS):
-        return PhiSingle if _PHI_OPEN + "{" in template else Phi
-    return Llama if "ipython" in template or _LLAMA in template else None
-
-
-class Hermes(Enclosed):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another.
-
-    Small models forget the marks (Qwen2.5-Coder 1.5B writes a block of JSON): an answer that begins with the object of
-    a tool that was given is a call too, as in llama.cpp.
-    """
-
-    opening, closing = OPEN, CLOSE
-    marks = (OPEN, CLOSE)
-    between = "\n"
-    after = f"\n{CLOSE}"
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        super().__init__(tools)
-        self._may_be_bare = bool(self._parameters)
-
-    @classmethod
-    def before(cls, name: str) -> tuple[str, ...]:
-        return (f"{OPEN}\n",)
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        if not self._may_be_bare:
-            return super().push(text)
-        self._held += text
-        calls = self._bare_calls() if "}" in text or _FENCE[0] in text else []  # where a call may be complete
-        if self._is_bare_so_far():
-            return "", calls
-        self._may_be_bare = False
-        shown, more = super().push("")
-        return shown, calls + more
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        if not self._may_be_bare:
-            return super().finish()
-        self._held += _FENCE  # which the end of an answer may stand for
-        calls = self._bare_calls()
-        self._held = self._held.removesuffix(_FENCE)
-        self._may_be_bare = False
-        shown, more = super().push("")
-        rest, last = super().finish()
-        return shown + rest, [*calls, *more, *last]
-
-    def _is_bare_so_far(self) -> bool:
-        """Whether what is held may become the object of a known tool."""
-        held = "".join(self._held[:_HEAD].split())
-        starts = (f'{fence}{{"name":"{name}"' for fence in _FENCES for name in self._parameters)
-        return any(held.startswith(start) or start.startswith(held) for start in starts)
-
-    def _bare_calls(self) -> list[ToolCall]:
-        """Takes the complete objects of calls from the beginning of what is held."""
-        calls = []
-        while self._is_bare_so_far() and (found := _BARE.match(self._held)):
-            value, end = first_json(self._held[found.end() :])
-            rest = self._held[found.end() + end :].lstrip()
-            is_call = isinstance(value, dict) and value.get("name") in self._parameters and set(value) in _KEYS
-            call = as_call(value) if is_call else None
-            if call is None or (found[1] and not rest.startswith(_FENCE)):
-                break
-            calls.append(call)
-            self._held = rest.removeprefix(_FENCE) if found[1] else rest
-            self._has_called = True
-        return calls
-
-
-class Phi(Enclosed):
-    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`, which Phi-4-mini is trained on."""
-
-    opening, closing = _PHI_OPEN, _PHI_CLOSE
-    marks = (_PHI_OPEN, _PHI_CLOSE)
-    around_all = (f"{_PHI_OPEN}[", f"]{_PHI_CLOSE}")
-    between = ", "
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        value = loaded(text)
-        return as_calls([value] if isinstance(value, dict) else value)
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """A list that is complete needs no mark at its end: the model may end its answer instead."""
-        if self._held.startswith(self.opening) and (calls := self._calls(self._held.removeprefix(self.opening))):
-            self._held, self._has_called = "", True
-            return "", calls
-        return super().finish()
-
-
-class PhiSingle(Phi):
-    """The same with one call between the marks, as llama.cpp's template for Phi-4-mini teaches it."""
-
-    around_all = ("", "")
-    between = ""
-    after = _PHI_CLOSE
-
-    @classmethod
-    def before(cls, name: str) -> tuple[str, ...]:
-        return (_PHI_OPEN,)
-
-
-class Nemotron(Phi):
-    """`<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>`: Nemotron Nano v2."""
-
-    opening, closing = "<TOOLCALL>", "</TOOLCALL>"
-    marks = (opening, closing)
-    around_all = (f"{opening}[", f"]{closing}")
-
-
-class Apriel(Phi):
-    """`<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>`: Apriel."""
-
-    opening, closing = "<tool_calls>", "</tool_calls>"
-    marks = (opening, closing)
-    around_all = (f"{opening}[", f"]{closing}")
-
-
-class Llama(ToolParser):
-    """The whole answer is calls or text, which its first character tells."""
-
-    marks = (_LLAMA,)
-    arguments = "parameters"
-    takes_several = False
-    _is_text = False  # once anything was shown
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        if self._is_text:
-            return text, []
-        self._held += text
-        begin = self._held.lstrip()
-        if not begin or begin.startswith("{") or _LLAMA.startswith(begin[: len(_LLAMA)]):
-            return "", []
-        shown, self._held, self._is_text = self._held, "", True
-        return shown, []
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        rest, calls = held.strip().removeprefix(_LLAMA).strip(), list[ToolCall]()
-        while rest:
-            value, end = first_json(rest)
-            call = as_call(value)
-            if call is None:
-                return held, []
-            calls.append(call)
-            rest = rest[end:].lstrip(" ;\n\t")
-        return ("" if calls else held), calls
-
-
-class Mistral(ToolParser):
-    """`[TOOL_CALLS][{...}, ...]` at the end of the answer."""
-
-    marks: ClassVar[tuple[str, ...]] = (_MISTRAL,)
-    around_all = (f"{_MISTRAL}[", "]")
-    between = ", "
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        start = self._held.find(_MISTRAL)
-        end = start if start >= 0 else len(self._held) - begun(self._held, _MISTRAL)
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown, []
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        calls = self._calls(held) if held.startswith(_MISTRAL) else []
-        return ("", calls) if calls else (held, [])
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        """All calls of the end of an answer; none if any of it is something else."""
-        return as_calls(loaded(text.removeprefix(_MISTRAL)))
-
-
-class MistralNamed(Mistral):
-    """`[TOOL_CALLS]name[ARGS]{...}`, one after another: Mistral Small 3, Ministral 3, Devstral."""
-
-    marks = (_MISTRAL, _ARGS, _CALL_ID)
-    arguments = ""
-    around_all = ("", "")
-    between = ""
-
-    @classmethod
-    def before(cls, name: str) -> tuple[str, ...]:
-        return (f"{_MISTRAL}{name}{_ARGS}",)
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        calls = []
-        while text:
-            named = _NAMED.match(text.removeprefix(_MISTRAL)) if text.startswith(_MISTRAL) else None
-            if named is None:
-                return []
-            rest = text[len(_MISTRAL) + named.end() :]
-            value, end = first_json(rest)
-            call = as_call({"name": named[1], "arguments": value})
-            if call is None or not isinstance(value, dict):
-                return []
-            calls.append(call if named[2] is None else ToolCall(call.name, call.arguments, named[2]))
-            text = rest[end:].lstrip()
-        return calls
-
-
-class MistralNamedWithId(MistralNamed):
-    """The same with an id, `[TOOL_CALLS]name[CALL_ID]abc123XYZ[ARGS]{...}`: Mistral Small 3.2."""
-
-    @classmethod
-    def before(cls, name: str) -> tuple[str, ...]:
-        return f"{_MISTRAL}{name}{_CALL_ID}", "/[a-zA-Z0-9]{9}/", _ARGS
-
-
-class Channels(Enclosed):
-    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, which gpt-oss writes.
-
-    The model ends its answer with a call, and its last mark is the token that ends it.
-    """
-
-    opening, closing = CALL_OPENING, CALL
-    marks = CHANNELS.names
-    arguments = ""
-    takes_several = False
-    before_answer = ANSWER_HEADER
-
-    @classmethod
-    def before(cls, name: str) -> tuple[str, ...]:
-        return (call_header(name),)
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        header, _, arguments = text.partition(MESSAGE)
-        name, value = _NAME.match(header), loaded(arguments)
-        call = as_call({"name": name[0], "arguments": value}) if name and isinstance(value, dict) else None
-        return [] if call is None else [call]
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """A call whose JSON is complete needs no mark at its end: the token that it is ends the answer."""
-        if self._held.startswith(self.opening) and (calls := self._calls(self._held.removeprefix(self.opening))):
-            self._held, self._has_called = "", True
-            return "", calls
-        return super().finish()
-
-
-_BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolParser]], ...] = (
-    ((CHANNEL, MESSAGE, "functions."), Channels),
-    ((OPEN, "<function=", "<parameter="), QwenXml),
-    ((OPEN, "<arg_key>", "<arg_value>"), Glm),
-    (("<|tool_call>", "call:"), Gemma),
-    (("List of tools: ", "<|im_start|>"), Lfm),
-    (('<function name="', '<param name="'), MiniCpm),
-    (("<TOOLCALL>[",), Nemotron),
-    (("<tool_calls>[", '"arguments"'), Apriel),
+_PHI = _objects("phi", _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE)
+_MISTRAL_NAMED = Form(
+    "mistral_named", (_MISTRAL, _ARGS), f"{_MISTRAL}{{name}}{_ARGS}", "", (_MISTRAL,),
+    heads=("{name} [ARGS]", "{name} [CALL_ID] {id} [ARGS]", "{name}"), kept_id="{id}",
+)  # fmt: skip
+_LLAMA_FORM = Form(
+    "llama", ("ipython",), _OBJECT.replace("arguments", "parameters"), "}", (_LLAMA,), takes_several=False, bare="any"
 )
+
+# The first of which a template holds all marks is its form; the plain ones only where no mark of an unknown one is.
+FORMS = (
+    Form(
+        "channels", (CHANNEL, MESSAGE, "functions."), f"{CALL_OPENING}{{name}} <|constrain|>json{MESSAGE}", "",
+        (CALL_OPENING,), (CALL,), (f"{{name}} <|constrain|> json {MESSAGE}", f"{{name}} {MESSAGE}"),
+        takes_several=False, before_answer=ANSWER_HEADER, other_marks=CHANNELS.names,
+    ),
+    _xml("seed", "<seed:tool_call>", "</seed:tool_call>", "<parameter={key}>", "</parameter>\n"),
+    _xml("qwen_xml", OPEN, CLOSE, "<parameter={key}>\n", "\n</parameter>\n"),
+    Form(
+        "minicpm", ('<function name="', '<param name="'), '<function name="{name}">', "</function>",
+        ("<function name=",), ("</function>",), ('<function name= "{name}" >',), argument='<param name="{key}">',
+        closed="</param>", is_cdata=True,
+    ),
+    _hunyuan(":opensource"),
+    _hunyuan(""),
+    _keyed("glm", (OPEN, "<arg_key>", "<arg_value>")),
+    Form(
+        "gemma", ("<|tool_call>", "call:"), "<|tool_call>call:{name}{", "}<tool_call|>",
+        ("<|tool_call>", "call:"), ("<tool_call|>",), ("call:{name}", ":call:{name}"), argument="{key}:",
+        between_arguments=",", quote='<|"|>',
+    ),
+    Form(
+        "lfm", ("List of tools: ", "<|im_start|>"), "{name}(", ")", ("<|tool_call_start|>",), ("<|tool_call_end|>",),
+        ("{name} (",), ("<|tool_call_start|>[", "]<|tool_call_end|>"), ", ", "{key}=", between_arguments=", ",
+    ),
+    _objects("nemotron", ("<TOOLCALL>[",), "<TOOLCALL>", "</TOOLCALL>"),
+    _objects("apriel", ("<tool_calls>[", '"arguments"'), "<tool_calls>", "</tool_calls>"),
+    replace(
+        _objects("command", (_ACTION,), _ACTION, _ACTION_END),
+        head='    {"tool_call_id": "{id}", "tool_name": "{name}", "parameters": ', between=",\n",
+        around=(f"{_ACTION}[\n", f"\n]{_ACTION_END}"),
+    ),
+    replace(
+        _objects("apertus", ("<|tools_prefix|>",), "<|tools_prefix|>", "<|tools_suffix|>"),
+        head='{"{name}": ', is_keyed=True,
+    ),
+    replace(_objects("granite", (_PHI_OPEN, "available_tools"), _PHI_OPEN, ""), opens=(_PHI_OPEN, OPEN)),
+    _deepseek("deepseek_json", (_SEP, "```json"), f"function{_SEP}{{name}}\n```json\n", "\n```"),
+    _deepseek("deepseek", (_SEP,), f"{{name}}{_SEP}", ""),
+    Form(
+        "kimi", (_KIMI,), f"<|tool_call_begin|>functions.{{name}}:{{id}}{_KIMI_ARGS}", "<|tool_call_end|>",
+        (_KIMI, "<|tool_call_begin|>"), ("<|tool_call_end|>", _KIMI_END),
+        (f"functions.{{name}}:{{id}} {_KIMI_ARGS}", f"{{name}}:{{id}} {_KIMI_ARGS}"),
+        (_KIMI, _KIMI_END), kept_id="functions.{name}:{id}",
+    ),
+    Form(
+        "solar", (_SOLAR, _SOLAR_ARGS), f"{_SOLAR}{{id}}{_SOLAR_NAME}{{name}}{_SOLAR_ARGS}", "<|tool_call:end|>",
+        ("<|tool_calls|>", _SOLAR), ("<|tool_call:end|>", "<|calls|>"),
+        (f"{{id}} {_SOLAR_NAME} {{name}} {_SOLAR_ARGS}",),
+        ("<|tool_calls|>", ""), id_length=10, kept_id="{id}",
+    ),
+    Form("gigachat", ("<|function_call|>",), f"<|function_call|>{_OBJECT}", "}", ("<|function_call|>",)),
+)  # fmt: skip
+PLAIN_FORMS = (
+    Form("hermes", (OPEN,), f"{OPEN}\n{_OBJECT}", f"}}\n{CLOSE}", (OPEN,), (CLOSE,), between="\n", bare="known"),
+    replace(
+        _MISTRAL_NAMED, name="mistral_with_id", told_by=(_MISTRAL, _CALL_ID, _ARGS),
+        head=f"{_MISTRAL}{{name}}{_CALL_ID}{{id}}{_ARGS}", id_length=9,
+    ),
+    _MISTRAL_NAMED,
+    _objects("mistral", (_MISTRAL,), _MISTRAL, ""),
+    replace(
+        _PHI, name="phi_single", told_by=(*_PHI_TOOLS, _PHI_OPEN + "{"), head=_PHI_OPEN + _OBJECT,
+        tail="}" + _PHI_CLOSE, around=("", ""), between="",
+    ),
+    _PHI,
+    _LLAMA_FORM,
+    replace(_LLAMA_FORM, told_by=(_LLAMA,)),
+)  # fmt: skip
+
+
+def call_form(template: str | None) -> Form | None:
+    """The form of a model's chat template; None if it renders neither tools nor calls, or these in an unknown form."""
+    source = with_suffixes(template or "")
+    if "tools" not in source and "tool_calls" not in source:
+        return None
+    known = FORMS if any(other in source for other in _OTHERS) else (*FORMS, *PLAIN_FORMS)
+    return next((form for form in known if all(mark in source for mark in form.told_by)), None)

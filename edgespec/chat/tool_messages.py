@@ -3,7 +3,8 @@
 Templates of Hermes, Qwen, Llama and Mistral read `tools` and each message's `tool_calls`. SmolLM3's calls the tools
 `xml_tools`, Phi-4-mini's reads them from the system message, and neither shows the calls of earlier turns, as LFM2's
 does not: these are put into the message's text as the model writes them, so that no part of a conversation is lost.
-Gemma 4's first template reads results from the message with the calls; gpt-oss's shows one call of a message.
+DeepSeek's show calls and no tools, which the system message tells then. Gemma 4's first template reads results from the
+message with the calls; gpt-oss's and Llama's show one call of a message.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgespec.chat.marks import CHANNEL
-from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tool_forms import call_form
 from edgespec.errors import PromptError
 
 _OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
 _RESULTS = "tool_responses"
 _TOOL_ROLE = re.compile(r"[=!]=\s*['\"]tool['\"]")
+_DEEPSEEK = "<\uff5ctool▁sep\uff5c>"
+_TOLD = "You can call these functions:\n{functions}\n\nA call is written like this:\n{call}"
 _OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[.tools.\])")
 
 
@@ -31,7 +34,7 @@ def with_tools(
     Raises PromptError for tools or calls that it would leave out.
     """
     shown = [_with_calls(template, message) for message in messages]
-    if CHANNEL in template:
+    if CHANNEL in template or "single tool-calls" in template:
         shown = _one_call_each(shown)
     if _RESULTS in template and _TOOL_ROLE.search(template) is None:
         shown = _with_results(shown)
@@ -39,24 +42,30 @@ def with_tools(
         return shown, {}
     if "xml_tools" in template:
         return shown, {"xml_tools": list(tools)}
-    if _OF_MESSAGE.search(template) is None:
+    form, is_of_message = call_form(template), _OF_MESSAGE.search(template) is not None
+    if form is None and not is_of_message:
         raise PromptError("the chat template of this model does not support tools: leave them out")
     functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
     if shown[0]["role"] != "system":
         shown.insert(0, {"role": "system", "content": ""})
-    shown[0] = shown[0] | {"tools": functions}
+    if is_of_message or form is None:
+        shown[0] = shown[0] | {"tools": functions}
+    else:
+        told = _TOLD.format(functions=functions, call=form.written([("function_name", {"argument": "value"})]))
+        shown[0] = shown[0] | {"content": f"{shown[0]['content']}\n\n{told}".strip()}
     return shown, {}
 
 
 def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls or "tool_calls" in template:
-        return message
-    parser = tool_parser(template)
-    if parser is None:
+        shows_empty = calls and not message.get("content") and _DEEPSEEK in template and " none" in template
+        return message | {"content": None} if shows_empty else message
+    form = call_form(template)
+    if form is None:
         raise PromptError("the conversation has tool calls, which the chat template of this model does not show")
     functions = [call.get("function") or {} for call in calls]
-    written = parser.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
+    written = form.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
     text = message.get("content") or ""
     return message | {"content": f"{text}\n{written}" if text else written}
 

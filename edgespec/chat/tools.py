@@ -1,192 +1,359 @@
-"""Tool calls: what a model's form of them says, and the calls parsed out of the text as it comes.
+"""Tool calls: parsed out of the text as it comes, in the form in which a model writes them.
 
-`tool_forms` has the forms of JSON and chooses one by the chat template, `argument_forms` those that write argument by
-argument. A call that does not parse stays text, so that nothing is lost.
+`tool_forms` has the forms and chooses one by the chat template. What does not parse as a call stays text, so that
+nothing is lost, and a call is one as soon as its name and its arguments are complete: models leave out the marks
+behind them.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from edgespec.chat.literals import dumped, no_constant
+from edgespec.chat.argument_types import as_typed, begun_value, named_of, required_of
+from edgespec.chat.literals import Unfinished, ValueReader, as_json, behind_blanks, complete_members, dumped, loaded
 from edgespec.chat.marks import begun
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
+if TYPE_CHECKING:
+    from edgespec.chat.tool_forms import Form
+
+_HEAD = 300  # letters in which a text shows whether it is a call, so that other text is not held back for long
+_BEGUN = 3  # letters of a mark, of which fewer are no markup where an answer is cut
+_BARE = re.compile(r"\s*(```(?:json)?)?\s*(?=\{)")
+_FENCE = "```"
+_FENCES = (f"{_FENCE}json", _FENCE, "")
+_NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+_ANY_BARE = ('{"name":"', '{"type":"function","name":"')
+_BARE_KEYS = {"name", "type", "id", *_ARGUMENTS}
+_PAIRS = {"]": "[", "}": "{"}
+_FENCED, _BRACE = re.compile(_FENCE), re.compile("}")
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. `arguments`: a JSON object as text."""
+    """One call. `arguments`: a JSON object as the model spelled it; its beginning if a limit cut it."""
 
     name: str
     arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str = field(default_factory=_new_id)
+    is_cut: bool = False
+
+    @property
+    def input(self) -> dict[str, Any]:
+        """The arguments as an object; of a cut call those that are complete."""
+        return complete_members(self.arguments or "{")
 
 
-class ToolParser(ABC):
+class ToolParser:
     """Splits an answer into text and calls. `is_over`: the calls are complete and the model goes on with other text.
 
     `tools`: those of the request, in OpenAI's form; their parameters say what an argument is that a form writes without
-    its type. The class also says how its model writes calls, for grammars that force one and for templates that do not
-    show those of earlier turns.
+    its type. Between calls there may be blanks and marks, also such as are missing elsewhere.
     """
 
-    marks: ClassVar[tuple[str, ...]] = ()  # that may be control tokens, which have no text of their own
-    around_all: ClassVar[tuple[str, str]] = ("", "")
-    between: ClassVar[str] = ""
-    takes_several: ClassVar[bool] = True  # whether one answer may hold several calls, when they are forced
-    after: ClassVar[str] = ""
-    arguments: ClassVar[str] = "arguments"  # the key of a call's arguments; empty: its JSON is the arguments alone
-    before_answer: ClassVar[str] = ""  # what an answer that is no call begins with, where it is forced
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, form: Form, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         functions = [tool.get("function") or {} for tool in tools]
+        self.form, self.marks = form, form.marks
+        self.is_over = False
+        self.tools = tools
         self._parameters = {str(each.get("name")): each.get("parameters") or {} for each in functions}
         self._held = ""
-        self.is_over = False
+        self._searched = 0  # of what is held, for closing marks
+        self._has_called = False
+        self._may_be_bare = bool(form.bare and self._parameters)
+        self._fence: str | None = None  # that an object without marks stands in, while one is read
+        self._names: Collection[str] | None = None  # that a call may have, where it has no mark before it
 
-    @abstractmethod
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text and the calls that are certain after `text`."""
-
-    @abstractmethod
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest, at the end of the answer."""
-
-    @classmethod
-    def before(cls, name: str) -> tuple[str, ...]:
-        """What a call of `name` begins with, up to its arguments: texts, and between slashes regular expressions."""
-        return ("",)
-
-    @classmethod
-    def schema(cls, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """The schema of a call's JSON."""
-        if not cls.arguments:
-            return dict(parameters)
-        fields = {"name": {"const": name}, cls.arguments: parameters}
-        return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
-
-    @classmethod
-    def value(cls, name: str, arguments: object) -> Any:
-        """A call's JSON."""
-        return {"name": name, cls.arguments: arguments} if cls.arguments else arguments
-
-    @classmethod
-    def written(cls, calls: Iterable[tuple[str, object]]) -> str:
-        """Calls, (name, arguments) each, as the model writes them."""
-        start, end = cls.around_all
-        return start + cls.between.join(cls.written_call(name, arguments) for name, arguments in calls) + end
-
-    @classmethod
-    def written_call(cls, name: str, arguments: object) -> str:
-        """One call as the model writes it."""
-        return "".join(cls.before(name)) + json.dumps(cls.value(name, arguments), ensure_ascii=False) + cls.after
-
-
-_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # one that begins or ends a text in JSON
-
-
-class Enclosed(ToolParser):
-    """Calls between two marks, with blanks between them; other text after a call ends the answer."""
-
-    opening = closing = ""
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        super().__init__(tools)
-        self._has_called = False
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
         self._held += text
+        return self._split()
+
+    def finish(self, *, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
+        """The rest, at the end of the answer; if a limit `is_cut` it, the last call may have a beginning only."""
+        shown, calls = self._split(is_end=True, is_cut=is_cut)
+        return "" if self.is_over else shown, calls
+
+    def _split(self, *, is_end: bool = False, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
         shown, calls = "", list[ToolCall]()
-        while True:
-            start = self._held.find(self.opening)
-            if start < 0:
-                end = len(self._held) - begun(self._held, self.opening)
-                shown += self._passed(end)
+        while self._held and not self.is_over:
+            self._fence, self._names = self._bare_beginning(), None
+            found = None if self._fence is not None else self.form.opening.search(self._held)
+            if self._fence is None and found is None and self._has_called:
+                rest = self._held[self.form.skipped(self._held, 0) :]
+                self.is_over = not any(mark.startswith(rest) for mark in (*self.form.opens, *self.form.skips))
+                self._held = "" if is_end else self._held
                 break
-            shown += self._passed(start)
-            end, found = self._end_and_calls()
-            if self.is_over or end < 0:
+            if self._fence is None and found is None:
+                num_begun = begun(self._held, *self.form.opens)
+                if is_cut and num_begun >= _BEGUN and self._held[-num_begun] in "<[":  # which no word begins with
+                    self._held = self._held[:-num_begun]
+                shown += self._passed(len(self._held) - (0 if is_end else num_begun))
                 break
-            whole, self._held = self._held[:end], self._held[end:]
-            if not found:
-                shown += whole
-            self._has_called = self._has_called or bool(found)
-            calls += found
+            shown += self._passed(found.start() if found else 0)
+            if self.is_over:
+                break
+            is_unmarked = found is not None and bool(self.form.own_marks) and found[0] not in self.form.own_marks
+            if is_unmarked or (self._fence is not None and self.form.bare == "known"):
+                self._names = self._parameters
+            end, more = self._block(is_end=is_end, is_cut=is_cut)
+            if end < 0:
+                break
+            if end == 0 and self._fence is not None:
+                self._may_be_bare = False
+            elif end == 0:
+                shown += self._passed(len(found[0]) if found else 0)
+            else:
+                self._held, self._searched, self._has_called = self._held[end:], 0, True
+                calls += more
+        if is_end and not self.is_over:
+            is_rest = self._has_called and self.form.skipped(self._held, 0) == len(self._held)
+            shown, self._held = shown + ("" if is_rest else self._held), ""
         return shown, calls
 
-    def _end_and_calls(self) -> tuple[int, list[ToolCall]]:
-        """Where the held text between two marks ends, and its calls; -1 where the closing mark is still to come."""
-        begin, end = len(self.opening), self._held.find(self.closing)
-        while end >= 0:
-            inside = self._held[begin:end]
-            found = self._calls(inside)
-            if found or not self._goes_on(inside):
-                return end + len(self.closing), found
-            end = self._held.find(self.closing, end + 1)
-        return -1, []
-
-    def _calls(self, text: str) -> list[ToolCall]:
-        """The calls between two marks; none if it is anything else."""
-        call = as_call(loaded(text))
-        return [] if call is None else [call]
-
-    def _goes_on(self, text: str) -> bool:
-        """Whether `text`, which is no call, may end at a later closing mark: this one stands inside a value."""
-        return text.lstrip()[:1] in ("{", "[") and len(_QUOTE.findall(text)) % 2 == 1
-
     def _passed(self, count: int) -> str:
-        """The first `count` held characters; after a call only blanks, which are dropped, do not end the answer."""
-        text, self._held = self._held[:count], self._held[count:]
+        """The first `count` held characters; after a call only blanks and marks, which are dropped, are no end."""
+        if not count:
+            return ""
+        text, self._held, self._searched = self._held[:count], self._held[count:], 0
         if not self._has_called:
+            self._may_be_bare = False
             return text
-        self.is_over = self.is_over or bool(text.strip())
+        self.is_over = self.is_over or self.form.skipped(text, 0) < len(text)
         return ""
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        return ("" if self.is_over or (self._has_called and not held.strip()) else held), []
+    def _block(self, *, is_end: bool, is_cut: bool) -> tuple[int, list[ToolCall]]:
+        """(where the calls at the beginning of what is held end, these); 0 if there are none, -1 if they may come."""
+        held, begin, closing = self._held, 0, self.form.closing
+        if self._fence is not None:
+            closing = _FENCED if self._fence else _BRACE
+            bare = _BARE.match(held)
+            if bare is None:
+                return -1, []
+            begin = bare.end()
+        ends = [found.end() for found in closing.finditer(held, max(begin, self._searched))]
+        self._searched = max(self._searched, len(held) - self.form.longest_mark)
+        try:
+            for end in ends:
+                text = held[begin:end]
+                if text[-1] in _PAIRS and text.count(_PAIRS[text[-1]]) != text.count(text[-1]):
+                    continue  # which is cheaper than to read it
+                try:
+                    return end, self._calls(text)
+                except Unfinished:
+                    self._searched = max(self._searched, end)
+            if is_end and not is_cut:
+                return len(held), self._calls(held[begin:], is_end=True)
+            if is_end or len(held) < _HEAD:
+                calls = self._calls(held[begin:])
+                return (len(held), calls) if is_end else (-1, [])
+        except Unfinished as exc:
+            is_marked = self._fence is None and self._names is None
+            call = exc.call if exc.call and (is_marked or exc.call.name in self._parameters) else None
+            calls = [*exc.calls, *([call] if call else [])]
+            return (len(held) if is_cut and (calls or is_marked) else -1), (calls if is_cut else [])
+        except ValueError:
+            return 0, []
+        return -1, []
+
+    def _bare_beginning(self) -> str | None:
+        """The fence of an object without marks that the answer may begin with: perhaps empty; None if it does not.
+
+        Small models forget the marks (Qwen2.5-Coder 1.5B writes a block of JSON): an object of a tool that was given is
+        a call too, as in llama.cpp.
+        """
+        if not self._may_be_bare:
+            return None
+        held = "".join(self._held[:_HEAD].split())
+        known = tuple(f'{{"name":"{name}"' for name in self._parameters)
+        begins = known if self.form.bare == "known" else _ANY_BARE
+        starts = ((fence, fence + begin) for fence in _FENCES for begin in begins)
+        return next((fence for fence, start in starts if held.startswith(start[: len(held)])), None)
+
+    def _calls(self, text: str, *, is_end: bool = False) -> list[ToolCall]:
+        """The calls that `text` is, with marks around them. Raises ValueError for anything else, and Unfinished."""
+        at, calls = 0, list[ToolCall]()
+        while True:
+            at = self.form.skipped(text, at)
+            if self._may_be_mark(text, at):
+                if calls:
+                    return calls
+                raise Unfinished
+            try:
+                call, at = self._call(text, at, is_end=is_end)
+            except Unfinished as exc:
+                exc.calls = calls
+                raise
+            calls.append(call)
+
+    def _call(self, text: str, at: int, *, is_end: bool) -> tuple[ToolCall, int]:
+        """One call, and where it ends."""
+        for head, begun_head in self.form.heads_read:
+            found = head.match(text, at)
+            if found is not None:
+                break
+            if begun_head.match(text, at) is not None:
+                raise Unfinished
+        else:
+            if text.startswith("{", at):
+                return self._object(text, at, is_end=is_end)
+            raise ValueError("no call")
+        if found.end("name") == len(text):  # it may go on
+            raise Unfinished
+        if self._names is not None and found["name"] not in self._names:
+            raise ValueError("no tool")
+        name, number = found["name"], found.groupdict().get("id")
+        call_id = self.form.kept_id.format(name=name, id=number) if number and self.form.kept_id else _new_id()
+        try:
+            arguments, at = self._arguments(text, found.end(), name, is_end=is_end)
+        except Unfinished as exc:
+            exc.call = ToolCall(name, exc.written, call_id, is_cut=True)
+            raise
+        return ToolCall(name, arguments, call_id), at
+
+    def _arguments(self, text: str, at: int, name: str, *, is_end: bool) -> tuple[str, int]:
+        """JSON of the arguments that begin at `at`, and where they end."""
+        form = self.form
+        if form.closed:
+            return self._bare_arguments(text, at, self._parameters.get(name, {}), is_end=is_end)
+        reader = ValueReader(text, form.quote, is_json=not form.argument, doubles=not form.argument)
+        if form.argument == "{key}=":
+            return reader.object(at, ")", "=")
+        at = behind_blanks(text, at)
+        if at < len(text) and text[at] != "{":
+            raise ValueError("no object")
+        return reader.value(at)
+
+    def _bare_arguments(self, text: str, at: int, parameters: Mapping[str, Any], *, is_end: bool) -> tuple[str, int]:
+        """The same of arguments that stand one after another, their values without quotation marks."""
+        members = dict[str, str]()
+        while (opened := self.form.argument_read[0].match(text, at)) is not None:
+            key, begin = opened["key"].strip(), opened.end()
+            others = named_of(parameters) - {key} - {loaded(each) for each in members}
+            end, at = self._end_of_value(text, begin, others, is_end=is_end)
+            if end < 0:
+                raw = self._value(text[begin : len(text) - begun(text[begin:], self.form.closed, self.form.end)])
+                raise Unfinished(_object_of(members | {dumped(key): begun_value(raw, key, parameters)})[:-1])
+            members[dumped(key)] = as_typed(self._value(text[begin:end]), key, parameters)
+        behind = self.form.skipped(text, at)
+        is_whole = bool(members) and all(dumped(key) in members for key in required_of(parameters))
+        is_closed = bool(text[at:behind].strip()) or (is_end and is_whole)
+        may_go_on = self.form.argument_read[1].match(text, at) is not None
+        if (behind == len(text) and not is_closed) or (may_go_on and not is_closed):
+            raise Unfinished(_object_of(members)[:-1])
+        return _object_of(members), at
+
+    def _end_of_value(self, text: str, begin: int, others: Collection[str], *, is_end: bool) -> tuple[int, int]:
+        """(where a value ends, where its mark ends); -1 if it goes on.
+
+        A value may hold the mark that ends one: the real one is before another argument, or before what ends the call.
+        It may be missing before one of the `others` that the tool has.
+        """
+        mark = self.form.end
+        end = text.find(mark, begin)
+        while end >= 0 and not self._ends_value(text, end + len(mark)):
+            end = text.find(mark, end + 1)
+        for opened in self.form.argument_read[0].finditer(text, begin, end if end >= 0 else len(text)):
+            if opened["key"].strip() in others:
+                return opened.start(), opened.start()
+        if end >= 0:
+            return end, end + len(mark)
+        if is_end:  # where the marks behind the whole call are there, that of its last value may be missing
+            end = len(text.rstrip())
+            while mark := next((each for each in self.form.closes if text.endswith(each, begin, end)), ""):
+                end = len(text[: end - len(mark)].rstrip())
+            if text[end:].strip():
+                return max(begin, end), end
+        return -1, len(text)
+
+    def _may_be_mark(self, text: str, at: int) -> bool:
+        """Whether what is left of the text is the beginning of a mark behind calls, or nothing."""
+        rest = text[at : at + self.form.longest_mark]
+        return any(mark.startswith(rest) for mark in self.form.skips)
+
+    def _ends_value(self, text: str, at: int) -> bool:
+        """Whether what ends a value, or begins to, stands at `at`."""
+        if any(each.match(text, at) for each in self.form.argument_read):
+            return True
+        at = self.form.skipped(text, at)
+        heads = (each for pair in self.form.heads_read for each in pair)
+        return self._may_be_mark(text, at) or any(each.match(text, at) for each in heads)
+
+    def _value(self, raw: str) -> str:
+        """A bare value without what stands around it."""
+        form = self.form
+        if form.is_cdata and (found := _CDATA.fullmatch(raw)):
+            return found[1]
+        raw = raw.removeprefix("\n") if form.argument.endswith("\n") else raw
+        return raw.removesuffix("\n") if form.closed.startswith("\n") else raw
+
+    def _object(self, text: str, at: int, *, is_end: bool) -> tuple[ToolCall, int]:
+        """A call that is a JSON object, with its name and arguments as members, or the arguments by the name."""
+        if text.startswith("{", doubled := behind_blanks(text, at + 1)):
+            call, end = self._object(text, doubled, is_end=is_end)
+            behind = behind_blanks(text, end)
+            return call, behind + 1 if text.startswith("}", behind) else end
+        reader, members, end = ValueReader(text, doubles=True), dict[str, str](), at + 1
+        try:
+            for key, value, behind in reader.members(end):
+                members[loaded(key)], end = value, behind
+        except ValueError as exc:
+            return self._object_so_far(members, text, end, exc, is_end=is_end)
+        found = self._called(members, "{}" if self._fence is None else None)
+        is_other = self._fence is not None and members.keys() - _BARE_KEYS
+        if found is None or is_other or (self._names is not None and found.name not in self._names):
+            raise ValueError("no call")
+        return found, reader.end
+
+    def _object_so_far(
+        self, members: Mapping[str, str], text: str, at: int, exc: ValueError, *, is_end: bool
+    ) -> tuple[ToolCall, int]:
+        """The call where only the last brace is missing behind its members, which end at `at`; else raises `exc`."""
+        call, behind = self._called(members), self.form.skipped(text, at)
+        if call is not None and (text[at:behind].strip(" \n,") or (is_end and behind == len(text))):
+            return call, at
+        if not isinstance(exc, Unfinished):
+            if call is None or not self._may_be_mark(text, behind):
+                raise exc
+            exc = Unfinished()
+        key = loaded(exc.key) if exc.key else ""
+        begun_call = self._called({**members, key: exc.written} if key not in ("", *_NAMES) else members, "")
+        exc.call = begun_call and replace(begun_call, is_cut=call is None)
+        raise exc
+
+    def _called(self, members: Mapping[str, str], otherwise: str | None = None) -> ToolCall | None:
+        """The call of the members, with `otherwise` where its arguments are missing; None if they are none."""
+        name = next((members[key] for key in _NAMES if members.get(key, "").startswith('"')), None)
+        arguments = next((members[key] for key in _ARGUMENTS if key in members), otherwise)
+        if self.form.is_keyed and name is None and len(members) == 1:
+            ((key, arguments),) = members.items()
+            name = dumped(key)
+        if name is None or arguments is None:
+            return None
+        arguments = _text_of(arguments)
+        if arguments and not arguments.startswith("{"):
+            raise ValueError("no object")
+        return ToolCall(loaded(name), arguments)
 
 
-def loaded(text: str) -> Any:
-    """The JSON value that `text` is; None if it is none."""
+def _text_of(arguments: str) -> str:
+    """JSON of arguments, which some models write as a text: that may be cut."""
+    if not arguments.startswith('"'):
+        return arguments
     try:
-        return json.loads(text, parse_constant=no_constant)
-    except (ValueError, RecursionError):
-        return None
-
-
-def first_json(text: str) -> tuple[Any, int]:
-    """The JSON value at the beginning of `text`, and where it ends."""
-    try:
-        return json.JSONDecoder(parse_constant=no_constant).raw_decode(text)
-    except (ValueError, RecursionError):
-        return None, len(text)
-
-
-def as_call(value: Any) -> ToolCall | None:
-    """A call from {"name": ..., "arguments" or "parameters": {...}}; None if it is no such object."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = loaded(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    try:
-        return ToolCall(value["name"], dumped(arguments))
+        return as_json(loaded(arguments))
     except ValueError:
-        return None
+        text = loaded(arguments + '"')
+        return text if isinstance(text, str) else ""
 
 
-def as_calls(value: Any) -> list[ToolCall]:
-    """The calls of a list of such objects; none if any of it is something else."""
-    found = [as_call(each) for each in value] if isinstance(value, list) else []
-    calls = [call for call in found if call is not None]
-    return calls if len(calls) == len(found) else []
+def _object_of(members: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}"

@@ -30,6 +30,7 @@ from edgespec.installation import (
     requirements,
     swap_command,
 )
+from edgespec.kernels import library as kernels
 from edgespec.loading.registry import registered_folders
 
 PROBE_TIMEOUT_S = 60
@@ -76,6 +77,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "threads": default_threads(),
         "engines": engines,
+        "kernels": _kernels(),
         "packages": _packages(),
         "extras": _extras(),
         "models": models,
@@ -124,6 +126,16 @@ def _onnxruntime() -> dict[str, Any]:
         return {"installed": installed, "available": True, **found}
     except CapabilityError as exc:
         return {"installed": installed, "available": False, "reason": str(exc)}
+
+
+def _kernels() -> dict[str, str | None]:
+    """The library of our own kernels and the instruction set that it uses, or the reason why there is none."""
+    path = kernels.library_path()
+    return {
+        "library": str(path) if path else None,
+        "instructions": kernels.instructions(),
+        "reason": kernels.why_missing(),
+    }
 
 
 def _models() -> tuple[list[dict[str, Any]], list[str]]:
@@ -221,6 +233,8 @@ def _print(report: dict[str, Any]) -> None:
     _say(f"engine onnx: {found}")
     for provider, reason in onnx.get("unusable", {}).items():
         _say(f"provider {provider} cannot be used: {reason}")
+    own = report["kernels"]
+    _say("kernels: " + (f"{own['instructions']}, {own['library']}" if own["library"] else f"none: {own['reason']}"))
     for package, version in report["packages"].items():
         _say(f"package {package}: {version or 'MISSING'}")
     if not report["packages"]:

@@ -12,10 +12,11 @@ import click
 
 from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.interrupt import stops
-from edgespec.cli.main import INTERRUPTED
+from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.piped import text_behind, whole_input
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
+from edgespec.cli.terminal import complain, length_note
 from edgespec.config import GenerateOptions, SessionOptions
 from edgespec.config.names import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
@@ -151,14 +152,15 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
             if interruption.happened:
                 break
     printer.end_line()
-    session.show_end(answer.stats)
-    return INTERRUPTED if interruption.happened else 0
+    code = _code_of(session, answer.stats, printer.parts[1])
+    session.show_end(answer.stats, says_cut=not code)
+    return INTERRUPTED if interruption.happened else code
 
 
 def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:
     """`logprobs`: how many of the likeliest tokens are told with theirs in each place; None: no log probabilities."""
     options = dataclasses.replace(session.options, logprobs=logprobs is not None, top_logprobs=logprobs or 0)
-    answer = _asked(session, prompt_ids, options)
+    answer, code = _asked(session, prompt_ids, options), 0
     with stops(answer.cancel) as interruption:
         show_beginning(session)
         if not interruption.happened:
@@ -169,7 +171,33 @@ def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -
                 found["logprobs"] = result.logprobs
                 found["top_logprobs"] = result.top_logprobs
             click.echo(json.dumps(found, allow_nan=False))
-    return INTERRUPTED if interruption.happened else 0
+            code = _code_of(session, result.stats, found["answer"])
+    return INTERRUPTED if interruption.happened else code
+
+
+def _code_of(session: Session, stats: Stats, answer: str) -> int:
+    """FAILED, with a line that --quiet does not hide, where an answer was cut before its structure was complete; or 0.
+
+    Whether one by a grammar or an expression was complete all the same is not known here.
+    """
+    options = session.options
+    structure, why = options.structure, length_note(stats, options)
+    if structure is None or why is None:
+        return 0
+    if structure == "json_schema" and _is_json(
+        answer.rpartition(options.free_until)[2] if options.free_until else answer
+    ):
+        return 0
+    complain(f"the answer ends before --{structure.replace('_', '-')} is complete, {why}")
+    return FAILED
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def result_object(session: Session, result: Result) -> dict[str, Any]:

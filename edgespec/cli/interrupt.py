@@ -55,12 +55,12 @@ def _called_at_once(cancel: Callable[[], None]) -> Iterator[None]:
                 cancel()
 
     listener = threading.Thread(target=listen, name="ctrl-c", daemon=True)
-    listener.start()
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        writer.close()
-        listener.join()
-        reader.close()
+    with reader, writer:
+        listener.start()
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous)
+            writer.close()
+            listener.join()

@@ -254,8 +254,8 @@ def _let_go_of_output() -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _complete_streams() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from edgespec.server.service import Service
     from edgespec.server.services import Services
 
-_NEEDED = ("starlette", "uvicorn")
+_NEEDED = ("starlette", "uvicorn", "msgspec")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
 _HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")
@@ -49,13 +49,14 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
 @_option("--alias", multiple=True, metavar="NAME", help="Name for clients; NAME=MODEL: of another model [its own]")
-@_option("--any-model", is_flag=True, help="Answer whatever model a request names")
+@_option("--any-model", is_flag=True, help="Of several models, let the first answer for unknown names")
 @_option(
     "-np",
     "--parallel",
     type=click.IntRange(1, MAX_PARALLEL),
+    default=1,
     metavar="N",
-    help="Answers generated at once, each with its own context; others wait [4 if they fit]",
+    help="Answers generated at once, each with its own context; others wait [1]",
 )
 @_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
 @_option(

@@ -17,7 +17,7 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import chosen_context, fit, usual_parallel
+from edgespec.memory.fit import chosen_context, fit
 from edgespec.memory.plan import planned
 from edgespec.memory.verdict import Room
 
@@ -82,12 +82,12 @@ class SharedMemory:
 
 @dataclass(slots=True)
 class Served:
-    """A model's `settings`; `parallel`: answers at once, None: what fits; `memory`: None where it is loaded alone."""
+    """A model's `settings`; `parallel`: answers at once; `memory`: None where it is loaded alone."""
 
     settings: Settings
     pair: ModelPair
     service: Service
-    parallel: int | None
+    parallel: int
     memory: SharedMemory | None = None
     context: click.Context = field(default_factory=click.get_current_context)
     has_begun: bool = False
@@ -108,9 +108,7 @@ class Served:
         """Give the service its model."""
         with self.context.scope(cleanup=False):  # click knows its context by thread
             settings = self.settings if self.memory is None else self.memory.share(self.settings)
-            options = LoadOptions(**settings.part("load"))
-            parallel = self.parallel or usual_parallel(options, resolve_pair(options))
-            session = open_session(settings, remembers=True, parallel=parallel)
+            session = open_session(settings, remembers=True, parallel=self.parallel)
             if self.memory is not None:
                 self.memory.keep(session.model)
             session.sampling = self._seeded(session.sampling)
@@ -128,10 +126,7 @@ class Served:
 
     def fits(self) -> bool:
         """Whether there is memory for it beside the models that are loaded."""
-        if self.memory is None:
-            return True
-        parallel = self.parallel or usual_parallel(self.options, self.pair)
-        return self.memory.fits(replace(self.options, parallel=parallel), self.pair)
+        return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
 
     def at_rest(self) -> Described:
         """What is told of it before the first request for it. Raises as `check`."""

@@ -92,11 +92,11 @@ class Session:
                 self.seen_notes.add(line)
                 note(f"note: {line}")
 
-    def show_end(self, stats: Stats, *, in_chat: bool = False) -> None:
+    def show_end(self, stats: Stats, *, in_chat: bool = False, says_cut: bool = True) -> None:
         """What is said after an answer: what went wrong, advice, whether it was cut, and the counters if wanted."""
         self.show_notes(stats)
         self.show_draft_hint()
-        if (cut := length_note(stats, self.options, in_chat=in_chat)) is not None:
+        if says_cut and (cut := length_note(stats, self.options, in_chat=in_chat)) is not None:
             note(cut)
         if self.shown.stats:
             for line in stats_lines(stats):

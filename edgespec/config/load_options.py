@@ -67,7 +67,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_context_length: int | None
     threads: int | None
     parallel: int
-    gpu_layers: GpuLayers
+    gpu_layers: GpuLayers | None
     draft_gpu_layers: int | None
     device: str | None
     draft_device: str | None
@@ -107,10 +107,11 @@ class LoadOptions:
     Machine. `context_length`, `draft_context_length`: tokens; of the target 0 for as many as it was trained for, "auto"
     for the most that fit into memory with nothing else given up, None for the model's own, but at most 4096.
     `parallel`: generations that can run at once (`Model.batch`), each with a context of that length. `gpu_layers`,
-    `draft_gpu_layers`: layers that llama.cpp
-    places on the GPU, -1 for all; "auto": as many of the target as its free memory holds, and the draft if it fits
-    beside them. `device`, `draft_device`: names of llama.cpp's devices for these layers, separated
-    by commas, or "none"; without `gpu_layers`, all layers go there. `kv_offload`: the KV cache of these layers, too.
+    `draft_gpu_layers`: layers that llama.cpp places on the GPU, -1 for all; "auto": as many of the target as its free
+    memory holds, and the draft if it fits beside them; None: auto where this machine and llama.cpp's build have a GPU,
+    unless the mode is to be reproducible. `device`, `draft_device`: names of llama.cpp's devices for these layers,
+    separated by commas, or "none"; without `gpu_layers`, all layers go there. `kv_offload`: the KV cache of these
+    layers, too.
     `rpc`: "HOST:PORT[,HOST:PORT...]" of RPC servers (`edgespec rpc-server`) that hold the layers of a GGUF target, all
     of them unless `gpu_layers` is given; the draft stays on this machine. `provider`: ONNX Runtime's device.
     `cache_type_k`, `cache_type_v`: KV cache formats, `draft_cache_type_k`, `draft_cache_type_v` those of the draft
@@ -143,7 +144,7 @@ class LoadOptions:
     draft_context_length: int | None = None
     threads: int | None = None
     parallel: int = 1
-    gpu_layers: GpuLayers = 0
+    gpu_layers: GpuLayers | None = None
     draft_gpu_layers: int | None = None
     device: str | None = None
     draft_device: str | None = None
@@ -168,7 +169,8 @@ class LoadOptions:
             "kv_offload",
             *(("reproducible",) if self.reproducible is not None else ()),
         )
-        check_gpu_layers(self.gpu_layers)
+        if self.gpu_layers is not None:
+            check_gpu_layers(self.gpu_layers)
         if not isinstance(self.model, str | os.PathLike):
             raise ConfigError(f"model must be a registry name or a path, got {shown(self.model)}")
         object.__setattr__(self, "model", os.fsdecode(self.model))

@@ -200,7 +200,7 @@ SETTINGS: tuple[Setting, ...] = (
         "load",
         ("engine", "text", "--engine", "Inference engine"),
         ("threads", "integer", "-t --threads", "CPU threads"),
-        ("gpu_layers", "length", "-ngl --gpu-layers", "GGUF: layers on the GPU, -1: all; or auto"),
+        ("gpu_layers", "length", "-ngl --gpu-layers", "GGUF: layers on the GPU, -1: all; auto: what fits"),
         ("draft_gpu_layers", "integer", "-ngld --gpu-layers-draft", "GGUF: layers of the draft model on the GPU"),
         ("device", "text", "-dev --device", "GGUF: devices for these layers, as doctor lists them, or none"),
         ("draft_device", "text", "-devd --device-draft", "GGUF: devices of the draft model"),

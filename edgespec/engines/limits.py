@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 from weakref import WeakSet
 
+from edgespec.errors import CapabilityError
+
 Kind = Literal["memory", "data", "addresses"]
 _ARENA_MAX = -8  # of glibc's malloc.h
 _NO_LIMIT = 1 << 60  # control groups of version 1 write a number for "no limit"
@@ -45,6 +47,16 @@ _planned: WeakSet[Planned] = WeakSet()
 def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
     """All limits that this system reports; `root`: where /proc and /sys are found."""
     return (*_of_machine(root), *_of_groups(root), *_of_resources(root))
+
+
+def require_left(what: str, num_bytes: int) -> None:
+    """Raise CapabilityError where a resource limit leaves less: a library that gets no memory may end the process."""
+    for each in _of_resources(Path("/")):
+        if each.free_bytes < num_bytes:
+            needed, left = num_bytes >> 20, each.free_bytes >> 20
+            raise CapabilityError(
+                f"{what} needs {needed} MiB more memory, {left} MiB is left under {each.name}: raise it"
+            )
 
 
 def free_memory(root: Path = Path("/")) -> int | None:

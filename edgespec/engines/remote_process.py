@@ -32,14 +32,18 @@ class EngineProcess:
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "edgespec.engines.remote_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            bufsize=0,
-            env=child_environment(),
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "edgespec.engines.remote_child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                bufsize=0,
+                env=child_environment(),
+            )
+        except OSError:
+            self._errors.close()
+            raise
         assert self._process.stdin is not None and self._process.stdout is not None
         self._pipe = Pipe(self._process.stdout, self._process.stdin)  # type: ignore[arg-type]  # bufsize=0: raw files
         self._number = 0

@@ -146,7 +146,12 @@ def _fork(paths: Sequence[Path], timeout_s: float) -> Child:
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; see `may_fork`
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError:
+            os.close(receiving)
+            os.close(sending)
+            raise
     if not process:
         _be_the_child(paths, sending, timeout_s)
     os.close(sending)

@@ -28,7 +28,10 @@ class TextEmbedder:
         """Which hidden states are an embedding. Raises CapabilityError where nobody says, or the engine gives none."""
         facts = self._executor.target.facts
         if facts.name != "llamacpp":
-            raise CapabilityError(f"the {facts.name} engine gives no embeddings: load the model as a GGUF file")
+            raise CapabilityError(
+                f"the {facts.name} engine gives no embeddings: load an embedding model, whose file names a "
+                f"{facts.architecture}.pooling_type, or a GGUF with --pooling mean or last (pooling= in Python)"
+            )
         if self._options.rpc:
             raise CapabilityError("a model on RPC servers gives no embeddings: load it without --rpc")
         found = self._options.pooling or next((name for name in _KNOWN if name == facts.pooling), None)

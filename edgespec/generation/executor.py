@@ -17,6 +17,7 @@ from time import monotonic
 from typing import NamedTuple
 from weakref import WeakSet
 
+from edgespec.chat.template import answer_opening
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
@@ -77,17 +78,23 @@ class Executor:
         self.last_stats = Stats()
         self._running: _Running | None = None
         self.interruption = Interruption(target, lambda: list(self.pool.drafters.values()))
-        self._reading = threading.RLock()  # guards the vocabulary, which is freed with the target
+        self._num_readers, self._readers_changed = 0, threading.Condition()  # of the vocabulary, freed with the target
         _open.add(self)
 
     @contextmanager
     def vocabulary(self) -> Iterator[Vocabulary]:
         """The target's vocabulary, which is not freed within the block. Raises StateError if the model is closed."""
-        with self._reading:
-            if not self.turn.is_shut:
-                yield self.target.vocabulary
-                return
-        self.turn.require_open()
+        with self._readers_changed:
+            is_open = not self.turn.is_shut
+            self._num_readers += is_open
+        if not is_open:
+            self.turn.require_open()
+        try:
+            yield self.target.vocabulary
+        finally:
+            with self._readers_changed:
+                self._num_readers -= 1
+                self._readers_changed.notify_all()
 
     @contextmanager
     def exclusive(self, max_wait_s: float | None = None) -> Iterator[DrafterPool]:
@@ -205,7 +212,10 @@ class Executor:
                 break
             if monotonic() > deadline_s:
                 return
-        with self._reading:
+        with self._readers_changed:
+            left_s = None if math.isinf(deadline_s) else max(deadline_s - monotonic(), 0.0)
+            if not self._readers_changed.wait_for(lambda: not self._num_readers, left_s):
+                return
             if self.interruption.is_closed:
                 return
             try:
@@ -223,7 +233,7 @@ class Executor:
         """In a fork, where the engines' threads are missing: nothing runs any more, and nothing is freed or saved."""
         self.turn.abandon()
         self.interruption.abandon()
-        self._reading = threading.RLock()  # whoever held it is not here
+        self._num_readers, self._readers_changed = 0, threading.Condition()  # whoever read it is not here
 
     def __del__(self) -> None:
         """A model that was dropped without `close`: nobody can use it any more, and llama.cpp's memory is not Python's.
@@ -255,8 +265,6 @@ def _answer_opening(target: Engine) -> tuple[int, ...]:
     """The tokens that open an answer, if the bits of a conversation depend on where its answers are."""
     if not target.facts.prompt_block:
         return ()
-    from edgespec.chat.template import answer_opening  # jinja2 is needed only here
-
     return answer_opening(target.vocabulary)
 
 

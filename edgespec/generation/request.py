@@ -10,6 +10,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampler
+from edgespec.sampling.constraint.grammar import mismatch
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 
@@ -24,6 +25,20 @@ class Request:
     drafter: DrafterName
     rule: RuleName
     on_round: Callable[[RoundRecord], None] | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of its schema or grammar is not kept."""
+        return () if self.sampler.constraint is None else self.sampler.constraint.facts.notes
+
+    @property
+    def schema(self) -> str:
+        """A JSON schema that a finished answer is to be checked against, as its grammar allows more; mostly ""."""
+        return "" if self.sampler.constraint is None else self.sampler.constraint.facts.schema
+
+    def note_on(self, answer: str) -> str:
+        """Why a finished answer does not match `schema`; "" if it does. Blocks while a child process checks it."""
+        return mismatch(self.schema, answer.split(self.options.free_until or "\0", 1)[-1]) if self.schema else ""
 
     def run_on(self, sequence: CachedSequence, stats: Stats) -> Run:
         """The state of a generation of it on a sequence of the target; `stats` is updated while it runs."""

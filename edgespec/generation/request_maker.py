@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from edgespec.config import GenerateOptions, LoadOptions
 from edgespec.errors import ConfigError, PromptError, SamplingError, shown
@@ -57,6 +58,18 @@ class RequestMaker:
                 of_kind("text", text, str, PromptError), parse_special=parse_special, add_bos=vocabulary.adds_bos
             )
 
+    def require_room(self, count: int, what: Literal["tokens", "messages", "characters"]) -> None:
+        """Raise PromptError for more than the context can hold, whatever they are."""
+        most = held = self._executor.target.facts.context_length
+        if count > most and what == "characters":
+            with self._executor.vocabulary() as vocabulary:
+                most *= vocabulary.most_characters
+        if count > most:
+            raise PromptError(
+                f"the prompt has {count} {what} but the context holds only {held} tokens, answer included: shorten the "
+                "prompt or give a larger --ctx-size"
+            )
+
     def check_drafter(self, options: GenerateOptions) -> None:
         """Check that there is the drafter of `options`."""
         self._executor.pool.check(of_kind("options", options, GenerateOptions, ConfigError))
@@ -76,6 +89,7 @@ class RequestMaker:
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty: give at least one character")
+            self.require_room(len(prompt), "characters")
             prompt = self.encode(prompt)
         with self._executor.vocabulary() as vocabulary:
             return checked_ids(prompt, vocabulary.size)

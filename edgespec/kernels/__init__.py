@@ -1,1 +1,1 @@
-"""CPU kernels: products of float activations with a GGUF's own quantised weights, packed into tiles (C++ in `src/`)."""
+"""Our own processor kernels: C++ sources, how they are compiled, and the library that is found for ONNX Runtime."""

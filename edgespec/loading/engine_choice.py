@@ -6,6 +6,7 @@ lack stays with llama.cpp: GPUs, other architectures, heads in GGUF, caches of o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.kind import has_mtp
+from edgespec.formats.gguf.kind import gives_only_embeddings, has_mtp
 from edgespec.formats.manifest import ModelFile, ModelPair
-from edgespec.installation import has_engine
+from edgespec.installation import IMPORT_FAILURES, has_engine, not_importable
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.loading.shipped_heads import shipped_heads
 
@@ -58,6 +59,8 @@ def _with_engine(options: LoadOptions, role: str, file: ModelFile, pair: ModelPa
     why = _why_not(options, role, file, pair)
     if not why:
         return replace(file, runs_on="onnx")
+    if _is_no_news(file.path):
+        return file
     if role == "target" and options.engine == "onnx":
         raise CapabilityError(f"--engine onnx cannot run {file.path.name}: {why}. Use --engine auto")
     return replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
@@ -68,9 +71,15 @@ def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) 
     found = _asked_of_llamacpp(options, role)
     if not found and role == "target":
         found = _heads_in_gguf(options, pair)
-    if not found and library_path() is None:
-        found = why_missing()
     return found or _why_unreadable(file.path)
+
+
+def _is_no_news(path: Path) -> bool:
+    """Whether nobody expects the kernels to run a file: heads, models that only give embeddings, what is no GGUF."""
+    try:
+        return head_kind_of(path) is not None or gives_only_embeddings(read_header(path))
+    except (EdgespecError, OSError):
+        return True
 
 
 def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
@@ -83,14 +92,15 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
         if is_target
         else (options.draft_cache_type_k, options.draft_cache_type_v)
     )
-    if layers == "auto":
-        return "its layers go to the GPU" if has_gpu() else ""
-    if layers or device:
+    is_automatic = layers == "auto" or (layers is None and not options.reproducible and device is None)
+    if has_gpu() if is_automatic else layers or device:
         return "its layers go to the GPU"
     if is_target and options.rpc:
         return "it is on RPC servers"
     if options.provider not in ("auto", "cpu"):
         return f"the kernels are for the processor, not for {options.provider}"
+    if is_target and options.pooling:
+        return "ONNX Runtime gives no embeddings"
     other = next((kind for kind in kinds if kind not in ONNX_CACHE_TYPES), None)
     return f"ONNX Runtime has no cache of the type {other}" if other else ""
 
@@ -116,12 +126,31 @@ def has_fast_kernels() -> bool:
 
 def runs_on_kernels(path: Path) -> bool:
     """Whether the kernels run a model where nothing else is asked for."""
-    return path.suffix == ".gguf" and library_path() is not None and not _why_unreadable(path)
+    return path.suffix == ".gguf" and not _why_unreadable(path)
+
+
+def main(names: list[str]) -> int:
+    """0 if the kernels run all files of these models, else 1: for scripts/run.py, which would install llama.cpp."""
+    from edgespec.loading.registry import resolve
+
+    try:
+        return int(not all(runs_on_kernels(file.path) for name in names for file in resolve(name).files.values()))
+    except EdgespecError:
+        return 1
 
 
 def _why_unreadable(path: Path) -> str:
-    from edgespec.engines.onnx.source import readable_model
-
+    if library_path() is None:
+        return why_missing()
+    if not has_engine("onnx"):
+        return "ONNX Runtime, which the kernels are part of, is not installed"
+    try:
+        from edgespec.engines.onnx.source import readable_model
+    except IMPORT_FAILURES as exc:
+        failure = not_importable("the kernels", exc, "onnx")
+        if not has_engine("llamacpp"):
+            raise failure from exc
+        return str(failure)
     if not has_fast_kernels() and has_engine("llamacpp"):
         return "this processor has none of the instructions that the kernels are made for"
     try:
@@ -131,3 +160,7 @@ def _why_unreadable(path: Path) -> str:
     except EdgespecError:
         return ""  # a damaged file: opening it says what is wrong
     return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -217,9 +217,10 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
         made = [_have(part, path, file, on_bytes) for path, file in zip(places[part.role], part.files, strict=True)]
         model = ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
         try:
-            if not has_engine(model.engine) and not runs_on_kernels(model.path):
-                on_note(_what_it_needs(model))
-            elif not runs_on_kernels(model.path):
+            if not has_engine(model.engine):
+                if not runs_on_kernels(model.path):
+                    on_note(_what_it_needs(model))
+            else:
                 is_too_large = fits(part.bytes) is False  # its header alone is checked then
                 check_model_files({model.path: is_too_large})
         except (ModelFileError, CapabilityError) as exc:

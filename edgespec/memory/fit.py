@@ -24,14 +24,13 @@ from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.installation import quoted
-from edgespec.loading.requirements import Chosen, without_drafts
+from edgespec.loading.requirements import without_drafts
 from edgespec.memory.context import in_context
 from edgespec.memory.drafts import smaller_drafts
 from edgespec.memory.placement import placed
 from edgespec.memory.plan import Plan, planned
 from edgespec.memory.verdict import Fit, Room, Verdict
 
-PARALLEL = 4  # answers at once of a server
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
 _DRAFT_CONTEXTS = (1024, 512)
 _MOST_FILES = 8  # beside a target whose headers are read
@@ -88,22 +87,6 @@ class Fitted:
     @property
     def _limit(self) -> str:
         return f"{as_size(self.verdict.free_bytes)} ({self.verdict.name})"
-
-
-def usual_parallel(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> int:
-    """A server's default number of concurrent answers: PARALLEL if they fit with nothing given up, else 1.
-
-    1 too with an early exit of an ONNX target, which drafts for one text only. Raises as `planned`.
-    """
-    if Chosen.of(options, pair).is_cut:
-        return 1
-    room = Room.now(options.memory) if room is None else room
-    several = chosen_context(replace(options, parallel=PARALLEL), pair, room)
-    if options.context_length == "auto":  # the largest context comes before more answers at once
-        alone = chosen_context(replace(options, parallel=1), pair, room)
-        if alone.context_length != several.context_length:
-            return 1
-    return PARALLEL if _fitted(placed(several, pair), pair, room, {}).verdict.fit == "fits" else 1
 
 
 def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitted:

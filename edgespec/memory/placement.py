@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from edgespec.config import LoadOptions
+from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.formats.manifest import ModelPair
 from edgespec.memory.plan import planned
 
@@ -23,6 +24,8 @@ def placed(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> L
 
     Raises CapabilityError for a device that is missing or does not report its memory, and as `planned`.
     """
+    if options.gpu_layers is None and _goes_to_gpu(options, pair):
+        options = replace(options, gpu_layers="auto")
     if options.gpu_layers != "auto":
         return options
     if pair.files["target"].engine != "llamacpp" or options.target_devices == ():
@@ -44,6 +47,12 @@ def placed(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> L
     if every <= free:
         return _with(options, -1, -1 if every + sum(drafts) <= free else 0)
     return _with(options, bisect_right(range(MOST_LAYERS), free, key=lambda layers: needed(layers, 0)[0]) - 1, 0)
+
+
+def _goes_to_gpu(options: LoadOptions, pair: ModelPair) -> bool:
+    """Whether layers go to the GPU where nobody says how many."""
+    is_free = not (options.reproducible or options.rpc or options.device)
+    return is_free and pair.files["target"].engine == "llamacpp" and has_gpu()
 
 
 def _with(options: LoadOptions, layers: int, draft_layers: int | None) -> LoadOptions:

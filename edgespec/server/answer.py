@@ -60,7 +60,7 @@ class Answer:
         self.tokens: list[TokenEvent] = []
         self.reasoning_tokens: list[TokenEvent] = []
         self._vocabulary, self._parser, self._parallel = vocabulary, parser, parallel
-        self._reasoning, self._splitter = reasoning, reasoning.splitter() if reasoning is not None else None
+        self._reasoning, self._splitter = reasoning, reasoning.splitter(parser) if reasoning is not None else None
         self._shown = _ShownTokens(vocabulary)
         self._unsorted: list[tuple[TokenEvent, int]] = []  # shown before it is known what the answer begins with
         self._end: TokenEvent | None = None
@@ -176,13 +176,15 @@ class Answer:
 
     def _rest(self) -> Piece:
         """What was held back, at the end of the answer."""
-        reasoning, text = ("", "") if self._splitter is None else self._splitter.finish()
+        is_cut = self._end is not None and self._end.finish_reason == "length"
+        reasoning, text = ("", "") if self._splitter is None else self._splitter.finish(is_cut=is_cut)
         if text and self._begins_at is None:
-            self._begins_at = 0
+            has_reasoned = self._splitter is not None and self._splitter.has_reasoned
+            self._begins_at = max(0, self._num_bytes - len(text.encode("utf-8", "replace"))) if has_reasoned else 0
         calls: list[ToolCall] = []
         if self._parser is not None:
             text, calls = self._parser.push(text)
-            rest, more = self._parser.finish()
+            rest, more = self._parser.finish(is_cut=is_cut)
             text, calls = text + rest, calls + more
         piece = Piece(text, calls, shares=[(text, None)], reasoning=reasoning, reasoning_shares=[(reasoning, None)])
         self._sort(piece, is_end=True)

@@ -28,7 +28,17 @@ from edgespec.server.infill import read_infill
 from edgespec.server.service import Loaded, Service
 from edgespec.server.services import Services
 from edgespec.server.waking import WakingStream
-from edgespec.server.web import CLIENT_LEFT, NOTES, error_response, json_response, read_body, respond, use_model
+from edgespec.server.web import (
+    CLIENT_LEFT,
+    NOTES,
+    Bodies,
+    Body,
+    error_response,
+    json_response,
+    respond,
+    use_model,
+    while_connected,
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 _GENERATING: dict[str, Read] = {
@@ -83,11 +93,18 @@ def create_app(
     It does not load or close the models: the owner of `served` does.
     """
     services = Services.of(served)
-    handlers = {path: _generating(services, path, read) for path, read in _GENERATING.items()}
+    bodies = Bodies(services.limits)
+    handlers = {path: _generating(services, bodies, path, read) for path, read in _GENERATING.items()}
     routes = [Route(path, _caught(handle), methods=["POST"]) for path, handle in handlers.items()]
-    routes += [Route(path, _caught(_replying(services, reply)), methods=["POST"]) for path, reply in _REPLYING.items()]
-    routes += [Route(path, _caught(_telling(services, tell)), methods=["POST"]) for path, tell in _TELLING.items()]
-    routes += [Route(path, _caught(_embedding(services, read)), methods=["POST"]) for path, read in _EMBEDDING.items()]
+    routes += [
+        Route(path, _caught(_replying(services, bodies, reply)), methods=["POST"]) for path, reply in _REPLYING.items()
+    ]
+    routes += [
+        Route(path, _caught(_telling(services, bodies, tell)), methods=["POST"]) for path, tell in _TELLING.items()
+    ]
+    routes += [
+        Route(path, _caught(_embedding(services, bodies, read)), methods=["POST"]) for path, read in _EMBEDDING.items()
+    ]
     reading = {path: _reading(services, read) for path, read in readable.AT_ONCE.items()}
     reading |= {path: _reading(services, read, in_thread=True) for path, read in readable.FROM_DISK.items()}
     routes += [Route(path, _caught(handle), methods=["GET"]) for path, handle in reading.items()]
@@ -112,51 +129,53 @@ def create_app(
     return app
 
 
-def _generating(services: Services, path: str, read: Read) -> Handler:
+def _generating(services: Services, bodies: Bodies, path: str, read: Read) -> Handler:
     form, at_rest = _FORMS.get(path, ChatExchange), _AT_REST.get(path)
 
     async def handle(request: Request) -> Response:
-        body = await read_body(request, services.limits)
-        service = services.asked_by(body, path)
-        answer = partial(respond, request, service, read, body)
-        if service.is_new or (service.answers_at_once and not services.are_several):
-            return await answer()
-        given = parse_object(body)
-        found = None if at_rest is None or service.answers_at_once else at_rest(service.names, Fields(given))
-        if found is not None:
-            return json_response(found)
-        # Of several models the one that answers at once may have to make way for another before the stream begins.
-        is_stream = given.get("stream", form.streams_by_default) is True
-        return WakingStream(answer(), form) if is_stream else await answer()
+        async with bodies.read(request) as body:
+            service = services.asked_by(body.data, path)
+            if service.is_new or (service.answers_at_once and not services.are_several):
+                return await respond(request, service, read, body)
+            given = parse_object(body.data)
+            found = None if at_rest is None or service.answers_at_once else at_rest(service.names, Fields(given))
+            if found is not None:
+                return json_response(found)
+            # Of several models the one that answers at once may have to make way for another before the stream begins.
+            is_stream = given.get("stream", form.streams_by_default) is True
+            if not is_stream:
+                return await respond(request, service, read, body)
+            kept = Body(bodies, 0, body.data)  # it waits for a model, which may take long: others need not wait for it
+            return WakingStream(respond(request, service, read, kept), form)
 
     return handle
 
 
-def _embedding(services: Services, read: embeddings.Read) -> Handler:
+def _embedding(services: Services, bodies: Bodies, read: embeddings.Read) -> Handler:
     async def handle(request: Request) -> Response:
-        body = await read_body(request, services.limits)
-        async with AsyncExitStack() as use:
-            loaded = await use_model(request, services.asked_by(body, request.url.path), use)
+        async with bodies.read(request) as body, AsyncExitStack() as use:
+            loaded = await use_model(request, services.asked_by(body.data, request.url.path), use)
             return await embeddings.respond_embeddings(request, loaded, read, body)
 
     return handle
 
 
-def _replying(services: Services, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
+def _replying(services: Services, bodies: Bodies, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
     async def handle(request: Request) -> Response:
-        body = await read_body(request, services.limits)
-        async with AsyncExitStack() as use:
-            loaded = await use_model(request, services.asked_by(body, request.url.path), use)
-            return json_response(await asyncio.to_thread(lambda: reply(loaded, Fields(parse_object(body)))))
+        async with bodies.read(request) as body, AsyncExitStack() as use:
+            loaded = await use_model(request, services.asked_by(body.data, request.url.path), use)
+            work = loaded.scheduler.prepare(lambda: reply(loaded, Fields(parse_object(body.data))))
+            async with asyncio.timeout(services.limits.timeout_s):
+                return json_response(await while_connected(request.receive, work))
 
     return handle
 
 
-def _telling(services: Services, tell: Callable[[Service, Fields], dict[str, Any]]) -> Handler:
+def _telling(services: Services, bodies: Bodies, tell: Callable[[Service, Fields], dict[str, Any]]) -> Handler:
     async def handle(request: Request) -> Response:
-        body = await read_body(request, services.limits)
-        service = services.asked_by(body, request.url.path)
-        return json_response(await asyncio.to_thread(lambda: tell(service, Fields(parse_object(body)))))
+        async with bodies.read(request) as body:
+            service = services.asked_by(body.data, request.url.path)
+            return json_response(await asyncio.to_thread(lambda: tell(service, Fields(parse_object(body.data)))))
 
     return handle
 
@@ -177,9 +196,17 @@ def _caught(handler: Handler) -> Handler:
         except ClientDisconnect:  # before the body was complete
             return Response(status_code=CLIENT_LEFT)
         except Exception as exc:
-            return error_response(exc, request.url.path)
+            answer = error_response(exc, request.url.path)
+            _forget_frames(exc)
+            return answer
 
     return handle
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what a failed request has read: its frames hold its error, and its error them."""
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from edgespec.chat.argument_forms import ArgumentForm
 from edgespec.chat.argument_types import bare, kinds_of, listed_of, resolved
-from edgespec.chat.tools import ToolParser
+from edgespec.chat.tool_forms import Form
 from edgespec.sampling.constraint.grammar import escaped, laid_out
 from edgespec.vocabulary import Vocabulary
 
@@ -46,48 +45,38 @@ def lists_arguments(tool: Mapping[str, Any]) -> bool:
 
 def call_grammar(
     tools: Sequence[Mapping[str, Any]],
-    parser: type[ToolParser],
+    form: Form,
     vocabulary: Vocabulary,
     most: int,
     answer: dict[str, Any] | None,
 ) -> str:
-    """Lark for 1 to `most` calls in the form that `parser` reads, or else for JSON of the schema `answer`."""
+    """Lark for 1 to `most` calls in a form, or else for JSON of the schema `answer`."""
 
     def literal(text: str) -> str:
         """A text in which control tokens may be spelled."""
-        marks = "|".join(map(re.escape, parser.marks))
+        marks = "|".join(map(re.escape, form.marks))
         parts = re.split(f"({marks})", text)
         return " ".join(
-            terminal(part, vocabulary) if part in parser.marks else json.dumps(part) for part in parts if part
+            terminal(part, vocabulary) if part in form.marks else json.dumps(part) for part in parts if part
         )
 
     def beginning(name: str) -> str:
         """What a call begins with, in which regular expressions stand between slashes."""
-        return " ".join(part if part.startswith("/") else literal(part) for part in parser.before(name))
+        return " ".join(part if part.startswith("/") else literal(part) for part in form.head_parts(name))
 
-    more = f" ({literal(parser.between)} call){{0,{most - 1}}}" if most > 1 else ""
-    start, end = map(literal, parser.around_all)
+    more = f" ({literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
+    start, end = map(literal, form.around)
     lines = [f"start: {start} calls {end}{'' if answer is None else ' | answer'}", f"calls: call{more}"]
     lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
     for index, tool in enumerate(tools):
         before = beginning(tool["function"]["name"])
-        if issubclass(parser, ArgumentForm):
-            arguments = f"arguments_{index}"
-            lines += _arguments(arguments, parser, parameters_of(tool), literal)
-        else:
-            arguments = _json(_call_schema(tool, parser))
-        lines.append(f"call_{index}: {before} {arguments} {literal(parser.after)}")
+        arguments = f"arguments_{index}" if form.argument else _json(parameters_of(tool))
+        if form.argument:
+            lines += _arguments(arguments, form, parameters_of(tool), literal)
+        lines.append(f"call_{index}: {before} {arguments} {literal(form.tail)}")
     if answer is not None:
-        lines.append(f"answer: {literal(parser.before_answer)} {_json(answer)}")
+        lines.append(f"answer: {literal(form.before_answer)} {_json(answer)}")
     return "\n".join(lines)
-
-
-def _call_schema(tool: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
-    """The JSON of one call. References of its parameters begin where these lie in it."""
-    parameters = parameters_of(tool)
-    if parser.arguments:
-        parameters = _moved(parameters, f"#/properties/{parser.arguments}")
-    return parser.schema(tool["function"]["name"], parameters)
 
 
 def _moved(schema: Any, root: str) -> Any:
@@ -111,7 +100,7 @@ def _moved_part(key: str, part: Any, root: str) -> Any:
     return _moved(part, root)
 
 
-def _arguments(rule: str, form: type[ArgumentForm], parameters: Mapping[str, Any], literal: Literal) -> list[str]:
+def _arguments(rule: str, form: Form, parameters: Mapping[str, Any], literal: Literal) -> list[str]:
     """Rules for the arguments of one call, the required ones first, each at most once; `rule` is the first one."""
     given, listed = parameters.get("properties"), parameters.get("required")
     properties: dict[str, Any] = given if isinstance(given, dict) else {}
@@ -136,12 +125,12 @@ def _arguments(rule: str, form: type[ArgumentForm], parameters: Mapping[str, Any
     return lines
 
 
-def _argument(rule: str, form: type[ArgumentForm], key: str, schema: Mapping[str, Any], literal: Literal) -> list[str]:
+def _argument(rule: str, form: Form, key: str, schema: Mapping[str, Any], literal: Literal) -> list[str]:
     """Rules for one argument, with what its schema refers to. A text is free up to the mark behind it, or listed."""
-    opened, closed, quote = literal(form.opened(key)), literal(form.closed), literal(form.quote)
+    opened, closed, quote = literal(form.argument.replace("{key}", key)), literal(form.closed), literal(form.quote)
     # A bare form has no quotation marks that would tell a text from anything else.
     kinds = kinds_of(schema, schema)
-    if form.is_json or "string" not in kinds or (kinds != {"string"} and not form.texts_are_bare):
+    if not (form.quote or form.closed) or "string" not in kinds or (kinds != {"string"} and not form.closed):
         return [f"{rule}: {opened} {_json(schema)} {closed}"]
     listed = listed_of(schema, schema)
     if listed is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.tool_forms import Form
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Piece
@@ -24,10 +25,10 @@ FINGERPRINT = f"edgespec-{__version__}"
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a request. `parser` None: there are none, or the model must not call any."""
+    """The tools of a request. `form` None: there are none, or the model must not call any."""
 
     shown: list[dict[str, Any]] | None = None
-    parser: type[ToolParser] | None = None
+    form: Form | None = None
     parallel: bool = True
 
 
@@ -53,9 +54,9 @@ class ChatExchange(Exchange):
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
     def answer(self, ticket: Ticket) -> Answer:
-        parser = self._tools.parser
-        found = parser(self._tools.shown or ()) if parser else None
-        return Answer(ticket, self._vocabulary, found, parallel=self._tools.parallel, reasoning=self._reasoning)
+        form = self._tools.form
+        parser = None if form is None else ToolParser(form, self._tools.shown or ())
+        return Answer(ticket, self._vocabulary, parser, parallel=self._tools.parallel, reasoning=self._reasoning)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []

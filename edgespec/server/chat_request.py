@@ -8,8 +8,8 @@ from typing import Any
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.rendered import chat_text
-from edgespec.chat.template import answer_prefix
-from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.template import answer_prefix, num_characters
+from edgespec.chat.tool_forms import call_form
 from edgespec.config import REASONING_FORMATS
 from edgespec.generation.inputs import require_writer
 from edgespec.server.chat_completions import ChatExchange, Tools
@@ -55,13 +55,16 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
     tools, choice = _read_tools(fields, loaded)
-    if tools.shown and tools.parser:
-        options = forced_calls(loaded, options, tools.shown, choice, tools.parser, parallel=tools.parallel)
+    if tools.shown and tools.form:
+        options = forced_calls(loaded, options, tools.shown, choice, tools.form, parallel=tools.parallel)
     arguments = _template_arguments(fields, template)
     splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
     _refuse_unsupported(fields)
     read_llamacpp(fields, loaded)
-    messages = placed(template, _read_messages(fields), fields)
+    given = _read_messages(fields)
+    loaded.model.require_room(len(given), "messages")
+    loaded.model.require_room(num_characters(given, tools.shown), "characters")
+    messages = placed(template, given, fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
     prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
@@ -86,7 +89,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
 
 def _needs_split(reasoning: Reasoning | None, tools: Tools) -> bool:
     """Whether calls can only be read once the reasoning is told apart: channels order the parts of a call freely."""
-    return reasoning is not None and reasoning.marks.has_channels and tools.parser is not None
+    return reasoning is not None and reasoning.marks.has_channels and tools.form is not None
 
 
 def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
@@ -163,15 +166,15 @@ def _read_tools(fields: Fields, loaded: Loaded) -> tuple[Tools, object]:
         _check_tool(tool, f"tools.{index}")
     if choice == "none":
         return Tools(), choice
-    parser = tool_parser(loaded.model.target.vocabulary.chat_template)
-    if parser is None:
+    form = call_form(loaded.model.target.vocabulary.chat_template)
+    if form is None:
         raise bad_request(
             "the chat template of this model does not support tools, or its calls have a format that is not supported "
             "here",
             "tools",
             "unsupported_parameter",
         )
-    return Tools(tools, parser, parallel), choice
+    return Tools(tools, form, parallel), choice
 
 
 def _check_tool(tool: Any, where: str) -> None:

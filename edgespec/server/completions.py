@@ -181,6 +181,7 @@ def _read_filling(fields: Fields, loaded: Loaded, suffix: str) -> list[list[int]
 def _read_prompts(fields: Fields, loaded: Loaded, encode: Callable[[str], list[int]] | None = None) -> list[list[int]]:
     """A text, token ids, or a list of either, as token ids. `encode`: for the texts; None: as a whole prompt."""
     prompt = fields.given("prompt")
+    require_room(loaded, prompt)
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(_is_id(each) for each in prompt)):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -200,8 +201,16 @@ def _read_prompts(fields: Fields, loaded: Loaded, encode: Callable[[str], list[i
 def raw_ids(loaded: Loaded, text: str) -> list[int]:
     """A whole prompt. One that spells the begin-of-text token out does not get a second one."""
     vocabulary = loaded.model.target.vocabulary
+    loaded.model.require_room(len(text), "characters")
     ids = loaded.model.encode(text, parse_special=True)
     return ids[1:] if vocabulary.adds_bos and ids[:2] == [vocabulary.bos_id] * 2 else ids
+
+
+def require_room(loaded: Loaded, prompt: Any) -> None:
+    """Raise PromptError for a list that is longer than the context, before anything looks at what it holds."""
+    for each in (prompt, *prompt[: loaded.limits.max_choices]) if isinstance(prompt, list) else ():
+        if isinstance(each, list):
+            loaded.model.require_room(len(each), "tokens")
 
 
 def check_count(prompts: list[Any], limits: Limits) -> None:

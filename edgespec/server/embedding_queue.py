@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from edgespec.errors import EdgespecError
 from edgespec.runtime import Model
+from edgespec.server.daemon_threads import DaemonThreads
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
-from edgespec.server.one_thread import OneThread
 from edgespec.types import TokenIds
 
 
@@ -22,7 +22,7 @@ class EmbeddingQueue:
 
     def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
         self._model, self._max_queued, self._metrics = model, max_queued, metrics
-        self._thread = OneThread("edgespec-embed")
+        self._thread = DaemonThreads("edgespec-embed")
         self._num_open = 0  # changed in the event loop only
         self._is_stopping = threading.Event()
 

@@ -21,7 +21,7 @@ from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.ollama_facts import require_served
 from edgespec.server.options import require_model
 from edgespec.server.service import Loaded
-from edgespec.server.web import json_response, while_connected
+from edgespec.server.web import Body, json_response, while_connected
 from edgespec.types import TokenIds
 
 MOST_TEXTS = 2048  # OpenAI's limit
@@ -43,10 +43,13 @@ class EmbeddingRequest:
 Read = Callable[[Loaded, Fields], EmbeddingRequest]
 
 
-async def respond_embeddings(request: Request, loaded: Loaded, read: Read, body: bytes) -> Response:
+async def respond_embeddings(request: Request, loaded: Loaded, read: Read, body: Body) -> Response:
     """Answer a request with the `body`. Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves."""
     begun_s = monotonic()
-    asked = await asyncio.to_thread(lambda: _checked(loaded, read, body))
+    preparing = loaded.scheduler.prepare(lambda: _checked(loaded, read, body.data))
+    async with asyncio.timeout(loaded.limits.timeout_s):
+        asked = await while_connected(request.receive, preparing)
+    body.close()
     vectors = np.zeros((0, 0), np.float32)
     if asked.texts:
         async with asyncio.timeout(loaded.limits.timeout_s):

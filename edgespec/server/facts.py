@@ -16,7 +16,7 @@ from edgespec.server.service import Described, Loaded, Service
 from edgespec.server.services import Services
 from edgespec.vocabulary import Vocabulary
 
-MOST_TOKENS = 1 << 20
+MOST_TOKENS, MOST_PIECES = 1 << 20, 1 << 17  # of a list: writing a longer one holds up everybody
 
 
 def model_objects(services: Services) -> list[dict[str, Any]]:
@@ -47,7 +47,8 @@ def health(services: Services) -> tuple[int, dict[str, Any]]:
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
     if services.are_several:
         waiting += sum(service.num_waiting for service in services.all)  # for their model's turn
-    return 200, {"status": "ok", "running": running, "waiting": waiting}
+    preparing = sum(s.num_preparing for s in schedulers)
+    return 200, {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}
 
 
 def described(loaded: Loaded) -> Described:
@@ -150,6 +151,9 @@ def tokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     fields.finish()
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
     ids = model.encode(content, parse_special=parse_special)
+    most = MOST_PIECES if with_pieces else MOST_TOKENS
+    if len(ids) > most:
+        raise bad_request(f"content has {len(ids)} tokens; at most {most} are listed at once", "content")
     if not adds_bos and vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id]:
         del ids[0]
     if not with_pieces:

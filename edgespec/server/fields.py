@@ -4,29 +4,76 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from edgespec.config.habits import did_you_mean
 from edgespec.errors import shown
+from edgespec.sampling.constraint.numbers import scalars
 from edgespec.server.http_errors import HttpError, bad_request
 
 MAX_JSON_DEPTH = 64
+MAX_CONTAINERS = 1 << 17  # lists and objects of a body: making them is what takes long
+_EXPLAINED_BYTES = 1 << 20  # of a body that is no JSON: a longer one is not read twice
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`. Raises HttpError 400 if it is none, is nested too deeply or is no UTF-8."""
+    """The JSON object in `body`. Raises HttpError 400 if it is none, is nested too deeply or is no UTF-8.
+
+    Whole numbers of any size are exact.
+    """
+    if _num_containers(body) > MAX_CONTAINERS and _num_containers(_STRING.sub(b"", body)) > MAX_CONTAINERS:
+        raise bad_request(f"the body has more than {MAX_CONTAINERS} lists and objects", code="invalid_json")
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        value = _decode(body)
+        _check_tree(value)
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as exc:  # JSON, UTF-8, an integer of thousands of digits
-        reason = str(exc) if isinstance(exc, json.JSONDecodeError) else "it is not UTF-8, or a number is too long"
-        raise bad_request(f"the body is not valid JSON: {reason}", code="invalid_json") from None
+    except ValueError as exc:
+        raise _explained(body, exc) from None
     if not isinstance(value, dict):
         raise bad_request(f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
-    _check_tree(value)
     return value
+
+
+def _num_containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
+
+
+def _decode_slowly(body: bytes) -> Any:
+    value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    if any(isinstance(each, float) and not math.isfinite(each) for each in scalars(value)):
+        raise bad_request("the body has a number beyond the range of a double")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise bad_request("the body has an unpaired UTF-16 surrogate: send whole characters") from None
+    return value
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        from msgspec.json import decode
+    except ImportError:  # over standard input, which needs no extra
+        return _decode_slowly(body)
+    return decode(body)
+
+
+def _explained(body: bytes, problem: ValueError) -> HttpError:
+    """The error for a body that is no JSON, or holds what cannot be used: Python's own reader says most."""
+    reason = str(problem)
+    try:
+        if len(body) <= _EXPLAINED_BYTES:
+            _decode_slowly(body)
+    except HttpError as exc:
+        return exc
+    except RecursionError:
+        return _too_deep()
+    except ValueError as exc:  # JSON, UTF-8, an integer of thousands of digits
+        reason = str(exc) if isinstance(exc, json.JSONDecodeError) else "it is not UTF-8, or a number is too long"
+    return bad_request(f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -38,29 +85,13 @@ def _too_deep() -> HttpError:
 
 
 def _check_tree(value: Any) -> None:
-    level: list[Any] = [value]
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_JSON_DEPTH):
-        below: list[Any] = []
-        for each in level:
-            if isinstance(each, dict):
-                below += [*each, *each.values()]
-            elif isinstance(each, list):
-                below += each
-            elif isinstance(each, str) and not each.isascii():
-                _check_text(each)
-            elif isinstance(each, float) and not math.isfinite(each):
-                raise bad_request("the body has a number beyond the range of a double")
-        if not below:
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for below in inner for each in below if isinstance(each, dict | list)]
+        if not level:
             return
-        level = below
     raise _too_deep()
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise bad_request("the body has an unpaired UTF-16 surrogate: send whole characters") from None
 
 
 class Fields:

@@ -4,7 +4,6 @@ them; answers are written here.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -46,7 +45,7 @@ class MessagesExchange(Exchange):
         (answer,) = answers
         thinking = [_thinking_block(answer.reasoning)] if answer.reasoning else []
         text = [{"type": "text", "text": answer.text}] if answer.text.strip() or not answer.calls else []
-        calls = [_call_block(call) | {"input": json.loads(call.arguments)} for call in answer.calls]
+        calls = [_call_block(call) | {"input": call.input} for call in answer.calls]
         counts = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
         return self._message([*thinking, *text, *calls], counts) | self._end(answer)
 

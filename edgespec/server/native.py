@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from edgespec.server.completions import MOST_LOGPROBS, check_count, raw_ids, read_completion
+from edgespec.server.completions import MOST_LOGPROBS, check_count, raw_ids, read_completion, require_room
 from edgespec.server.exchange import Exchange
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
@@ -103,6 +103,7 @@ def _read_biases(loaded: Loaded, fields: Fields) -> dict[str, Any] | None:
 def _read_prompts(loaded: Loaded, fields: Fields, _max_tokens: int | None) -> list[Prompt]:
     """One prompt, a text or a list of token ids and texts; or a list of several: texts alone, or some lists."""
     given = fields.given("prompt")
+    require_room(loaded, given)
     has_several = isinstance(given, list) and given and not any(isinstance(part, int) for part in given)
     prompts: list[Any] = given if has_several else [given]
     check_count(prompts, loaded.limits)
@@ -122,6 +123,7 @@ def _read_prompt(loaded: Loaded, fields: Fields, given: Any) -> Prompt:
         elif index == 0:
             found += raw_ids(loaded, part)
         else:  # encoding puts a begin in front of every text
+            loaded.model.require_room(len(part), "characters")
             ids = loaded.model.encode(part, parse_special=True)
             found += ids[1:] if vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id] else ids
     if not found:

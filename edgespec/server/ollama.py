@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -109,7 +108,7 @@ class Preload(Exchange):
 
 
 def _calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
-    return [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in calls]
+    return [{"function": {"name": call.name, "arguments": call.input}} for call in calls]
 
 
 def _end(answer: Answer) -> dict[str, Any]:

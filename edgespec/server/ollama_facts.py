@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
-from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tool_forms import call_form
 from edgespec.config import POOLINGS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, read_header
@@ -228,7 +228,7 @@ def shown(known: Known) -> dict[str, Any]:
         "capabilities": [
             *(["embedding"] if known.embeds else []),
             *([] if known.files.pooling else ["completion"]),
-            *(["tools"] if tool_parser(template) else []),
+            *(["tools"] if call_form(template) else []),
             *(["thinking"] if reasoning_marks(template) else []),
             *(["insert"] if known.files.fills_gaps else []),
         ],

@@ -49,7 +49,7 @@ def answered_by(names: Names, fields: Fields) -> None:
 
 def unknown_model(names: Names) -> HttpError:
     """404 for a model that is not served."""
-    served = ", ".join(map(repr, (names.own, *names.beside)))
+    served = ", ".join(map(repr, (*names.all, *names.beside)))
     message = f"no such model here; this server serves {served} (under other names with --alias or --any-model)"
     return HttpError(404, message, param="model", code="model_not_found")
 

@@ -98,7 +98,7 @@ class ResponsesExchange(Exchange):
             "call_id": call.id,
             "name": call.name,
             **given,
-            "status": "completed",
+            "status": "incomplete" if call.is_cut else "completed",
         }
 
     def ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Binding:
 
 def bind(binding: Binding) -> socket.socket:
     """A listening socket. Raises ConfigError if the address cannot be used."""
+    bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             binding.host, binding.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -68,6 +69,8 @@ def bind(binding: Binding) -> socket.socket:
         bound.bind(address)
         bound.listen()
     except (OSError, OverflowError) as exc:
+        if bound is not None:
+            bound.close()
         reason = getattr(exc, "strerror", None) or exc
         raise ConfigError(
             f"cannot listen on {binding.host} port {binding.port}: {reason}; choose another --host or --port (0: any)"
@@ -86,6 +89,9 @@ def serve(
     it returns all the same (`is_loading`), and loading goes on: native code cannot be interrupted, so end the process.
     Raises ConfigError if the address cannot be used, and what `load` raises.
     """
+    # Requests are checked in threads beside the one that decodes, which takes the interpreter several times a pass: at
+    # Python's 5 ms each it would wait for as long as a pass takes.
+    sys.setswitchinterval(0.0005)
     services = Services.of(served)
     bound = bind(binding)
     host = f"[{binding.host}]" if ":" in binding.host else binding.host

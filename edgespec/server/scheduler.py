@@ -11,21 +11,23 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.runtime import Model
 from edgespec.server.answer_line import answer_line
+from edgespec.server.daemon_threads import DaemonThreads
 from edgespec.server.embedding_queue import EmbeddingQueue, stopping
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
-from edgespec.server.one_thread import OneThread
 from edgespec.server.ticket import Job, Ticket
 
 __all__ = ["Job", "Scheduler", "Ticket"]
@@ -45,7 +47,9 @@ class Scheduler:
         self._numbers = count()
         self._changed = threading.Condition()
         self.embeddings = EmbeddingQueue(model, max_queued, metrics)
-        self._preparing = OneThread("edgespec-prepare")
+        # As many as may be waited for: one that takes long holds up nobody else.
+        self._preparers = DaemonThreads("edgespec-prepare", max_queued + model.options.parallel)
+        self._preparing: set[Future[Any]] = set()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
         self._thread.start()
@@ -54,6 +58,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Jobs that wait for their turn."""
         return len(self._waiting)
+
+    @property
+    def num_preparing(self) -> int:
+        """Requests that are being checked and encoded, those too whose clients have left meanwhile."""
+        return len(self._preparing)
 
     @property
     def running(self) -> list[Ticket]:
@@ -66,8 +75,20 @@ class Scheduler:
         return len(self._running)
 
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
-        """Call what checks and encodes a request. One thread does that for all, so that requests keep their order."""
-        return await asyncio.wrap_future(self._preparing.submit(partial(function, *args)))
+        """Call what checks and encodes a request, in a thread. Cancelling it ends what runs in a child process."""
+        has_left = threading.Event()
+
+        def run() -> Returned:
+            is_wanted.set(lambda: not has_left.is_set())
+            return function(*args)
+
+        work = self._preparers.submit(run)
+        self._preparing.add(work)
+        work.add_done_callback(self._preparing.discard)
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            has_left.set()
 
     async def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
         """A ticket for each job, in order; all of them are queued or none.
@@ -151,7 +172,7 @@ class Scheduler:
         for running in list(self._running):
             running.cancel()
         self.embeddings.close()
-        self._preparing.close()
+        self._preparers.close()
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:

@@ -94,10 +94,10 @@ class Described:
 class Service:
     """The state of a model. `name`: the model's name for clients, never a path; `api_key`: None accepts any.
 
-    `aliases`: its other names; `any_model`: requests may give any name; `idle_unload_s`: see `Residence`. `unloaded`:
-    what was told of the model when it was last unloaded, and is as long as `loaded` is None; given at the start for one
-    that the first request for it is to load. `places`: of the server's models and `beside` their names, where it has
-    several.
+    `aliases`: its other names; `any_model`: of several, it answers to unknown ones; `idle_unload_s`: see `Residence`.
+    `unloaded`: what was told of the model when it was last unloaded, and is as long as `loaded` is None; given at the
+    start for one that the first request for it is to load. `places`: of the server's models and `beside` their names,
+    where it has several.
     """
 
     name: str
@@ -116,8 +116,8 @@ class Service:
 
     @property
     def names(self) -> Names:
-        """What clients may call the model."""
-        return Names(self.name, self.aliases, self.any_model, self.beside)
+        """What clients may call the model: anything where it is alone, as they are often set up for another."""
+        return Names(self.name, self.aliases, self.any_model or not self.beside, self.beside)
 
     def use(
         self,

@@ -1,4 +1,4 @@
-"""The models of one server by name: which of them a request is for. One alone gets every request, and checks its name.
+"""The models of one server by name: which of them a request is for. One alone gets every request.
 
 What is not known here: which of them are loaded; each `Service` sees to that, and `Places` to how many are.
 """
@@ -35,7 +35,7 @@ class Services:
     def names(self) -> Names:
         """What clients may call any of them."""
         first, *others = (name for service in self.all for name in service.names.all)
-        return Names(first, tuple(others), self.default.any_model)
+        return Names(first, tuple(others), self.default.any_model or not self.are_several)
 
     @property
     def limits(self) -> Limits:

@@ -208,6 +208,9 @@ class _Sidecar:
                         self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
                 finally:
                     ticket.cancel()
+                if ticket.generation.request.schema:
+                    await loaded.scheduler.prepare(ticket.generation.check_answer)
+                fields.notes.extend(ticket.stats.notes)
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgespec.chat.argument_forms import ArgumentForm
 from edgespec.chat.marks import Marks
-from edgespec.chat.tools import ToolParser
+from edgespec.chat.tool_forms import Form
 from edgespec.config import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.server.call_grammar import ANY_OBJECT, call_grammar, lists_arguments, parameters_of
@@ -104,7 +103,7 @@ def forced_calls(
     options: GenerateOptions,
     tools: Sequence[dict[str, Any]],
     choice: object,
-    parser: type[ToolParser],
+    form: Form,
     *,
     parallel: bool,
 ) -> GenerateOptions:
@@ -124,15 +123,15 @@ def forced_calls(
     for tool in chosen:
         where = f"tools.{tools.index(tool)}.function.parameters"
         structured(loaded, replace(options, json_schema=None), {"json_schema": parameters_of(tool)}, where)
-        if issubclass(parser, ArgumentForm) and not lists_arguments(tool):
+        if form.argument and not lists_arguments(tool):
             raise bad_request(
                 f"{where} must name every argument under properties: this model writes calls argument by argument, and "
                 'a forced one can have no others (use tool_choice "auto")',
                 where,
             )
-    most = MOST_CALLS if parallel and parser.takes_several and (is_free or choice == "required") else 1
+    most = MOST_CALLS if parallel and form.takes_several and (is_free or choice == "required") else 1
     answer = None if options.json_schema is None else json.loads(str(options.json_schema))
-    grammar = call_grammar(chosen, parser, loaded.model.target.vocabulary, most, answer)
+    grammar = call_grammar(chosen, form, loaded.model.target.vocabulary, most, answer)
     return structured(loaded, replace(options, json_schema=None), {"grammar": grammar}, "tool_choice")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from edgespec.engines.limits import return_freed_memory
 from edgespec.errors import shown
 from edgespec.server.answer import Answer
 from edgespec.server.exchange import Exchange, Read, compact
@@ -25,6 +27,8 @@ logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
 NOTES = "X-Edgespec-Note"
 _MOST_NOTED, _MOST_NOTE = 64, 2000
+_BODIES, _SMALL_BYTES = 4, 1 << 16  # so many of the largest size at once; those that are not counted
+_FORGOTTEN_S = 1.0
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
 BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
 PING_EVERY_S = 10.0
@@ -42,24 +46,78 @@ def error_response(error: Exception, path: str) -> Response:
     return JSONResponse(known.body(path), known.status, headers=known.headers)
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body. Raises HttpError 408, 413 or 415."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise HttpError(415, f"a body in Content-Encoding {shown(encoding)} cannot be read: send it as it is")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.max_body_bytes:
-                    raise HttpError(413, f"the body is too large: at most {limits.max_body_bytes} bytes are allowed")
-    except TimeoutError:
-        raise HttpError(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
-    return bytes(body)
+class Bodies:
+    """The bodies that are read or checked at once: large ones wait until together they have at most so many bytes."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._left = _BODIES * limits.max_body_bytes
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[Body]:
+        """The whole body, which counts until it is closed or the block ends. Raises HttpError 408, 413, 415 or 503."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise HttpError(415, f"a body in Content-Encoding {shown(encoding)} cannot be read: send it as it is")
+        most, body = self._limits.max_body_bytes, bytearray()
+        given = request.headers.get("content-length", "")
+        size = min(int(given), most) if given.isdecimal() else most
+        counted = Body(self, size if size > _SMALL_BYTES else 0)
+        await self._take(counted)
+        try:
+            try:
+                async with asyncio.timeout(self._limits.body_timeout_s):
+                    async for part in request.stream():
+                        body += part
+                        if len(body) > most:
+                            raise HttpError(413, f"the body is too large: at most {most} bytes are allowed")
+            except TimeoutError:
+                raise HttpError(408, f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+            counted.data = bytes(body)
+            del body
+            yield counted
+        finally:
+            counted.close()
+
+    async def _take(self, body: Body) -> None:
+        if not body.size:
+            return
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                while self._left < body.size:
+                    self._freed.clear()
+                    await self._freed.wait()
+            self._left -= body.size
+        except TimeoutError:
+            body.size = 0
+            raise HttpError(503, "too many large requests are being read: try again later", code="busy") from None
+
+    def give_back(self, size: int) -> None:
+        """So many bytes are no longer in use."""
+        self._left += size
+        self._freed.set()
 
 
-async def respond(request: Request, service: Service, read: Read, body: bytes) -> Response:
+@dataclass(slots=True)
+class Body:
+    """A request's body. `size`: the bytes that it counts for."""
+
+    bodies: Bodies
+    size: int
+    data: bytes = b""
+
+    def close(self) -> None:
+        """It is no longer needed, nor what was read from it."""
+        size, self.size, self.data = self.size, 0, b""
+        if size:
+            self.bodies.give_back(size)
+            # Later, when what was read is forgotten too; beside the loop, since it takes its time.
+            loop = asyncio.get_running_loop()
+            loop.call_later(_FORGOTTEN_S, loop.run_in_executor, None, return_freed_memory)
+
+
+async def respond(request: Request, service: Service, read: Read, body: Body) -> Response:
     """Check and queue a request; its answer, whole or as a stream. Loads the model where it was unloaded.
 
     Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves.
@@ -70,18 +128,27 @@ async def respond(request: Request, service: Service, read: Read, body: bytes) -
         notes: list[str] = []
         async with asyncio.timeout(_left_s(began_s, timeout_s)):
             exchange, tickets = await while_connected(request.receive, _queued(loaded, read, body, notes))
+        body.close()
         if exchange.keep_loaded_s is not None and service.residence is not None:
             service.residence.keep_for(exchange.keep_loaded_s)
         answers = [exchange.answer(ticket) for ticket in tickets]
+        notes += [note for ticket in tickets for note in ticket.generation.request.notes]
         told, left_s = _told(loaded, notes), _left_s(began_s, timeout_s)
         if exchange.is_stream:
-            return EventStream(exchange, answers, left_s, told, use.pop_all())
+            return EventStream(loaded, exchange, answers, left_s, told, use.pop_all())
         try:
-            whole = await while_connected(request.receive, _whole(exchange, answers, left_s))
+            whole, found = await while_connected(request.receive, _whole(loaded, exchange, answers, left_s))
         finally:
             cancel(answers)
-        whole.headers.update(told)
+        whole.headers.update(_told(loaded, notes + found))
         return whole
+
+
+async def _found_in(loaded: Loaded, answers: Sequence[Answer]) -> list[str]:
+    """What is wrong with answers that are finished, as notes."""
+    checked = [each for answer in answers if (each := answer.ticket.generation).request.schema]
+    found = [await loaded.scheduler.prepare(each.check_answer) for each in checked]
+    return list(filter(None, found))
 
 
 def _left_s(began_s: float, timeout_s: float | None) -> float | None:
@@ -89,9 +156,9 @@ def _left_s(began_s: float, timeout_s: float | None) -> float | None:
     return None if timeout_s is None else began_s + timeout_s - monotonic()
 
 
-async def _queued(loaded: Loaded, read: Read, body: bytes, notes: list[str]) -> tuple[Exchange, list[Ticket]]:
+async def _queued(loaded: Loaded, read: Read, body: Body, notes: list[str]) -> tuple[Exchange, list[Ticket]]:
     """A request and its places in the queue."""
-    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body), notes=notes)))
+    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body.data), notes=notes)))
     return exchange, await loaded.scheduler.submit(exchange.jobs)
 
 
@@ -114,11 +181,14 @@ def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
     return {NOTES: "".join(char if " " <= char <= "~" else "?" for char in text)} if notes else {}
 
 
-async def _whole(exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> Response:
+async def _whole(
+    loaded: Loaded, exchange: Exchange, answers: list[Answer], timeout_s: float | None
+) -> tuple[Response, list[str]]:
     async with asyncio.timeout(timeout_s):
         for answer in answers:
             await answer.read()
-    return json_response(exchange.whole(answers))
+        found = await _found_in(loaded, answers)
+    return json_response(exchange.whole(answers)), found
 
 
 def cancel(answers: list[Answer]) -> None:
@@ -157,6 +227,7 @@ class EventStream(Response):
 
     def __init__(
         self,
+        loaded: Loaded,
         exchange: Exchange,
         answers: list[Answer],
         timeout_s: float | None,
@@ -165,7 +236,8 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers}, media_type=exchange.media_type)
         del self.headers["content-length"]
-        self._exchange, self._answers, self._timeout_s, self._use = exchange, answers, timeout_s, use
+        self._loaded, self._exchange, self._answers = loaded, exchange, answers
+        self._timeout_s, self._use = timeout_s, use
         self.has_begun = False
         self._latest_s = 0.0  # when something was sent
         self._one_writer = asyncio.Lock()
@@ -192,6 +264,9 @@ class EventStream(Response):
                 async for part in self._exchange.stream(self._answers):
                     await self._write(send, part)
                     await asyncio.sleep(0)  # lets the loop notice that the client has left
+                found = await _found_in(self._loaded, self._answers)
+                if found and self._exchange.ping:  # the headers are sent: a comment, as a ping is
+                    await self._write(send, f": {_told(self._loaded, found)[NOTES]}\n\n".encode())
             finally:
                 alive.cancel()
                 await asyncio.gather(alive, return_exceptions=True)

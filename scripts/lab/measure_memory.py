@@ -27,7 +27,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from edgespec.config import LoadOptions
 from edgespec.loading.registry import resolve
+from edgespec.loading.requirements import resolve_pair
 
 RIGHT_SHARE, RIGHT_BYTES, LOW_SHARE = 0.05, 30_000_000, 0.03
 EVERY_S, CHILD_S = 0.02, 900.0
@@ -60,7 +62,7 @@ class Case:
 
 def cases(pairs: dict[str, str]) -> Iterator[Case]:
     for path, name in pairs.items():
-        engines = resolve(path, check_hashes=False).engines
+        engines = _engines(path)
         for engine, context, is_small, drafter in itertools.product(engines, CONTEXTS, (False, True), ("none", "auto")):
             options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
             options["threads"] = 1  # on a busy machine more wait for each other; memory is the same
@@ -73,7 +75,7 @@ def cases(pairs: dict[str, str]) -> Iterator[Case]:
 def held_out(pairs: dict[str, str], number: int, seed: int, most_context: int) -> Iterator[Case]:
     """`number` cases, the engines of the pairs in turn."""
     draw = random.Random(seed)
-    engines = [(path, engine) for path in pairs for engine in resolve(path, check_hashes=False).engines]
+    engines = [(path, engine) for path in pairs for engine in _engines(path)]
     seen: set[str] = set()
     for path, engine in itertools.islice(itertools.cycle(engines), 50 * number):
         pair = resolve(path, engine=engine, check_hashes=False)
@@ -93,6 +95,10 @@ def held_out(pairs: dict[str, str], number: int, seed: int, most_context: int) -
             yield case
         if len(seen) == number:
             return
+
+
+def _engines(path: str) -> tuple[str, ...]:
+    return resolve_pair(LoadOptions(model=path), check_hashes=False).engines
 
 
 def run_child(options: dict[str, Any]) -> None:

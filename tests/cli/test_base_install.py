@@ -84,6 +84,13 @@ def test_doctor_is_content(base: Environment):
     assert report["extras"]["llamacpp"]["missing"] == ["llama-cpp-python"]
 
 
+def test_the_kernels_were_compiled_and_load(base: Environment):
+    """By the compiler that is here, else by the one that pip fetched for it."""
+    code = "from edgespec.kernels.library import library_path, why_missing; print(library_path() or why_missing())"
+    found = base.run(base.python, "-c", code).stdout.strip()
+    assert (base.folder / "env") in Path(found).parents and Path(found).is_file(), found
+
+
 def test_gguf_names_what_pip_finds(base: Environment):
     done = base.run(base.edgespec, "generate", "-p", "hello", ROOT / "models/demo/demo-target-q8_0.gguf")
     assert done.returncode == 2

@@ -37,7 +37,7 @@ from tiny_gguf import write_model
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
     monkeypatch.setattr(module, "is_interactive", lambda: True)

@@ -87,6 +87,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield names
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_it_is_converted_where_llama_cpp_is_missing(
     terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_it_is_converted_where_llama_cpp_is_missing(
     assert fetched == [FIRST]
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize(("instructions", "quant"), [(WITH_VNNI, "int8"), (WITHOUT, "w8a8")])
 def test_with_both_engines_it_is_converted_on_x86(
     terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch, instructions: frozenset[str], quant: str
@@ -133,6 +135,7 @@ def test_elsewhere_llama_cpp_reads_the_file_itself(
     assert fetched == [FIRST]
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_without_the_package_for_conversion_the_command_is_named(
     terminal: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,7 @@ def test_without_the_package_for_conversion_the_command_is_named(
     assert "convert" in shown
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_what_its_makers_recommend_comes_with_it_and_through_the_conversion(
     terminal: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -48,7 +48,9 @@ def script(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MADE", tmp_path / ".venv" / "made-by-run.py")
     monkeypatch.setattr(module, "WHEELS", tmp_path / ".venv" / "wheels")
     monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
-    for name in ("ENGINE", "MODEL", "MODELS", "HOME"):
+    for name in ("LOG", "ZIG", "KERNELS_LOG", "KERNELS_LOCK", "KERNELS_FAILED"):
+        monkeypatch.setattr(module, name, tmp_path / ".venv" / getattr(module, name).name)
+    for name in ("ENGINE", "KERNELS", "MODEL", "MODELS", "HOME"):
         monkeypatch.delenv(f"EDGESPEC_{name}", raising=False)
     return module
 
@@ -390,16 +392,115 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
     monkeypatch.chdir(Path.cwd())
     asked: list[list[str]] = []
     monkeypatch.setattr(script, "make_ready", lambda extras, why: asked.append(extras))
+    kernels: list[str] = []
+    monkeypatch.setattr(script, "start_kernels", lambda: kernels.append("in the background"))
+    monkeypatch.setattr(script, "build_kernels", lambda: kernels.append("first"))
     for arguments in (["chat", "-n", "3"], ["test"], ["test", "-k", "cli"], ["export", "--help"]):
         with pytest.raises(SystemExit):
             script.main(arguments)
     assert asked[-1] == [] != asked[1], "reading about a command takes none of what it needs"
     assert calls.pop() == ["-m", "edgespec", "export", "--help"]
+    assert kernels == ["in the background", "first", "first"]
     assert calls == [
         ["-m", "edgespec", "chat", "-n", "3"],
         ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-q"],
         ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-k", "cli"],
     ]
+
+
+# -- kernels
+
+
+class Builder:
+    """Stands for edgespec/kernels/build.py."""
+
+    ZIG = "ziglang>=0"
+
+    class NoCompiler(Exception):
+        pass
+
+    library: Path | None = None
+    has_compiler = True
+
+    def find_library(self, folder):
+        return self.library
+
+    def source_hash(self):
+        return "1234"
+
+    def find_compiler(self, python):
+        if not self.has_compiler:
+            raise self.NoCompiler
+        return ("c++",)
+
+
+@pytest.fixture
+def builder(script, installed, monkeypatch):
+    found = Builder()
+    monkeypatch.setattr(script, "kernels_builder", lambda: found)
+    monkeypatch.setattr(script.os, "nice", lambda by: None, raising=False)  # for the tests that follow
+    return found
+
+
+@pytest.fixture
+def started(script, monkeypatch):
+    """The commands of processes in the background, none of which runs."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(script.subprocess, "Popen", lambda command, **options: commands.append(command))
+    return commands
+
+
+def test_the_script_loads_the_builder_of_this_checkout():
+    script = load_script()
+    assert SCRIPT.parents[1] / "edgespec" / "kernels" / "src" == script.kernels_builder().SOURCES
+
+
+def test_kernels_are_compiled_in_the_background_until_they_are_there(script, builder, started, capsys):
+    script.start_kernels()
+    (command,) = started
+    assert command[1:] == [str(SCRIPT), "kernels", "--background"]
+    assert "compiling the processor kernels in the background" in capsys.readouterr().err
+    builder.library = Path("there")
+    script.start_kernels()
+    assert len(started) == 1 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("why", ["chosen by the user", "being built", "read-only"])
+def test_no_second_build_is_started(script, builder, started, monkeypatch, capsys, why):
+    if why == "chosen by the user":
+        monkeypatch.setenv("EDGESPEC_KERNELS", "none")
+    if why == "being built":
+        monkeypatch.setattr(script, "try_lock", lambda file: False)
+    if why == "read-only":
+        monkeypatch.setattr(script, "KERNELS_LOCK", script.VENV / "no folder" / "lock")
+    script.start_kernels()
+    assert started == [] and capsys.readouterr().err == ""
+
+
+def test_a_failure_in_the_background_is_told_once_and_not_tried_again(script, builder, started, monkeypatch, capsys):
+    monkeypatch.setattr(script, "step", lambda *given, **names: sys.exit(1))
+    with pytest.raises(SystemExit):
+        script.build_kernels_quietly()
+    for said in ("could not be compiled", ""):
+        script.start_kernels()
+        assert said in capsys.readouterr().err and started == []
+    monkeypatch.setattr(builder, "source_hash", lambda: "5678")
+    script.start_kernels()
+    assert len(started) == 1, "other sources may do"
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_zig_is_fetched_where_there_is_no_compiler_and_removed(script, builder, installed, monkeypatch, has_compiler):
+    monkeypatch.setenv("PYTHONPATH", "before")
+    builder.has_compiler = has_compiler
+    script.ZIG.mkdir()
+    script.KERNELS_FAILED.write_text("1234")
+    script.build_kernels()
+    *fetched, compiled = installed
+    assert compiled[1:] == ["-m", "edgespec.kernels.library"]
+    assert [command[-2:] for command in fetched] == ([] if has_compiler else [[f"--target={script.ZIG}", "ziglang>=0"]])
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == ("before" if has_compiler else str(script.ZIG))
+    assert not script.ZIG.exists() and not script.KERNELS_FAILED.exists()
 
 
 @pytest.mark.parametrize("given", ["", "/elsewhere"])

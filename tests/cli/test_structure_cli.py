@@ -44,6 +44,34 @@ def test_a_grammar_comes_from_a_file(tmp_path: Path, pair):
     assert result.exit_code == 0 and result.stdout in ("yes\n", "no\n")
 
 
+@pytest.mark.parametrize("output", [[], ["--json"]])
+@pytest.mark.parametrize("loud", [[], ["-q"]])
+@pytest.mark.parametrize(
+    "structure",
+    [["--json-schema", json.dumps(SCHEMA)], ["--regex", "[0-9]{40}"], ["--grammar", "GRAMMAR"]],
+)
+def test_an_answer_that_is_cut_before_its_end_is_an_error(
+    pair, tmp_path: Path, structure: list[str], loud: list[str], output: list[str]
+):
+    (tmp_path / "grammar").write_text('root ::= "a long answer"')
+    structure = [part.replace("GRAMMAR", str(tmp_path / "grammar")) for part in structure]
+    result = run("generate", *pair, "-p", "A table", "-n", "2", *structure, *loud, *output)
+    assert result.exit_code == 1 and result.stdout
+    lines = [line for line in result.stderr.splitlines() if "cut at 2 tokens" in line]
+    more = "a larger -n (--max-tokens) gives more"
+    assert lines == [f"error: the answer ends before {structure[0]} is complete, cut at 2 tokens: {more}"]
+    assert not loud or result.stderr.splitlines() == lines
+    assert not output or json.loads(result.stdout)["finish_reason"] == "length"
+
+
+def test_json_that_is_complete_at_the_limit_is_no_error(pair):
+    arguments = ("generate", *pair, "-p", "A table", "--temp", "0", "--json-schema", json.dumps(SCHEMA), "--json")
+    whole = json.loads(run(*arguments).stdout)
+    result = run(*arguments, "-n", str(len(whole["token_ids"]) - 1))  # without its end token
+    assert json.loads(result.stdout)["finish_reason"] == "length" and json.loads(result.stdout)["text"] == whole["text"]
+    assert result.exit_code == 0 and "error" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -111,6 +111,28 @@ def test_a_template_cannot_fill_memory_with_blanks(source):
         render_chat(source, HELLO)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ ('a' * 15000000).replace('a', 'b' * 15000000) }}",
+        "{{ 'a'.encode().ljust(9999999999) }}",
+        "{{ lipsum(n=999999999) }}",
+        "{{ [1] | slice(999999999) | list }}",
+        "{{ [1] | batch(9999999999, 0) | list }}",
+        "{{ messages | tojson(indent=9999999999) }}",
+    ],
+)
+def test_a_template_takes_no_more_than_it_may(source):
+    """Each of these took gigabytes or never ended; one after it is rendered as ever."""
+    with pytest.raises((CapabilityError, PromptError), match=r"the model's chat template (cannot be used|fails)"):
+        render_chat(source, HELLO)
+    assert render_chat("{{ messages[0].content }}", HELLO) == "hello"
+
+
 def test_a_template_may_format_numbers():
     source = "{{ '%05.1f|%s' % (2.5, 'x') }} {{ '{:>4}'.format(7) }} {{ '%d' | format(3) }} {{ 'a' | indent(2, true) }}"
     assert render_chat(source, HELLO) == "002.5|x    7 3   a"

@@ -11,6 +11,7 @@ import pytest
 
 from demo import DEMO
 from edgespec import GenerateOptions, Sampling
+from edgespec.config.names import MAX_GRAMMAR_CHARACTERS
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -27,7 +28,7 @@ from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint import library
-from edgespec.sampling.constraint.grammar import Grammar, compiled
+from edgespec.sampling.constraint.grammar import Grammar, compiled, mismatch
 from edgespec.sampling.constraint.library import Library
 from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
 from edgespec.sampling.stopping import StopRules
@@ -316,7 +317,7 @@ def test_a_list_may_say_that_its_items_need_not_differ() -> None:
 def followed(grammar: Grammar, text: str) -> bool:
     """Whether a text may be written, and may end there."""
     vocabulary = TokenizerFile(DEMO / "onnx" / "target", 4096)
-    matcher = compiled(grammar, Library(vocabulary)).deep_copy()
+    matcher = compiled(grammar, Library(vocabulary))[0].deep_copy()
     for letter in text:
         ids = vocabulary.encode(letter)
         if matcher.validate_tokens(ids) != len(ids):
@@ -386,6 +387,139 @@ def test_divisors_of_different_values_are_not_multiplied() -> None:
 def test_a_backslash_before_a_slash_is_a_backslash() -> None:
     assert followed(Grammar("regex", r"a\\/b"), "a\\/b") and not followed(Grammar("regex", r"a\\/b"), "a/b")
     assert followed(Grammar("regex", r"a\/b"), "a/b") and followed(Grammar("regex", "a\\\nb"), "a\nb")
+
+
+def schema_chain(link: Any, length: int) -> str:
+    """JSON of a schema whose definitions refer to each other, one after the other."""
+    chain = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return json.dumps({"$defs": chain | {f"d{length}": {"type": "object"}}, "$ref": "#/$defs/d0"})
+
+
+LINKS: dict[str, Any] = {
+    "items": lambda ref: {"type": "array", "items": ref},
+    "properties": lambda ref: {"type": "object", "properties": {"n": ref}},
+    "anyOf": lambda ref: {"anyOf": [ref, {"type": "null"}]},
+    "allOf": lambda ref: {"allOf": [ref, {"type": "object"}]},
+    "doubling": lambda ref: {"anyOf": [ref, {"allOf": [ref, {"type": "object"}]}]},
+}
+
+
+@pytest.mark.parametrize("length", [30, 1500, 3900])
+@pytest.mark.parametrize("name", LINKS)
+def test_a_chain_of_references_is_followed_or_refused(name: str, length: int) -> None:
+    """In a thread of 8 MiB and without a limit of time, all of these ended the process or took minutes."""
+    text = schema_chain(LINKS[name], length)
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        return
+    try:
+        Constraints().of(Grammar("json_schema", text), table().vocabulary, 0)
+    except ConfigError as exc:
+        assert str(exc).startswith("json_schema cannot be used: ") and len(str(exc)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("first", "rule", "last"),
+    [
+        ("root ::= r0", 'r{} ::= "a" r{}', 'r{} ::= "b"'),
+        ("start: r0", 'r{}: "a" r{}', 'r{}: "b"'),
+        ("start: T0", 'T{}: "a" T{}', 'T{}: "b"'),
+        ("start: r0", "r{}: r{}", 'r{}: "b"'),
+    ],
+)
+def test_a_chain_of_rules_is_followed_or_refused_by_its_number(first: str, rule: str, last: str) -> None:
+    def chain(length: int) -> Grammar:
+        rules = (rule.format(i, i + 1) for i in range(length))
+        return Grammar("grammar", "\n".join((first, *rules, last.format(length))))
+
+    assert followed(chain(3900), "b" if '"a"' not in rule else "a" * 3900 + "b")
+    with pytest.raises(ConfigError, match="it has 4502 rules; at most 4000 are allowed"):
+        Constraints().of(chain(4500), table().vocabulary, 0)
+
+
+def test_gbnf_names_that_lark_does_not_have_are_told_apart() -> None:
+    source = 'root ::= a-b a_b A-b 2x\na-b ::= "1"\na_b ::= "2"\nA-b ::= "3"\n2x ::= "4"'
+    assert followed(Grammar("grammar", source), "1234") and not followed(Grammar("grammar", source), "1134")
+
+
+INT64 = (-(2**63), 2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_allowed", "is_not"),
+    [
+        ({"minimum": INT64[0], "maximum": INT64[1]}, ("0", "-9223372036854774784", str(2**62)), (str(2**64), "1.5")),
+        ({"minimum": -9223372036854776000, "maximum": 9223372036854776000}, ("7", "-7"), (str(-(2**64)),)),
+        ({"minimum": INT64[0] + 1}, ("-5", "123456789012"), (str(-(2**64)),)),
+        ({"exclusiveMaximum": 2**64}, ("-5", "5"), ()),
+        ({"minimum": -1e30, "maximum": 1e300}, ("-5", "5"), ()),
+        ({"minimum": 0, "maximum": 2**64 - 1}, ("0", str(2**63 - 1024)), ("-1",)),
+        ({"minimum": -(2**53), "maximum": 2**53}, (str(2**53), str(-(2**53))), (str(2**53 + 1),)),
+        ({"const": 2**53 + 2}, (str(2**53 + 2),), (str(2**53 + 1), str(2**53))),
+        ({"enum": [1, "9007199254740993"]}, ("1", '"9007199254740993"'), ("9007199254740993",)),
+    ],
+)
+def test_large_numbers_are_kept_exactly(schema: dict[str, Any], is_allowed: Any, is_not: Any) -> None:
+    given = schema if {"const", "enum"} & schema.keys() else {"type": "integer"} | schema
+    grammar = Grammar("json_schema", json.dumps(given))
+    assert all(followed(grammar, text) for text in is_allowed)
+    assert not any(followed(grammar, text) for text in is_not)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**53 + 1},
+        {"enum": [1145141919810364365]},
+        {"const": 10**30},
+        {"properties": {"a": {"const": {"b": [2**60 + 1]}}}},
+        {"type": "integer", "minimum": 2**64 - 1, "maximum": 2**64 - 1},
+        {"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 1},
+        {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
+        {"type": "integer", "minimum": -1e30, "maximum": -1e29},
+        {"type": "integer", "multipleOf": 2**53 + 1},
+        {"allOf": [{"multipleOf": 70_000}, {"multipleOf": 90_000}]},
+        {"$ref": "#/x/y", "x": {"y": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}}},
+    ],
+)
+def test_a_number_that_cannot_be_kept_is_refused(schema: dict[str, Any]) -> None:
+    words = r"json_schema cannot be used: .*(cannot be kept exactly|is too large)"
+    with pytest.raises(ConfigError, match=words):
+        Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+    lark = f"start: %json {json.dumps(schema)}"
+    with pytest.raises(ConfigError, match=words.replace("json_schema", "grammar")):
+        Constraints().of(Grammar("grammar", lark), table().vocabulary, 0)
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    names = ("enum", "const", "default", "minimum", "format", "multipleOf")
+    schema = {"type": "object", "properties": {name: {"type": "integer", "minimum": -(2**63)} for name in names}}
+    assert followed(Grammar("json_schema", json.dumps(schema)), '{"enum": 5, "const": -5}')
+
+
+@pytest.mark.parametrize("form", ["uri-reference", "regex", "idn-email", "password", "binary", "path", "url", "int32"])
+def test_a_format_that_is_not_known_is_a_note(form: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": form}}}
+    found = Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+    assert found.facts.notes == (f"the format {form!r} is not enforced",)
+    number = {"type": "integer", "format": form}
+    assert not Constraints().of(Grammar("json_schema", json.dumps(number)), table().vocabulary, 0).facts.notes
+
+
+def test_one_of_that_cannot_be_told_apart_is_checked_at_the_end() -> None:
+    schema = {"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]}
+    facts = Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0).facts
+    assert facts.notes and "oneOf is taken as anyOf" in facts.notes[0]
+    assert mismatch(facts.schema, "4") == "" == mismatch(facts.schema, "9")
+    assert "does not match the whole schema: 6 is valid under each of" in mismatch(facts.schema, "6")
+    apart = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+    facts = Constraints().of(Grammar("json_schema", json.dumps(apart)), table().vocabulary, 0).facts
+    assert not facts.notes and not facts.schema
+
+
+def test_checking_an_answer_takes_no_longer_than_it_may() -> None:
+    slow = {"oneOf": [{"type": "string", "pattern": "^(a+)+$"}, {"type": "string", "minLength": 90}]}
+    assert "was not checked against the whole schema" in mismatch(json.dumps(slow), json.dumps("a" * 40 + "b"))
+    assert "was not checked" in mismatch('{"$ref": "http://127.0.0.1:9/x"}', "1")
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

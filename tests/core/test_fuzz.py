@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "lab"))
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks, limits and signals of POSIX")
-SMALL = {"files": 8, "requests": 30, "faults": 4}
+SMALL = {"files": 8, "requests": 30, "faults": 4, "structures": 48}
 
 
 @pytest.mark.parametrize("kind", SMALL)

@@ -400,7 +400,7 @@ def test_a_fork_refuses_the_model_instead_of_waiting_for_threads_that_it_lacks(t
         f"model = table_model(Path({str(tmp_path)!r}), 0.001, drafter='model', draft_length=4)\n"
         "stream = model.stream('abc')\nnext(stream)\n"
         "held, forked = threading.Event(), threading.Event()\n"
-        "def hold():\n    with model._executor._reading:\n        held.set()\n        forked.wait()\n"
+        "def hold():\n    with model._executor._readers_changed:\n        held.set()\n        forked.wait()\n"
         "threading.Thread(target=hold).start()\nheld.wait()\n"
         "if not (child := os.fork()):\n"
         "    for call in (stream.result, lambda: model.generate('abc'), lambda: model.encode('abc')):\n"

@@ -145,6 +145,7 @@ def test_onnx_weights_that_are_written_over_are_noticed(onnx_path: Path, tmp_pat
             engine.forward(Batch.chain([4]))
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_an_answer_goes_on_without_a_draft_whose_file_was_changed(
     target_path: Path, draft_path: Path, tmp_path: Path
 ) -> None:

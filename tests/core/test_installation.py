@@ -14,7 +14,14 @@ import pytest
 
 from edgespec import installation
 from edgespec.errors import CapabilityError
-from edgespec.installation import install_command, not_importable, reinstall_command, require_engine, requirements
+from edgespec.installation import (
+    build_kernels_command,
+    install_command,
+    not_importable,
+    reinstall_command,
+    require_engine,
+    requirements,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = f"{shlex.quote(sys.executable)} -m pip"
@@ -42,6 +49,16 @@ def test_a_checkout_installs_into_the_environment_that_runs(monkeypatch: pytest.
 def test_the_environment_of_the_script_is_left_to_the_script(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
     assert install_command("llamacpp") == f"python3 {shlex.quote(str(ROOT / 'scripts' / 'run.py'))} install llamacpp"
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_kernels_are_compiled_by_the_script_where_it_can_write(monkeypatch: pytest.MonkeyPatch, is_writable: bool):
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    monkeypatch.setattr(os, "access", lambda path, mode: is_writable)
+    own = f"python3 {shlex.quote(str(ROOT / 'scripts' / 'run.py'))} kernels"
+    assert build_kernels_command() == (
+        own if is_writable else f"{shlex.quote(sys.executable)} -m edgespec.kernels.library"
+    )
 
 
 def test_elsewhere_the_packages_themselves_are_named(installed_elsewhere: None):

@@ -220,7 +220,8 @@ def test_options_may_be_given_whole(tmp_path: Path) -> None:
     options = edgespec.LoadOptions("demo", drafter="none", context_length=64)
     with edgespec.load(options) as loaded:
         assert loaded.options is options and loaded.context_length == 64
-        assert repr(loaded) == "<Model 'demo' on llamacpp (cpu), drafter none, context 64>"
+        engine = loaded.target.facts.name
+        assert repr(loaded) == f"<Model 'demo' on {engine} (cpu), drafter none, context 64>"
 
 
 def test_a_draft_with_another_vocabulary_names_the_first_token(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
 from edgespec.chat.channels import ChannelSplitter
 from edgespec.chat.template import render_chat
-from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tool_forms import call_form
+from edgespec.chat.tools import ToolParser
 from edgespec.errors import PromptError
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
@@ -82,7 +83,63 @@ CHANNELS = (
     "{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
     "{% if m.content %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
 )
-FORMS = {"coder": CODER, "glm": GLM, "gemma": GEMMA, "gemma later": GEMMA_LATER, "lfm": LFM, "channels": CHANNELS,
+JSON = "{{ c.function.arguments | tojson }}"
+SEED = (
+    CODER.replace("tool_call>", "seed:tool_call>")
+    .replace(">\n{{ value", ">{{ value")
+    .replace("\n</parameter", "</parameter")
+)
+GRANITE = (
+    "{% if tools %}{% set available_tools = tools %}{{ available_tools | tojson }} in <|tool_call|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+)
+
+
+def in_order(before: str, call: str, between: str, after: str) -> str:
+    """A template that writes the calls of a message one after another."""
+    calls = (
+        f"{before}{{% for c in m.tool_calls %}}{call}{{{{ '' if loop.last else '{between}' }}}}{{% endfor %}}{after}"
+    )
+    return "{% if tools %}{{ tools | tojson }}{% endif %}" + TURNS.replace(
+        "CALLS", f"{{% if m.tool_calls %}}{calls}{{% endif %}}"
+    )
+
+
+COMMAND = in_order(
+    "<|START_ACTION|>[\n",
+    '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": ' + JSON + "}",
+    ",\\n", "\n]<|END_ACTION|>",
+)  # fmt: skip
+APERTUS = in_order("<|tools_prefix|>[", '{"{{ c.function.name }}": ' + JSON + "}", ", ", "]<|tools_suffix|>")
+BEGIN, CALL, SEP, END, LAST = (
+    f"<\uff5ctool▁{part}\uff5c>" for part in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
+DEEPSEEK = in_order(BEGIN, f"{CALL}{{{{ c.function.name }}}}{SEP}{JSON}{END}", "", LAST)
+DEEPSEEK_JSON = in_order(BEGIN, f"{CALL}function{SEP}{{{{ c.function.name }}}}\n```json\n{JSON}\n```{END}", "\\n", LAST)
+KIMI = in_order(
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.{{ c.function.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>" + JSON
+    + "<|tool_call_end|>",
+    "", "<|tool_calls_section_end|>",
+)  # fmt: skip
+SOLAR = in_order(
+    "<|tool_calls|>",
+    "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>" + JSON
+    + "<|tool_call:end|>",
+    "", "<|calls|>",
+)  # fmt: skip
+HUNYUAN = "{% set HYTK = ':opensource' %}" + in_order(
+    "{{ '<tool_calls{}>\\n'.format(HYTK) }}",
+    "{{ '<tool_call{}>'.format(HYTK) }}{{ c.function.name }}{{ '<tool_sep{}>\\n'.format(HYTK) }}"
+    "{% for key, value in c.function.arguments | items %}"
+    "{{ '<arg_key{}>'.format(HYTK) }}{{ key }}{{ '</arg_key{}>\\n<arg_value{}>'.format(HYTK, HYTK) }}"
+    "{{ value if value is string else value | tojson }}{{ '</arg_value{}>\\n'.format(HYTK) }}{% endfor %}"
+    "{{ '</tool_call{}>'.format(HYTK) }}",
+    "\\n", "{{ '\\n</tool_calls{}>'.format(HYTK) }}",
+)  # fmt: skip
+FORMS = {"seed": SEED, "granite": GRANITE, "command": COMMAND, "apertus": APERTUS, "deepseek": DEEPSEEK,
+         "deepseek json": DEEPSEEK_JSON, "kimi": KIMI, "solar": SOLAR, "hunyuan": HUNYUAN, "coder": CODER,
+         "glm": GLM, "gemma": GEMMA, "gemma later": GEMMA_LATER, "lfm": LFM, "channels": CHANNELS,
          "qwen": QWEN, "smollm3": SMOLLM3, "phi": PHI, "phi single": PHI_SINGLE, "mistral": MISTRAL,
          "ministral": MINISTRAL, "llama": LLAMA}  # fmt: skip
 ENDS = ("<|im_end|>", "<|end|>", "</s>", "<|eot_id|>")
@@ -116,9 +173,9 @@ def test_a_rendered_call_is_parsed_back(form: str, step: int) -> None:
         answer = answer.removeprefix(end).replace(end, "")
     if form == "channels":
         answer = ChannelSplitter().push(answer.partition("assistant")[2])[1]
-    kind = tool_parser(source)
+    kind = call_form(source)
     assert kind is not None
-    parser, shown, found = kind(TYPED), "", []
+    parser, shown, found = ToolParser(kind, TYPED), "", []
     for begin in range(0, len(answer), step):
         piece, more = parser.push(answer[begin : begin + step])
         shown, found = shown + piece, found + more
@@ -199,6 +256,20 @@ def test_what_a_template_would_leave_out_is_refused() -> None:
         render_chat(bare, [{"role": "user", "content": "x"}], tools=TOOLS)
     with pytest.raises(PromptError, match="the conversation has tool calls, which"):
         render_chat(bare, conversation(("find", {})))
+
+
+def test_a_template_that_asks_for_none_shows_no_empty_answer_behind_calls() -> None:
+    asking = DEEPSEEK.replace("{{ m.content }}", "{% if m['content'] is not none %}<{{ m.content }}>{% endif %}")
+    text = rendered(asking, conversation(("find", {})))
+    assert "<>" not in text and "<QUESTION>" in text
+
+
+def test_llamas_calls_are_shown_one_by_one() -> None:
+    single = LLAMA.replace(
+        "{{ m.content }}",
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}{{ m.content }}",
+    )
+    assert rendered(single, conversation(("find", {}), ("book", {}))).count('"name"') == 2 + 1
 
 
 def test_an_answer_without_content_is_an_empty_one() -> None:

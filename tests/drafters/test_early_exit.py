@@ -260,7 +260,7 @@ def model(request: pytest.FixtureRequest, split: EarlyExit) -> Iterator[edgespec
 def plain(onnx_path: Path) -> Iterator[dict[str, edgespec.Model]]:
     """The same targets, loaded for plain decoding."""
     with (
-        edgespec.load(str(TARGET), drafter="none", reproducible=True, threads=TEST_THREADS) as one,
+        edgespec.load(str(TARGET), engine="llamacpp", drafter="none", reproducible=True, threads=TEST_THREADS) as one,
         edgespec.load("demo", engine="onnx", drafter="none", reproducible=True, threads=TEST_THREADS) as other,
     ):
         yield {"llamacpp": one, "onnx": other}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
+from damage import changing
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.cli.session import open_session
@@ -280,7 +280,7 @@ def test_odd_rows_are_listed(home: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello, world. " * 50)
     assert run("corpus", "add", str(tmp_path / "a.txt")).exit_code == 0
     (file,) = (home / "texts").glob("corpus-*")
-    with sqlite3.connect(file) as connection:
+    with changing(file) as connection:
         for name, added in (("odd\x1b[2J", 1e300), (b"blob", "soon"), (None, None)):
             connection.execute("INSERT INTO texts VALUES (?, 5, ?, 'x', 'y', 'z')", (name, added))
     done = run("corpus", "ls")

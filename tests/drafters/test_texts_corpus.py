@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from damage import damaged
+from damage import changing, damaged
 from edgespec.corpus import database as module
 from edgespec.corpus.database import Corpus, CorpusText, joined
 from edgespec.corpus.documents import Documents
@@ -97,7 +97,7 @@ def test_the_budget_is_kept_and_can_be_raised(tmp_path: Path) -> None:
 def test_a_file_that_grew_beyond_its_budget_is_not_loaded(tmp_path: Path) -> None:
     corpus = make(tmp_path)
     corpus.add("a", "/a", documents(0))
-    with sqlite3.connect(corpus.path) as connection:
+    with changing(corpus.path) as connection:
         connection.execute("INSERT INTO budget VALUES (100)")
     connection.close()
     with pytest.raises(StateError, match=r"it takes 0.0 MiB and its budget is 0.0 MiB; edgespec corpus rm"):
@@ -131,7 +131,7 @@ def test_an_index_that_is_missing_or_damaged_is_made_anew(tmp_path: Path) -> Non
         "UPDATE places SET digest = x'00'",
         "UPDATE places SET places = 'text'",
     ):
-        with sqlite3.connect(corpus.path) as connection:
+        with changing(corpus.path) as connection:
             connection.execute(statement)
         connection.close()
         index = corpus.index()
@@ -139,7 +139,7 @@ def test_an_index_that_is_missing_or_damaged_is_made_anew(tmp_path: Path) -> Non
         assert index is not None
         span = index.find(part[:4])
         assert span is not None and index.copied(span, 5) == part[4:9]
-    with sqlite3.connect(corpus.path) as connection:
+    with changing(corpus.path) as connection:
         (kept,) = connection.execute("SELECT length(places) FROM places").fetchone()
     connection.close()
     assert kept == 4 * 603, "and kept"
@@ -185,7 +185,7 @@ def test_files_that_are_no_corpus(tmp_path: Path, contents: bytes) -> None:
 def test_a_file_of_a_later_format_is_left_alone(tmp_path: Path) -> None:
     corpus = make(tmp_path)
     corpus.add("a", "/a", documents(0))
-    with sqlite3.connect(corpus.path) as connection:
+    with changing(corpus.path) as connection:
         connection.execute("PRAGMA user_version=2")
     connection.close()
     before = corpus.path.read_bytes()
@@ -354,7 +354,7 @@ ODD_ROWS = (
 def test_a_row_that_another_program_wrote_is_listed_and_can_be_removed(tmp_path: Path, row: tuple[object, ...]) -> None:
     corpus = make(tmp_path)
     corpus.add("a", "/a", documents(0))
-    with sqlite3.connect(corpus.path) as connection:
+    with changing(corpus.path) as connection:
         connection.execute("INSERT INTO texts VALUES (?, ?, ?, ?, ?, ?)", row)
     found = corpus.texts()
     assert len(found) == 2 and found[0].num_tokens + found[1].num_tokens >= 603
@@ -374,7 +374,7 @@ def test_a_budget_of_another_type_is_a_budget(tmp_path: Path) -> None:
     corpus = make(tmp_path)
     corpus.add("a", "/a", documents(0))
     for value in ("x", None, b"1", 9e999, -5):
-        with sqlite3.connect(corpus.path) as connection:
+        with changing(corpus.path) as connection:
             connection.execute("UPDATE budget SET bytes = ?", (value,))
             connection.execute("INSERT INTO budget SELECT ? WHERE NOT EXISTS (SELECT 1 FROM budget)", (value,))
         assert isinstance(corpus.budget_bytes(), int)
@@ -383,7 +383,7 @@ def test_a_budget_of_another_type_is_a_budget(tmp_path: Path) -> None:
 def test_a_text_is_stored_beside_a_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     corpus = make(tmp_path)
     corpus.add("a", "/a", documents(0))
-    with sqlite3.connect(corpus.path) as database:
+    with changing(corpus.path) as database:
         database.execute("UPDATE texts SET digest = x'00'")
     assert corpus.add("b", "/b", documents(1)).name == "b"
     assert "'a' does not match its checksum" in caplog.text
@@ -402,7 +402,7 @@ def test_more_of_a_source_comes_behind_what_it_gave_before(tmp_path: Path) -> No
     assert all(index.find(part[50:54].tolist()) for part in (*first, *second))
     with pytest.raises(ConfigError, match="another name"):
         corpus.add("a", "/b", second, is_more=True)
-    with sqlite3.connect(corpus.path) as database:
+    with changing(corpus.path) as database:
         database.execute("UPDATE texts SET digest = x'00'")
     with pytest.raises(StateError, match="checksum"):
         corpus.add("a", "/a", second, is_more=True)

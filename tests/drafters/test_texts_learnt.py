@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from damage import damaged
+from damage import changing, damaged
 from edgespec.corpus.learnt import MAX_ANSWER_TOKENS, LearntTexts
 from waiting import until
 
@@ -76,7 +76,7 @@ def test_the_file_stays_small_when_the_oldest_go(tmp_path: Path) -> None:
 def test_old_answers_go(tmp_path: Path) -> None:
     learnt = make(tmp_path)
     learnt.add(answer(0))
-    with sqlite3.connect(learnt.path) as connection:
+    with changing(learnt.path) as connection:
         connection.execute("UPDATE answers SET made = made - 1000")
     connection.close()
     make(tmp_path, max_age_s=900.0).add(answer(1))
@@ -204,7 +204,7 @@ def test_a_locked_file_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_later_format_is_left_alone(tmp_path: Path) -> None:
     learnt = make(tmp_path)
     learnt.add(answer(0))
-    with sqlite3.connect(learnt.path) as connection:
+    with changing(learnt.path) as connection:
         connection.execute("PRAGMA user_version=2")
     connection.close()
     before = learnt.path.read_bytes()
@@ -217,7 +217,7 @@ def test_a_later_format_is_left_alone(tmp_path: Path) -> None:
 def test_a_row_that_another_program_wrote_is_counted_and_spoils_nothing(tmp_path: Path, tokens: object) -> None:
     learnt = LearntTexts("key", 100, folder=tmp_path)
     learnt.add(np.arange(8, dtype=np.int32))
-    with sqlite3.connect(learnt.path) as connection:
+    with changing(learnt.path) as connection:
         for number in range(3):
             connection.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (bytes([number]), "soon", tokens, 5))
     kept = learnt.kept()

@@ -156,7 +156,7 @@ def test_memory_is_checked_first(model: Model, monkeypatch: pytest.MonkeyPatch):
 
 def test_onnx_models_give_none(onnx_path: Path):
     opened = edgespec.load(onnx_path, threads=TEST_THREADS, reproducible=False, pooling="mean")
-    with opened, pytest.raises(CapabilityError, match="the onnx engine gives no embeddings: load the model as a GGUF"):
+    with opened, pytest.raises(CapabilityError, match="the onnx engine gives no embeddings: load an embedding model"):
         opened.embed("x")
     with pytest.raises(CapabilityError, match="ONNX models and models on RPC servers give none"):
         Engine.embed(opened.target, [np.zeros(1, np.int32)], "mean")

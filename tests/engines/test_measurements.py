@@ -121,6 +121,7 @@ def _spoilt(value: Any) -> list[Any]:
     return [{}, [[100, 100]], classes, json.loads(f'{{"a": {text}}}')]
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("kind", ["onnx", "llamacpp"])
 def test_no_entry_can_fail_a_run(home: Path, kind: str, onnx_path: Path, target_path: Path) -> None:
     given: dict[str, Any] = {"cache_type_k": "int8", "cache_type_v": "int8"} if kind == "onnx" else {}

@@ -16,6 +16,7 @@ from edgespec.engines.onnx import OnnxEngine, cuda
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.rewriting import FLOAT16
+from edgespec.engines.onnx.source import open_source
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, StateError
@@ -89,12 +90,12 @@ def test_a_draft_of_a_part_of_the_vocabulary_has_kernels_for_all(most_runs, tmp_
     np.testing.assert_array_equal(found == drafted.LACKS, wanted == drafted.LACKS)
     kept = wanted != drafted.LACKS
     assert difference(found[kept], wanted[kept]) < HALF
-    exported = read_graph(path)
+    exported = read_graph(open_source(path))
     assert not set(cuda.without_kernels(cuda.adapted(exported, "cuda", 64).serialised))
 
 
 def test_only_what_computes_attention_changes(onnx_path):
-    exported = read_graph(onnx_path)
+    exported = read_graph(open_source(onnx_path))
     found = cuda.adapted(exported, "cuda", 64)
     assert {entry.element_type for entry in found.cache} == {FLOAT16} and not found.has_bias
     assert cuda.adapted(found, "cuda", 64) == found  # what is half already stays
@@ -111,7 +112,7 @@ def test_an_int8_cache_stays_one(onnx_path):
 @pytest.mark.parametrize("size", [12, 320])
 def test_heads_that_the_attention_does_not_take_are_named(onnx_path, size):
     with pytest.raises(CapabilityError, match=rf"at most 256 values, in multiples of 8.* have {size}"):
-        cuda.adapted(read_graph(onnx_path), "cuda", size)
+        cuda.adapted(read_graph(open_source(onnx_path)), "cuda", size)
 
 
 def scored_behind(engine: OnnxEngine, sequence: int = 0) -> Logits:

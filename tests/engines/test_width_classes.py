@@ -106,6 +106,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
     assert disk_cache.get("surveys", "interrupted", width_bits.Survey.schema(63)) is None
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_a_load_reports_the_progress_of_its_proof(
     target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

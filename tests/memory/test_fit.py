@@ -103,6 +103,7 @@ def test_without_a_budget_only_the_draft_gives_way() -> None:
         fitted(None, Limit("memory", alone.plan.own_bytes - 6 * MIB, "a limit"), engine="llamacpp", drafter="none")
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_weights_in_files_only_make_it_slow() -> None:
     plan = fitted(None).plan
     found = fitted(None, Limit("memory", plan.own_bytes + MIB, "what the machine has free"))
@@ -163,6 +164,7 @@ def run_plan(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_the_command_prints_parts_and_verdict() -> None:
     code, shown = run_plan("demo")
     assert code == 0 and "target: KV cache, 2048 tokens, f16" in shown and "\nfits: " in shown

@@ -1,4 +1,4 @@
-"""Contexts for several answers at once: planned, and taken by a server where they fit."""
+"""Contexts for several answers at once, as planned and as loaded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
 from edgespec.engines.model_use import WIDEST
 from edgespec.errors import ConfigError
-from edgespec.loading.requirements import head_paths, resolve_pair
-from edgespec.memory.fit import PARALLEL, usual_parallel
+from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
-from edgespec.memory.verdict import Room
 
 OPTIONS = LoadOptions("demo", context_length=1024, drafter="model")
 
@@ -62,35 +60,6 @@ def test_what_runs_elsewhere_has_cells_of_its_own_in_reproducible_mode_too(elsew
     own, shared = (cells_of(replace(options, reproducible=wanted)) for wanted in (True, False))
     assert own == 3 * -(-(500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
     assert shared == -(-(3 * 500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
-
-
-def test_a_server_takes_several_where_they_fit_and_one_elsewhere() -> None:
-    pair = resolve_pair(OPTIONS)
-    several = planned(replace(OPTIONS, parallel=PARALLEL), pair).total_bytes
-    assert usual_parallel(OPTIONS, pair, Room(several, ())) == PARALLEL
-    assert usual_parallel(OPTIONS, pair, Room(several - 1, ())) == 1
-
-
-def test_the_largest_context_comes_before_more_answers_at_once() -> None:
-    options, pair = replace(OPTIONS, context_length="auto"), resolve_pair(OPTIONS)
-    whole = planned(replace(OPTIONS, context_length=2048, parallel=PARALLEL), pair).total_bytes
-    alone = planned(replace(OPTIONS, context_length=2048), pair).total_bytes
-    assert usual_parallel(options, pair, Room(whole, ())) == PARALLEL
-    assert usual_parallel(options, pair, Room(alone, ())) == 1
-
-
-def test_a_drafter_that_serves_one_text_leaves_one() -> None:
-    pytest.importorskip("onnxruntime", reason="reading its footprint needs onnxruntime")
-    options = replace(OPTIONS, engine="onnx", drafter="early-exit", exit_layer=2)
-    assert usual_parallel(options, resolve_pair(options), Room(None, ())) == 1
-
-
-@pytest.mark.parametrize("drafter", ["eagle", "medusa", "hierarchical"])
-def test_heads_and_a_medium_model_serve_several_texts(drafter: Any) -> None:
-    options = replace(OPTIONS, drafter=drafter)
-    pair = resolve_pair(options)
-    assert drafter == "hierarchical" or head_paths(options, pair, is_cut=False)
-    assert usual_parallel(options, pair, Room(None, ())) == PARALLEL
 
 
 @pytest.mark.parametrize("given", [0, 65, "4", True])

@@ -33,7 +33,8 @@ def needed(options: LoadOptions, pair: ModelPair, target: int, draft: int) -> tu
 
 @pytest.fixture
 def options(target_path: Path, draft_path: Path) -> LoadOptions:
-    return LoadOptions(model=str(target_path), draft=draft_path, gpu_layers="auto", context_length=512)
+    chosen = {"gpu_layers": "auto", "context_length": 512, "engine": "llamacpp"}
+    return LoadOptions(model=str(target_path), draft=draft_path, **chosen)
 
 
 def test_the_target_comes_first_then_the_draft(options):
@@ -78,8 +79,17 @@ def test_without_a_device_of_ours_there_is_nothing_to_choose(options):
     assert layers(replace(options, device="none"), GIB) == (0, 0)
     assert layers(replace(options, rpc="h:1"), 0) == (-1, 0)
     assert layers(LoadOptions(model="demo", engine="onnx", gpu_layers="auto"), GIB) == (0, 0)
+    assert layers(replace(options, gpu_layers=None), GIB) == (None, None)
     fixed = replace(options, gpu_layers=3)
     assert placed(fixed, resolve_pair(fixed)) is fixed
+
+
+def test_a_gpu_is_used_where_nobody_says_how_many_layers(options, monkeypatch):
+    monkeypatch.setattr("edgespec.memory.placement.has_gpu", lambda: True)
+    options = replace(options, gpu_layers=None)
+    assert layers(options, 4 * GIB) == (-1, -1)
+    assert layers(replace(options, reproducible=True), GIB) == layers(replace(options, device="none"), GIB)
+    assert layers(replace(options, reproducible=True), GIB) == (None, None)
 
 
 def test_reproducible_mode_needs_a_number(options):

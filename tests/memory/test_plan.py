@@ -207,7 +207,7 @@ def test_what_a_model_cannot_have_is_refused_before_anything_loads(tiny_path: Pa
         plan_of(model=str(tiny_path), context_length=4096)
 
 
-def test_a_plan_of_gguf_files_imports_neither_numpy_nor_an_engine() -> None:
+def test_a_plan_of_gguf_files_for_llama_cpp_imports_neither_numpy_nor_an_engine() -> None:
     """They take longer to import than the plan takes: a third of a second for a pair of 70B and 8B."""
     heavy = ("numpy", "llama_cpp", "onnxruntime", "onnx", "rich", "jinja2", "edgespec.runtime")
     code = (

@@ -38,9 +38,10 @@ except edgespec.EdgespecError as exc:
 """
 
 
-def run_with(path: Path, limit: str, mib_left: int) -> str:
+def run_with(path: Path, limit: str, mib_left: int, engine: str) -> str:
     command = [sys.executable, "-c", CHILD, str(path), limit, str(mib_left)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    environment = {**os.environ, "EDGESPEC_KERNELS": "none"} if engine == "llamacpp" else None
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, (done.returncode, done.stderr[-500:])
     assert "Traceback" not in done.stderr
     return done.stdout.strip()
@@ -48,22 +49,29 @@ def run_with(path: Path, limit: str, mib_left: int) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
-@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx", "kernels"])
 def test_under_any_limit_a_model_works_or_says_what_it_needs(target_path: Path, limit: str, engine: str) -> None:
     """Wherever the limit lies: a library that has too little ends the process, or fails in the middle of an answer."""
-    path = target_path if engine == "llamacpp" else DEMO / "onnx" / "target" / "model.onnx"
-    found = {mib: run_with(path, limit, mib) for mib in (4, 20, 40, 57, 80, 100, 1000)}
+    path = DEMO / "onnx" / "target" / "model.onnx" if engine == "onnx" else target_path
+    found = {mib: run_with(path, limit, mib, engine) for mib in (4, 12, 20, 40, 57, 80, 100, 1000)}
     for said in found.values():
         assert said == "works" or (said.startswith("refused:") and "more memory" in said and "\n" not in said)
-    assert "is left under the limit of" in found[20]
+    assert engine == "kernels" or "is left under the limit of" in found[20]
     assert found[1000] == "works"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are kept by Linux only")
-@pytest.mark.parametrize(("limit", "mib"), [("RLIMIT_AS", 150), ("RLIMIT_AS", 300), ("RLIMIT_DATA", 90)])
-def test_a_command_that_starts_under_a_limit_fails_in_one_line(target_path: Path, limit: str, mib: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "mib"),
+    [("RLIMIT_AS", 150), ("RLIMIT_AS", 300), ("RLIMIT_DATA", 64), ("RLIMIT_DATA", 70), ("RLIMIT_DATA", 90)],
+)
+@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
+def test_a_command_that_starts_under_a_limit_fails_in_one_line(
+    target_path: Path, limit: str, mib: int, engine: str
+) -> None:
     """Where not even the libraries can be imported."""
-    command = [sys.executable, "-m", "edgespec", "generate", str(target_path), "-p", "hi", "-n", "2", "-t", "1"]
+    path = target_path if engine == "llamacpp" else DEMO / "onnx" / "target" / "model.onnx"
+    command = [sys.executable, "-m", "edgespec", "generate", str(path), "-p", "hi", "-n", "2", "-t", "1"]
     most = mib << 20
     done = subprocess.run(
         command,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.chat import argument_forms, tool_forms
 from edgespec.chat.marks import control_text
+from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form
 from edgespec.chat.tools import ToolParser
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.sampling.constraint.grammar import Grammar, compiled
@@ -24,10 +24,6 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "onnx" / "target"
-FORMS = [
-    *(tool_forms.Hermes, tool_forms.Llama, tool_forms.MistralNamed),
-    *(argument_forms.QwenXml, argument_forms.Glm, argument_forms.Gemma, argument_forms.Lfm),
-]
 SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "of itself": {
@@ -72,7 +68,7 @@ def vocabulary() -> TokenizerFile:
 
 def walks(source: str, vocabulary: TokenizerFile, count: int, most: int = 160) -> list[list[int]]:
     """Texts of random tokens that a grammar allows, up to where it may end; those without an end are left out."""
-    rng, first, found = Random(1), compiled(Grammar("grammar", source), Library(vocabulary)), []
+    rng, first, found = Random(1), compiled(Grammar("grammar", source), Library(vocabulary))[0], []
     for _ in range(count):
         matcher, ids = first.deep_copy(), list[int]()
         while len(ids) < most:
@@ -88,15 +84,15 @@ def walks(source: str, vocabulary: TokenizerFile, count: int, most: int = 160) -
     return found
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [*FORMS, *PLAIN_FORMS], ids=lambda form: form.name)
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_what_is_forced_is_a_call_that_matches(case: str, form: type[ToolParser], vocabulary: TokenizerFile) -> None:
+def test_what_is_forced_is_a_call_that_matches(case: str, form: Form, vocabulary: TokenizerFile) -> None:
     schema = {"type": "object", "additionalProperties": False} | PARAMETERS[case]
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     texts = walks(call_grammar(tools, form, vocabulary, 1, None), vocabulary, 8)
     assert len(texts) > 3
     for ids in texts:
-        parser, decoder, calls, rest = form(tools), IncrementalDecoder(vocabulary), [], ""
+        parser, decoder, calls, rest = ToolParser(form, tools), IncrementalDecoder(vocabulary), [], ""
         for text, more in (
             *(parser.push(control_text(vocabulary, token, parser.marks) + decoder.push(token)) for token in ids),
             parser.push(decoder.finish()),

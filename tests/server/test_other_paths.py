@@ -110,7 +110,7 @@ def test_before_the_model_is_loaded(model: Model):
     assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
     assert "edgespec_model_loaded 0" in client.get("/metrics").text
     service.use(model)
-    assert client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    assert client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0, "preparing": 0}
     service.require().scheduler.close()
 
 

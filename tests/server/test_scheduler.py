@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,13 +17,16 @@ import pytest
 from asgi_client import Client
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.contained import Containment
 from edgespec.errors import EdgespecError, SamplingError
-from edgespec.server import web
+from edgespec.server import app, web
 from edgespec.server.app import create_app
+from edgespec.server.facts import health
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
 from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
+from edgespec.server.services import Services
 from edgespec.server.ticket import Job, Ticket
 from waiting import reached
 
@@ -232,9 +236,10 @@ def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service,
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
 
     async def main() -> None:
-        slow = [{"role": "user", "content": "a " * 800}]  # encoding it takes longest, and it keeps its place
-        running = Client(app, stream=is_stream, logit_bias=bias, messages=slow, max_tokens=None)
+        running = Client(app, stream=is_stream, logit_bias=bias, max_tokens=None)
+        await reached(lambda: scheduler.num_running == 1)
         waiting = Client(app, stream=is_stream, logit_bias=bias)
+        await reached(lambda: scheduler.num_waiting == 1)
         last = Client(app, stream=is_stream, logit_bias=bias, max_tokens=5)
         await reached(lambda: scheduler.num_running == 1 and scheduler.num_waiting == 2)
         waiting.leave()
@@ -276,33 +281,51 @@ def test_a_client_that_leaves_just_when_its_request_is_queued(
     asyncio.run(main())
 
 
-def test_a_request_that_takes_long_to_prepare_holds_up_neither_its_client_nor_the_end(model: Model):
+def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monkeypatch: pytest.MonkeyPatch):
     """As a grammar may in native code, which nothing can interrupt."""
+    held = threading.Event()
+    monkeypatch.setitem(app._GENERATING, "/v1/chat/completions", lambda loaded, fields: held.wait())
     service = Service("demo")
-    service.limits = type(service.limits)(timeout_s=0.25)
     service.use(model)
-    scheduler, held = service.require().scheduler, threading.Event()
+    served = create_app(service)
 
     async def main() -> None:
-        stuck = asyncio.ensure_future(scheduler.prepare(held.wait))
-        late = Client(create_app(service))
-        await late.task
-        assert late.sent[0]["status"] == 504
-        left = Client(create_app(service), stream=True)
+        left = Client(served, stream=True)
+        await reached(lambda: health(Services.of(service))[1]["preparing"] == 1)
+        beside = Client(served, "/v1/completions", messages=None, prompt="Once", max_tokens=2)
+        await beside.task
+        assert beside.sent[0]["status"] == 200
         left.leave()
         await left.task
-        assert left.sent[0]["status"] == 499 and scheduler.num_waiting == scheduler.num_running == 0
+        assert left.sent[0]["status"] == 499
+        service.limits = replace(service.limits, timeout_s=0.25)
+        late = Client(served)
+        await late.task
+        assert late.sent[0]["status"] == 504
         held.set()
-        assert await stuck
 
     asyncio.run(main())
-    scheduler.close()
+    service.require().scheduler.close()
+
+
+def test_what_a_client_waited_for_in_a_child_ends_with_it(scheduler: Scheduler):
+    children = Containment("time", most=1, limit_s=60)
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(scheduler.prepare(children.run, time.sleep, 600))
+        await reached(lambda: scheduler.num_preparing == 1)
+        waiting.cancel()
+        await reached(lambda: scheduler.num_preparing == 0)
+
+    asyncio.run(main())
+    assert children.run(len, "abc") == 3
+    children.close()
 
 
 def test_a_thread_that_is_stuck_does_not_keep_the_process():
     code = (
-        "import threading; from edgespec.server.one_thread import OneThread; "
-        "thread = OneThread('x'); assert thread.submit(lambda: 5).result() == 5; "
+        "import threading; from edgespec.server.daemon_threads import DaemonThreads; "
+        "thread = DaemonThreads('x'); assert thread.submit(lambda: 5).result() == 5; "
         "thread.submit(threading.Event().wait); unused = thread.submit(print); unused.cancel(); thread.close()"
     )
     ended = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, check=False)

@@ -119,7 +119,7 @@ def test_lists_say_what_can_be_asked_for_and_what_is_loaded(host: Host):
     assert host[ONNX].num_loads == 0
     host.ask(ONNX)
     assert status() == ["unloaded", "loaded"] and names("/api/tags") == [GGUF, ONNX] and names("/api/ps") == [ONNX]
-    assert host.client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    assert host.client.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0, "preparing": 0}
     metrics = host.client.get("/metrics").text
     assert f'\nedgespec_model_loaded{{model="{GGUF}"}} 0\nedgespec_model_loaded{{model="{ONNX}"}} 1\n' in metrics
     host.ask(GGUF)
@@ -157,7 +157,7 @@ def test_a_request_for_another_model_waits_for_the_answers_that_run(host: Host, 
         late = Client(host.app, model=GGUF, max_tokens=4)  # behind the others, which came before
         await reached(lambda: host[GGUF].service.num_waiting == 1)
         assert not running.task.done() and host[ONNX].num_loads == 0 and not late.sent and not whole.sent
-        assert host.client.get("/health").json() == {"status": "ok", "running": 1, "waiting": 3}
+        assert host.client.get("/health").json() == {"status": "ok", "running": 1, "waiting": 3, "preparing": 0}
         for client in (running, waiting, whole, late):
             await client.task
             assert client.sent[0]["status"] == 200 and b'"error":{' not in client.body

@@ -8,21 +8,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from edgespec.chat.argument_forms import Gemma, Glm, Lfm, MiniCpm, QwenXml
-from edgespec.chat.tool_forms import (
-    Apriel,
-    Channels,
-    Hermes,
-    Llama,
-    Mistral,
-    MistralNamed,
-    MistralNamedWithId,
-    Nemotron,
-    Phi,
-    PhiSingle,
-)
+from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form
 from edgespec.chat.tools import ToolParser
 from edgespec.server import structure
+from edgespec.server.web import NOTES
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -44,8 +33,6 @@ def tool(name: str, parameters: dict[str, Any] = SCHEMA) -> dict[str, Any]:
 
 
 TOOLS = [tool("BookTable"), tool("FindTable")]
-JSON_FORMS = [Hermes, Llama, Mistral, MistralNamed, MistralNamedWithId, Phi, PhiSingle, Nemotron, Apriel, Channels]
-ARGUMENT_FORMS = [QwenXml, Glm, Gemma, Lfm, MiniCpm]
 MANY = {  # every kind of argument, most of them optional
     "type": "object",
     "properties": {
@@ -88,6 +75,38 @@ def test_a_response_format_is_kept_with_and_without_speculation(client: TestClie
     assert len(texts) == 1
     loose = post(client, CHAT, response_format={"type": "json_object"}, max_tokens=16)["choices"][0]["message"]
     assert loose["content"].startswith("{")
+
+
+def test_what_of_a_schema_is_not_kept_is_a_note(client: TestClient):
+    """For an answer that comes as a stream the headers are sent before: a comment at its end."""
+    both = {"oneOf": [{"type": "integer", "minimum": 5, "maximum": 9}, {"type": "integer", "minimum": 7, "maximum": 9}]}
+    schema = {"type": "object", "properties": {"n": both}, "required": ["n"], "additionalProperties": False}
+    asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 40}
+    found = set()
+    for least in (5, 7):
+        both["oneOf"][0] = {"type": "integer", "minimum": least, "maximum": 9}
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        whole = client.post(CHAT, json=asked | {"response_format": form})
+        value = json.loads(whole.json()["choices"][0]["message"]["content"])["n"]
+        note = whole.headers[NOTES]
+        assert "oneOf is taken as anyOf" in note and ("does not match the whole schema" in note) == (value >= 7)
+        stream = client.post(CHAT, json=asked | {"response_format": form, "stream": True})
+        assert ("\n\n: the answer does not match the whole schema" in stream.text) == (value >= 7)
+        found.add(value >= 7)
+    assert True in found
+    secret = {"type": "object", "properties": {"city": {"type": "string", "format": "password", "maxLength": 8}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": secret}}
+    answered = client.post(CHAT, json=asked | {"response_format": form})
+    assert answered.headers[NOTES] == "the format 'password' is not enforced"
+
+
+def test_an_id_of_64_bits_is_never_another_one(client: TestClient):
+    ban = tool("ban", {"type": "object", "properties": {"user": {"enum": [1145141919810364365]}}, "required": ["user"]})
+    fields = {"messages": QUESTION, "tools": [ban], "tool_choice": "required"}
+    answered = client.post(CHAT, json=fields)
+    assert answered.status_code == 400
+    words = "tools.0.function.parameters cannot be used: at properties.user: the value 1145141919810364365 cannot be"
+    assert words in answered.json()["error"]["message"]
 
 
 def test_llama_cpps_fields_work_in_chats_and_completions(client: TestClient):
@@ -189,14 +208,14 @@ def test_tools_and_a_schema_answer_with_one_of_both(client: TestClient):
         jsonschema.validate(value, SCHEMA)
 
 
-@pytest.mark.parametrize("parser", [*JSON_FORMS, *ARGUMENT_FORMS])
+@pytest.mark.parametrize("form", [*FORMS, *PLAIN_FORMS], ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "schema",
     [SCHEMA, SHARING, MANY, MANY | {"required": ["guest", "seats", "size"]}, {"type": "object", "properties": {}}],
     ids=["plain", "sharing", "optional", "required", "none"],
 )
 def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
-    client: TestClient, service: Any, parser: type[ToolParser], schema: dict[str, Any]
+    client: TestClient, service: Any, form: Form, schema: dict[str, Any]
 ):
     """Whatever the model of a format would write under the grammar; the demo writes it here, at a high temperature."""
     from edgespec import GenerateOptions, Sampling
@@ -204,11 +223,11 @@ def test_what_the_grammar_of_calls_allows_is_what_the_parser_reads(
     model = service.require().model
     tools = [tool("f", schema), tool("g", schema)]
     options = structure.forced_calls(
-        service.require(), GenerateOptions(max_tokens=600), tools, "required", parser, parallel=True
+        service.require(), GenerateOptions(max_tokens=600), tools, "required", form, parallel=True
     )
     found = model.generate("x", Sampling(temperature=1.0, seed=2), options)
     assert found.finish_reason == "stop", found.text
-    reader = parser(tools)
+    reader = ToolParser(form, tools)
     shown, calls = reader.push(found.text)
     rest, more = reader.finish()
     assert not (shown + rest).strip() and {call.name for call in calls + more} <= {"f", "g"} and calls + more
@@ -225,9 +244,10 @@ def test_a_forced_call_argument_by_argument_has_to_know_them(client: TestClient,
     from edgespec import GenerateOptions
     from edgespec.server.http_errors import HttpError
 
+    bare = next(form for form in FORMS if form.name == "qwen_xml")
     with pytest.raises(HttpError, match="must name every argument"):
         structure.forced_calls(
-            service.require(), GenerateOptions(), [tool("f", parameters)], "required", QwenXml, parallel=True
+            service.require(), GenerateOptions(), [tool("f", parameters)], "required", bare, parallel=True
         )
 
 

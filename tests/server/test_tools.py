@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from edgespec.chat.tool_forms import tool_parser
-from edgespec.chat.tools import Enclosed, ToolParser
+from edgespec.chat.tool_forms import call_form
+from edgespec.chat.tools import ToolParser
 
 HERMES = "{% if tools %}<tool_call>{% endif %}"
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
@@ -41,9 +41,9 @@ Found = tuple[str, list[tuple[str, dict]]]
 
 def parse(template: str, text: str, step: int) -> Found:
     """Text and calls of an answer that comes `step` characters at a time."""
-    kind = tool_parser(template)
+    kind = call_form(template)
     assert kind is not None
-    parser: ToolParser = kind(TOOLS)
+    parser = ToolParser(kind, TOOLS)
     shown, calls = "", []
     for begin in range(0, len(text), step):
         if parser.is_over:
@@ -187,13 +187,13 @@ def test_calls_and_text_are_told_apart(template: str, text: str, expected: Found
                                       "{{ tools }}<tool_calls>[{}]</tool_calls> after <tool_call>",
                                       "{{ tools }}<|tool_call|>[", "{{ tools }}"])  # fmt: skip
 def test_a_format_that_is_not_known_has_no_parser(template: str | None):
-    assert tool_parser(template) is None
+    assert call_form(template) is None
 
 
 @pytest.mark.parametrize("template", [XML, GLM, MINICPM, GEMMA, LFM, CHANNELS, HERMES, NEMOTRON])
 def test_a_written_call_is_read_back(template: str):
     """As templates that show no calls of earlier turns get them."""
-    kind = tool_parser(template)
+    kind = call_form(template)
     assert kind is not None
     calls = [("f", {"a": "« x »\n<y> & 5", "n": None, "b": False, "l": [1, {"k": "v"}]}), ("g", {})]
     calls = calls[:1] if not kind.takes_several else calls
@@ -202,19 +202,19 @@ def test_a_written_call_is_read_back(template: str):
 
 @pytest.mark.parametrize("template", [XML, GLM, MINICPM, GEMMA, LFM])
 def test_whatever_a_model_writes_is_a_call_or_stays_text(template: str):
-    kind = tool_parser(template)
+    kind = call_form(template)
     assert kind is not None
     junk = [
         "{[1]}", "{{1: 2}}", "a." * 600 + "f(x=1)", "f(a=0x" + "1" * 5000 + ")", "1" * 5000, "\n" * 5000, "'" * 3000,
         "</parameter>" * 800, "<arg_key>a</arg_key>\n<arg_value>1</arg_value> and\n" * 400, '"\\ud83d"', "\\" * 3000,
         '<param name="a">' * 800, "{" * 3000, "[" * 3000, "f(a=[" * 500, "1e999",
     ]  # fmt: skip
-    begin = {XML: "<function=f><parameter=l>", GLM: "f<arg_key>l</arg_key><arg_value>", MINICPM: '"f"><param name="l">',
-             GEMMA: "call:f{l:", LFM: "[f(l="}[template]  # fmt: skip
+    begin = {XML: "<function=f><parameter=l>", GLM: "f<arg_key>l</arg_key><arg_value>", GEMMA: "call:f{l:",
+             MINICPM: '<function name="f"><param name="l">', LFM: "[f(l="}[template]  # fmt: skip
     end = {XML: "</parameter></function>", GLM: "</arg_value>", MINICPM: "</param>", GEMMA: "}", LFM: ")]"}[template]
-    assert issubclass(kind, Enclosed)
-    for text in (f"{kind.opening}{begin}{each}{end}{kind.closing}" for each in junk):
-        parser = kind(TOOLS)
+    opening = "" if template == MINICPM else kind.opens[0]
+    for text in (f"{opening}{begin}{each}{end}{kind.closes[0]}" for each in junk):
+        parser = ToolParser(kind, TOOLS)
         shown, calls = parser.push(text)
         rest, more = parser.finish()
         for call in calls + more:

@@ -35,14 +35,15 @@ SMALL_BLOCKS = [kind for kind in SCALES if GGML_QUANT_SIZES[GGMLQuantizationType
 
 def activation_block(kind: str) -> int:
     """Inputs of a row of activations that share a scale; 1: activations are not quantised."""
-    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
 
 
 def random_rows(kind: str, outputs: int, inputs: int, rng: np.random.Generator) -> Bytes:
     """Rows [outputs, bytes] with any codes and small scales, of both signs."""
     if kind not in SCALES:
         weights = rng.standard_normal((outputs, inputs)).astype(np.float32)
-        return quantize(weights, GGMLQuantizationType[kind]).view(np.uint8).reshape(outputs, -1)
+        made: Bytes = quantize(weights, GGMLQuantizationType[kind]).view(np.uint8).reshape(outputs, -1)
+        return made
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rows = rng.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
     for at in SCALES[kind]:
@@ -53,11 +54,14 @@ def random_rows(kind: str, outputs: int, inputs: int, rng: np.random.Generator) 
 
 def dequantised(kind: str, rows: Bytes) -> Floats:
     data = rows.view(FLOATS[kind]) if kind in FLOATS else rows
-    return dequantize(data, GGMLQuantizationType[kind]).astype(np.float32)
+    found: Floats = dequantize(data, GGMLQuantizationType[kind]).astype(np.float32)
+    return found
 
 
 def packed(kind: str, rows: Bytes, inputs: int) -> Bytes:
-    out = np.empty(tiles.packed_bytes(kind, len(rows), inputs), np.uint8)
+    size = tiles.packed_bytes(kind, len(rows), inputs)
+    assert size is not None
+    out = np.empty(size, np.uint8)
     assert tiles.pack(kind, rows, inputs, out)
     return out
 

@@ -6,6 +6,7 @@ typed error that the caller gets.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -46,9 +47,19 @@ def library() -> Any:
     except IMPORT_FAILURES as exc:
         require_engine("llamacpp", "this command")
         raise not_importable("a GGUF file", exc, "llama-cpp-python") from exc
+    _close_at_exit()
     llama_cpp.llama_log_set(_log_callback(llama_cpp), None)
     llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+def _close_at_exit() -> None:
+    """The package opens the null device when it is imported, and Python warns of files that nobody has closed."""
+    with contextlib.suppress(ImportError, AttributeError):  # no part of its interface
+        from llama_cpp import _utils
+
+        for file in (_utils.outnull_file, _utils.errnull_file):
+            atexit.register(file.close)
 
 
 def is_loaded() -> bool:

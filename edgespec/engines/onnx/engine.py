@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,7 +92,7 @@ class OnnxEngine(BookedEngine):
             max_batch=limits.widest,
             can_rollback=True,
             can_tree=self._caches.can_tree,
-            weight_bytes=graph.weight_bytes,
+            weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=passes.bytes_per_token,
             width_classes=(),
             pinned_class=None,
@@ -134,10 +135,12 @@ class OnnxEngine(BookedEngine):
         if reproducible is None and is_known_free(key, widest):
             settings = replace(settings, reproducible=True)  # each sequence gets a cache of its own
         cells = settings.cells(graph)
-        scales = cache_scales(source, graph, settings) if settings.cache_type == "int8" else None
+        read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
         is_short = graph.max_positions is not None and graph.max_positions < cells
-        if scales is not None or is_short or source.max_positions is not None:
-            graph = read_graph(source, scales, cells, hidden_states=use.hidden_states, state_layers=use.state_layers)
+        if is_short or source.max_positions is not None:
+            graph = read(cells=cells)
+        if settings.cache_type == "int8":
+            graph = read(cache_scales(source, graph, settings), cells)
         engine = cls(source, graph, settings, config, opened)
         engine.state_layers = use.state_layers
         check_logits(engine, path)

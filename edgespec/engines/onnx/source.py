@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, Stat
 from edgespec.formats.files import write_atomically
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import once
-from edgespec.formats.gguf.model import GgufModel, read_model
+from edgespec.formats.gguf.model import KINDS, GgufModel, read_model
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
 from edgespec.formats.gguf.weights import GgufTensors
@@ -42,6 +42,9 @@ from edgespec.formats.onnx.tensors import MemoryWriter
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
 from edgespec.kernels import tiles
+
+if TYPE_CHECKING:
+    from edgespec.engines.onnx.graph import Graph
 
 ALIGNMENT, TILE_ROWS = 64, 16  # bytes at which tiles begin, outputs of one
 CHUNK_BYTES = 4 << 20  # of a file that a thread packs at once
@@ -74,6 +77,10 @@ class Source(ABC):
     @abstractmethod
     def tokenizer_bytes(self) -> int:
         """Size of its tokenizer.json, or what it is at most."""
+
+    def weight_bytes(self, graph: Graph) -> int:
+        """Bytes of all weights, as they are in the files."""
+        return graph.weight_bytes
 
     def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
         """The weights that a session of `graph(cells)` has to be given, by name."""
@@ -161,6 +168,9 @@ class GgufFile(Source):
         data, weights = MemoryWriter(), GgufTiles(self._model)
         return llama_graph(config, data, lambda nodes: Tiles(weights, nodes)), data
 
+    def weight_bytes(self, graph: Graph) -> int:
+        return sum(tensor.num_bytes for tensor in self._model.header.tensors)
+
     def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
         _, data = self._write(cells)
         if not self._packed:
@@ -211,16 +221,18 @@ def readable_model(path: Path) -> GgufModel:
 def _readable_model(path: Path) -> GgufModel:
     header = check_gguf(path)
     if len(model_files(path)) > 1:
-        raise CapabilityError(f"{path} is one of several files of a model, which llama.cpp alone reads")
+        raise CapabilityError("it is one of several files of a model")
+    if header.architecture not in KINDS:
+        raise CapabilityError(f"the kernels have no architecture {header.architecture!r}, only {', '.join(KINDS)}")
     try:
         model = read_model(path, header)
         splitter_of(header)
     except ModelFileError as exc:
-        raise CapabilityError(str(exc)) from exc
+        raise CapabilityError(str(exc).removeprefix(f"{path} cannot be converted to ONNX: ")) from exc
     weights = GgufTensors(model)
     for name, (tensor, _) in model.tensors.items():
         if len(tensor.shape) > 1 and tiles.packed_bytes(tensor.kind, *weights.shape(name)) is None:
-            raise CapabilityError(f"{path} holds {tensor.name} as {tensor.kind} {tensor.shape}, which our kernels lack")
+            raise CapabilityError(f"it holds {tensor.name} as {tensor.kind} {tensor.shape}, which the kernels lack")
     return model
 
 

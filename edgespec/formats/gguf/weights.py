@@ -58,8 +58,11 @@ class GgufTensors:
         return found if order is None else found[order]
 
     def wrong_numbers(self, name: str) -> ModelFileError:
-        """The error of a tensor that holds infinity or NaN."""
-        return ModelFileError(f"{self._path}: the tensor {name} holds infinity or NaN. Download it again")
+        """The error of a matrix that holds infinity or NaN."""
+        return self._wrong_numbers(self._matrix(name)[0])
+
+    def _wrong_numbers(self, tensor: TensorInfo) -> ModelFileError:
+        return ModelFileError(f"{self._path}: the tensor {tensor.name} holds infinity or NaN. Download it again")
 
     def _matrix(self, name: str) -> tuple[TensorInfo, Tensor]:
         return self._tensors[EMBEDDING if name == HEAD and self.is_tied else name]
@@ -96,7 +99,7 @@ class GgufTensors:
 
     def _checked(self, values: NDArray[np.float32], tensor: TensorInfo) -> NDArray[np.float32]:
         if not np.isfinite(values).all():
-            raise self.wrong_numbers(tensor.name)
+            raise self._wrong_numbers(tensor)
         return values
 
 

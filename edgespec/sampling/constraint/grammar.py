@@ -8,33 +8,38 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from edgespec.config import GenerateOptions
+from edgespec.contained import Containment, Overrun
 from edgespec.errors import ConfigError
-from edgespec.sampling.constraint.divisors import embedded_schemas, refuse_large_divisors
-from edgespec.sampling.constraint.library import Library
+from edgespec.installation import install_command, is_importable
+from edgespec.sampling.constraint.library import Library, on_stack, tried
+from edgespec.sampling.constraint.schema import cleaned, place_of, with_cleaned_schemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Kind = Literal["json_schema", "grammar", "regex"]
 # As Python's json.dumps writes it. One fixed layout leaves punctuation no choice, so that it can be drafted, and a
-# model cannot fill an answer with blanks. A schema may ask for another one under "x-guidance".
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAPS, _LISTS, _SINGLE = (
-    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
-    ("anyOf", "oneOf", "allOf", "prefixItems"),
-    ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
-)
+# model cannot fill an answer with blanks. A schema may ask for another one under "x-guidance". Which of `oneOf` is
+# meant where several fit is only known at the end: the answer is checked then.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+# llguidance calls itself once for each link of a chain of rules or references: 10 KiB of stack each at most, measured
+# for objects, whose 1,000 overflow the 8 MiB of a thread on Linux. It limits nesting itself, but neither chains nor the
+# time that a schema takes, which doubles with each `anyOf` that is merged into another (1.5 kB: 11 s). So it compiles
+# every grammar in a child first, and here what has passed there, on more stack.
+MOST_LINKS = 4000
+_MOST_LEVELS = 120  # of lists and objects, as the library's reader of JSON has it
+_MOST_SAID = 800  # characters
+_LINK_BYTES, _STACK_BYTES = 16 << 10, 4 << 20
+_CHILDREN = Containment(__name__, most=4, limit_s=2.0, niceness=10)
+_RULE, _REFERENCE = re.compile(r"(?m)^[ \t]*[?!]?[A-Za-z_]\w*"), re.compile(r'"\$ref"\s*:\s*("(?:[^"\\]|\\.)*")')
 _TO_ESCAPE, _ESCAPED = re.compile(r"(?s)\\.|[/\n]"), {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
-_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\[])+/|//[^\n]*|\b[A-Z][A-Z0-9_]*\b')
-_CLASS = re.compile(r"(?s)\[\^((?:\\.|[^\]\\])*)\]")
 _CODE_POINT = re.compile(r"(?s)\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)")
-_MOST_PLACES = 256  # parts of a schema that are tried to find the one at fault
+_WORDS, _LARK_NAME, _OTHER_NAME = re.compile(r"([a-z])([A-Z])"), re.compile(r"[a-z][a-z0-9_]*"), "rule_number_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,63 +60,55 @@ class Grammar:
         given = ((kind, getattr(options, kind)) for kind in kinds)
         return next((cls(kind, text, options.free_until) for kind, text in given if text is not None), None)
 
-    @property
-    def source(self) -> str:
-        """In llguidance's own form. Raises ConfigError for a GBNF grammar that does not parse."""
-        grammars = [_body(self.kind, self.text)]
-        if self.free_until is not None:
-            # A lazy rule is over as soon as the text is complete; models put empty lines behind it.
-            lark = f"start: preamble gap @body\npreamble[lazy]: /(?s:.*){escaped(self.free_until)}/\ngap: /\\n{{0,2}}/"
-            grammars = [{"lark_grammar": lark}, {"name": "body"} | grammars[0]]
-        return json.dumps({"grammars": grammars})
-
-
-def _body(kind: Kind, text: str) -> dict[str, Any]:
-    if kind == "json_schema":
-        return {"json_schema": laid_out(_parsed(text))}
-    if kind == "regex":
-        return {"lark_grammar": f"start: TEXT\nTEXT: /{_slashed(text)}/"}
-    return {"lark_grammar": _as_lark(text)}
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """The JSON schema `text` as the library is given it."""
-    return _cleaned(json.loads(text))
-
-
-def _cleaned(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema`, changed: without what asks for nothing but is a word that the library refuses."""
-    for _, part in _all_parts(schema):
-        if part.get("uniqueItems") is False:
-            del part["uniqueItems"]
-        if isinstance(pattern := part.get("pattern"), str):
-            part["pattern"] = _CLASS.sub(_without_controls, pattern)
-    return schema
-
-
-def _without_controls(found: re.Match[str]) -> str:
-    """The library lets a class that leaves out a quotation mark or backslash, but no control character, have them."""
-    return f"[^\\x00-\\x1f{found[1]}]" if '"' in found[1] or "\\\\" in found[1] else found[0]
-
 
 def laid_out(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` with the layout of the JSON that it describes, where it gives none itself."""
     own = schema.get("x-guidance")
-    return {**_cleaned(deepcopy(dict(schema))), "x-guidance": LAYOUT | (own if isinstance(own, dict) else {})}
+    return {**schema, "x-guidance": LAYOUT | (own if isinstance(own, dict) else {})}
 
 
 def _as_lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+    from llguidance.gbnf_to_lark import is_lark_syntax
 
     if is_lark_syntax(text):
         return text
     try:
-        lark = str(any_to_lark(_CODE_POINT.sub(_spelled, text)))
-    except Exception as exc:  # a rule that is missing has no type of its own there
+        return _of_gbnf(_CODE_POINT.sub(_spelled, text))
+    except ConfigError:
+        raise
+    except Exception as exc:  # the reader's errors have no common type
         raise ConfigError(f"grammar cannot be used: {str(exc) or 'it is nested too deeply'}") from exc
-    # Rules without others become terminals, which read as much as they can: GBNF's rules try every length.
-    names = set(re.findall(r"(?m)^([A-Z][A-Z0-9_]*)\s*:", lark))
-    return _LARK.sub(lambda found: found[0].lower() if found[0] in names else found[0], lark)
+
+
+def _of_gbnf(text: str) -> str:
+    """A GBNF grammar as Lark. All rules stay rules, which try every length: Lark's terminals read as much as they can.
+
+    The library's own way from the parsed rules on takes time with the square of their number.
+    """
+    from llguidance.gbnf_to_lark import GrammarParser, RuleRefNode
+
+    rules = GrammarParser().parse(text)
+    if "root" not in rules:
+        raise ConfigError("grammar cannot be used: No 'root' rule found")
+    names, taken = {"root": "start"}, {"start"}
+    for number, name in enumerate(rules):
+        lark = _WORDS.sub(r"\1_\2", name.replace("-", "_")).lower()
+        if lark in taken or not _LARK_NAME.fullmatch(lark):
+            lark = f"{_OTHER_NAME}{number}"
+        taken.add(lark)
+        names.setdefault(name, lark)
+    for rule in rules.values():
+        rule.alternatives = rule.alternatives.simplify()
+        rest = [rule]
+        while rest:
+            node = rest.pop()
+            if isinstance(node, RuleRefNode):
+                if node.name not in rules:
+                    raise ConfigError(f"grammar cannot be used: Rule '{node.name}' not found")
+                node.name = names[node.name]
+            rest += node.children()
+        rule.name = names[rule.name]
+    return "%llguidance {}\n\n" + "\n".join(map(str, rules.values()))
 
 
 def _spelled(found: re.Match[str]) -> str:
@@ -135,87 +132,107 @@ def escaped(text: str) -> str:
     )
 
 
-def compiled(grammar: Grammar, library: Library) -> LLMatcher:
+class Checked(NamedTuple):
+    """A grammar that compiles. `source`: in llguidance's own form; `num_links`: rules and references, which may chain.
+
+    `notes`: what of it is not kept. `schema`: the whole one, where it allows less than what can be kept while an answer
+    is written, so that the answer is to be checked; else "".
+    """
+
+    source: str
+    num_links: int
+    notes: tuple[str, ...] = ()
+    schema: str = ""
+
+
+def compiled(grammar: Grammar, library: Library) -> tuple[LLMatcher, Checked]:
     """A matcher at the beginning of an answer. Raises ConfigError, which names the place of a mistake."""
     try:
-        return _compiled(grammar, library)
+        found = _CHILDREN.run(checked, grammar)
+    except Overrun as exc:
+        raise ConfigError(f"{grammar.kind} cannot be used: {exc}; use a simpler one") from exc
+    matcher = on_stack(2 * _STACK_BYTES + found.num_links * _LINK_BYTES, lambda: library.matcher(found.source))
+    if matcher.is_error():
+        raise ConfigError(f"{grammar.kind} cannot be used: {_short(matcher.get_error().strip())}")
+    return matcher, found
+
+
+def checked(grammar: Grammar) -> Checked:
+    """`grammar` without a mistake that shows before tokens are known. To be called in a child process."""
+    try:
+        return _checked(grammar)
     except RecursionError as exc:
-        raise ConfigError(f"{grammar.kind} cannot be used: it is nested too deeply") from exc
+        raise ConfigError(
+            f"{grammar.kind} cannot be used: it is nested too deeply: {_MOST_LEVELS} levels are allowed"
+        ) from exc
 
 
-def _compiled(grammar: Grammar, library: Library) -> LLMatcher:
-    schema = _parsed(grammar.text) if grammar.kind == "json_schema" else None
-    for each in embedded_schemas(grammar.text) if schema is None else (schema,):
-        refuse_large_divisors(each, grammar.kind)
-    matcher = library.matcher(grammar.source)
-    if not matcher.is_error():
-        if schema is not None:
-            _refuse_counts(schema)
-        return matcher
-    problem = matcher.get_error().strip()
-    if schema is not None:
-        raise ConfigError(f"json_schema cannot be used: {_place(schema, problem, library)}{_first_line(problem)}")
-    raise ConfigError(f"{grammar.kind} cannot be used: {problem}")
+def _checked(grammar: Grammar) -> Checked:
+    notes: list[str] = []
+    schema: dict[str, Any] | None = None
+    if grammar.kind == "json_schema":
+        schema = cleaned(json.loads(grammar.text), grammar.kind, notes)
+        body: dict[str, Any] = {"json_schema": laid_out(schema)}
+    elif grammar.kind == "regex":
+        body = {"lark_grammar": f"start: TEXT\nTEXT: /{_slashed(grammar.text)}/"}
+    else:
+        body = {"lark_grammar": with_cleaned_schemas(_as_lark(grammar.text), notes)}
+    num_links = _num_links(body)
+    if num_links > MOST_LINKS:
+        what = "$ref to different places" if schema is not None else "rules"
+        raise ConfigError(f"{grammar.kind} cannot be used: it has {num_links} {what}; at most {MOST_LINKS} are allowed")
+    grammars = [body]
+    if grammar.free_until is not None:
+        # A lazy rule is over as soon as the text is complete; models put empty lines behind it.
+        lark = f"start: preamble gap @body\npreamble[lazy]: /(?s:.*){escaped(grammar.free_until)}/\ngap: /\\n{{0,2}}/"
+        grammars = [{"lark_grammar": lark}, {"name": "body"} | body]
+    source = json.dumps({"grammars": grammars})
+    problem, warnings = on_stack(_STACK_BYTES + num_links * _LINK_BYTES, lambda: tried(source))
+    if problem and schema is not None:
+        if problem.startswith("recursion limit"):
+            raise RecursionError
+        place = place_of(schema, problem, lambda part: tried(part)[0])
+        # Errors of a pattern take several lines: the pattern, a mark and the reason.
+        raise ConfigError(f"json_schema cannot be used: {place}{_short(' '.join(problem.split()))}")
+    if "row has" in problem:
+        raise ConfigError(f"{grammar.kind} cannot be used: {_short(problem)}")
+    has_choice = any("oneOf" in each for each in warnings)
+    if has_choice:
+        notes.append("oneOf is taken as anyOf: its parts cannot be told apart while the answer is written")
+    return Checked(source, num_links, tuple(notes), grammar.text if has_choice and schema is not None else "")
 
 
-def _refuse_counts(schema: dict[str, Any]) -> None:
-    """Raises ConfigError for a `minProperties` that a repeated name would meet: the library counts it every time."""
-    for path, part in _all_parts(schema):
-        least, required = part.get("minProperties", 0), part.get("required", [])
-        if not (isinstance(least, int) and isinstance(required, list)):
-            continue  # in a definition that nothing uses, which the library did not read
-        named = len({name for name in required if isinstance(name, str)})
-        if least > named + 1:
-            place = f"at {path}: " if path else ""
-            raise ConfigError(
-                f"json_schema cannot be used: {place}minProperties {least} cannot be kept, as an answer may repeat a "
-                f"name: list all names but one under required, where {named} are now"
-            )
+def mismatch(schema: str, answer: str) -> str:
+    """Why the JSON `answer` does not match a JSON schema, "" if it does, in a line that can be a note."""
+    if not is_importable("jsonschema"):
+        return f"the answer was not checked against the whole schema: {install_command('structured')}"
+    try:
+        return _CHILDREN.run(_mismatch, schema, answer)
+    except Overrun as exc:
+        return f"the answer was not checked against the whole schema: {exc}"
 
 
-def _all_parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(path, schema) of a schema and of all inside it."""
-    rest = [("", schema)]
-    while rest:
-        path, part = rest.pop()
-        yield path, part
-        rest += [(f"{path}.{name}" if path else name, below) for name, below in _parts(part)]
+def _mismatch(schema: str, answer: str) -> str:
+    from jsonschema.exceptions import best_match
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from referencing import Registry
+
+    given = json.loads(schema)
+    checker = validator_for(given, default=Draft202012Validator)(given, registry=Registry())  # which fetches nothing
+    try:
+        worst = best_match(checker.iter_errors(json.loads(answer)))
+    except Exception as exc:  # a reference that leads nowhere, a pattern that Python does not know
+        return f"the answer was not checked against the whole schema: {type(exc).__name__}"
+    return "" if worst is None else f"the answer does not match the whole schema: {worst.message[:200]}"
 
 
-def _first_line(problem: str) -> str:
-    """Errors of a pattern take several lines: the pattern, a mark and the reason."""
-    return " ".join(problem.split())
+def _short(problem: str) -> str:
+    """An error of the library without the middle of a long pattern; the reason is at its end."""
+    return problem if len(problem) <= _MOST_SAID else f"{problem[: _MOST_SAID // 2]} ... {problem[-_MOST_SAID // 2 :]}"
 
 
-def _place(schema: dict[str, Any], problem: str, library: Library) -> str:
-    """`at properties.age: `, the smallest part of `schema` that has the same problem alone; empty for the whole."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    path, part, tried = "", schema, 0
-    while True:
-        for name, below in _parts(part):
-            tried += 1
-            if tried > _MOST_PLACES:
-                return f"at {path}: " if path else ""
-            found = library.matcher(json.dumps({"grammars": [{"json_schema": shared | below}]}))
-            if found.is_error() and found.get_error().strip() == problem:
-                path, part = f"{path}.{name}" if path else name, below
-                break
-        else:
-            return f"at {path}: " if path else ""
-
-
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas directly inside a schema, with their names."""
-    for key in _MAPS:
-        inner = schema.get(key)
-        for name, part in inner.items() if isinstance(inner, dict) else ():
-            if isinstance(part, dict):
-                yield f"{key}.{name}", part
-    for key in _LISTS:
-        listed = schema.get(key)
-        for index, part in enumerate(listed) if isinstance(listed, list) else ():
-            if isinstance(part, dict):
-                yield f"{key}.{index}", part
-    for key in _SINGLE:
-        if isinstance(part := schema.get(key), dict):
-            yield key, part
+def _num_links(body: Mapping[str, Any]) -> int:
+    if "lark_grammar" in body:
+        text = body["lark_grammar"]
+        return len(_RULE.findall(text)) + len(set(_REFERENCE.findall(text)))
+    return len(set(_REFERENCE.findall(json.dumps(body))))

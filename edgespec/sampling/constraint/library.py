@@ -6,15 +6,22 @@ an error in it, which every caller asks for. What this file does not know: what 
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from edgespec.errors import CapabilityError
 from edgespec.installation import IMPORT_FAILURES, install_command, is_importable, not_importable
 from edgespec.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+Returned = TypeVar("Returned")
 
 _SPECIAL = b"\xff"  # llguidance's mark of a token that no text spells
 _APART = "\n"  # text before which tokenizers with a leading blank add none
@@ -83,7 +90,76 @@ class Library:
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of `grammar`, in llguidance's own form; an error in it is left in the matcher."""
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
-        # The library's own limits: what they let through compiles in less than a second and takes some megabytes.
-        return LLMatcher(self.tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        return LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    # One step takes time with the square of the rules that it may begin: a second for 40,000 symbols. 128 tools of 20
+    # parameters, 110 kB, have 30,000.
+    return LLParserLimits(verbose_errors=False, max_grammar_size=40_000)
+
+
+class _Bytes:
+    """A vocabulary of all bytes and an end, which is made in no time."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id, bos_token_id = 256, None
+    tokens = (*(bytes([byte]) for byte in range(256)), _SPECIAL + b"end")
+    special_token_ids = (256,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+@lru_cache(maxsize=1)
+def _byte_tokenizer() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    tokens: Any = _Bytes()
+    return LLTokenizer(tokens, n_vocab=257, eos_token=256)
+
+
+def tried(grammar: str) -> tuple[str, list[str]]:
+    """(what is wrong with a grammar in llguidance's own form, "" if nothing is; the library's warnings).
+
+    Its first step is taken: that finds one with too many rules to begin with. Tokens of a model are not known here.
+    """
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0, limits=_limits())
+    if not matcher.is_error():
+        (allowed,) = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()
+        if allowed.size and allowed[0] < _Bytes.eos_token_id:
+            matcher.consume_token(int(allowed[0]))
+    return matcher.get_error().strip(), matcher.get_grammar_warnings()
+
+
+_starting = threading.Lock()  # the size of a stack is a setting of the process
+
+
+def on_stack(num_bytes: int, function: Callable[[], Returned]) -> Returned:
+    """`function()` in a thread with so much stack. Raises what it raises, and CapabilityError without memory for it."""
+    result: Future[Returned] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except Exception as exc:  # the caller gets it
+            result.set_exception(exc)
+
+    thread = threading.Thread(target=run, name="edgespec-stack", daemon=True)
+    with _starting:
+        before = threading.stack_size(num_bytes)
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            raise CapabilityError(
+                f"a grammar needs a stack of {num_bytes >> 20} MiB, for which no memory is left"
+            ) from exc
+        finally:
+            threading.stack_size(before)
+    return result.result()

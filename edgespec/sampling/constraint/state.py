@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from functools import cached_property
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ConfigError
-from edgespec.sampling.constraint.grammar import Grammar, compiled
+from edgespec.sampling.constraint.grammar import Checked, Grammar, compiled
 from edgespec.sampling.constraint.library import Library
 from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_MASKS = 96  # kept at a time: more than the nodes of two rounds
 _MOST_GRAMMARS = 16  # compiled ones kept per model
+_MOST_STEP_S = 0.5  # of a processor, for one step of a grammar: those of other answers wait meanwhile
 _MOST_SAID = 300  # characters of an error in the library
 _FEW, _MANY = 8, 4  # at most one in 8 allowed: copy these; at most one in 4 forbidden: overwrite those
 _FORBIDDEN = np.float32(-np.inf)
@@ -76,8 +78,11 @@ class Constraint:
     be too complex to follow.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary_size: int, end_ids: frozenset[int], begin: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocabulary_size: int, end_ids: frozenset[int], begin: int, facts: Checked
+    ) -> None:
         self._matcher, self._size, self._end_ids, self._begin = matcher, vocabulary_size, end_ids, begin
+        self.facts = facts
         self._ends = np.array(sorted(end_ids), np.int32)
         self._read: TokenIds = np.empty(0, np.int32)  # what the matcher has consumed
         self._masks: dict[bytes, Mask] = {}
@@ -98,8 +103,9 @@ class Constraint:
         if self._has_ended(answer):  # a rule may look behind an end token; nothing there is ever emitted
             return np.ones(self._size, np.bool_)
         self._go_to(answer)
+        began_s = thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
+        self._check(began_s)
         return np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
 
     def forced(self, text_ids: TokenIds) -> tuple[int, ...]:
@@ -119,9 +125,10 @@ class Constraint:
         if self.mask(text_ids).num_allowed > max(len(self._end_ids), 1):
             return ()
         self._go_to(answer)
+        began_s = thread_time()
         tokens = self._matcher.compute_ff_tokens()
         forced: list[int] = tokens[: self._matcher.validate_tokens(tokens)]
-        self._check()
+        self._check(began_s)
         mask = self.mask(np.concatenate((text_ids, np.array(forced, np.int32))))
         if mask.num_allowed <= len(self._end_ids) and self._end_ids.issuperset(mask.ids.tolist()):
             forced.append(int(mask.ids[-1]))  # of several the last: known vocabularies list the end of a turn late
@@ -141,8 +148,9 @@ class Constraint:
         """How many tokens of a chain may follow the text."""
         until_end = next((at for at, each in enumerate(token_ids) if each in self._end_ids), len(token_ids))
         self._go_to(text_ids[self._begin :])
+        began_s = thread_time()
         count = int(self._matcher.validate_tokens(token_ids[:until_end]))
-        self._check()
+        self._check(began_s)
         if count == until_end < len(token_ids):
             behind = np.concatenate((text_ids, np.array(token_ids[:until_end], np.int32)))
             count += self.mask(behind).allows(token_ids[until_end])
@@ -172,14 +180,18 @@ class Constraint:
         size = min(self._read.size, answer.size)
         differs = np.flatnonzero(self._read[:size] != answer[:size])
         shared = int(differs[0]) if differs.size else size
+        began_s = thread_time()
         if shared < self._read.size:
             self._matcher.rollback(self._read.size - shared)
         if shared < answer.size:
             self._matcher.consume_tokens(answer[shared:].tolist())
         self._read = answer.copy()
-        self._check()
+        self._check(began_s)
 
-    def _check(self) -> None:
+    def _check(self, began_s: float) -> None:
+        """Raise ConfigError for an error in the matcher, or a step that began then and took too long."""
+        if thread_time() - began_s > _MOST_STEP_S:
+            raise ConfigError("the grammar cannot be followed any further: it takes too long; use a simpler one")
         if self._matcher.is_error():
             problem = self._matcher.get_error().strip().split("\n")[0][:_MOST_SAID]
             raise ConfigError(f"the grammar cannot be followed any further: {problem}; use a simpler schema or grammar")
@@ -203,7 +215,7 @@ class Constraints:
 
     def __init__(self) -> None:
         self._library: Library | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[LLMatcher, Checked]] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, grammar: Grammar, vocabulary: Vocabulary, begin: int) -> Constraint:
@@ -214,8 +226,13 @@ class Constraints:
         with self._lock:
             if self._library is None:
                 self._library = Library(vocabulary)
-            known = self._compiled.pop(grammar, None) or compiled(grammar, self._library)
+            library = self._library
+            library.tokenizer  # noqa: B018 - made once, though several threads ask
+            known = self._compiled.pop(grammar, None)
+        known = known or compiled(grammar, library)  # others need not wait for it
+        with self._lock:
             self._compiled[grammar] = known
             if len(self._compiled) > _MOST_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return Constraint(known.deep_copy(), vocabulary.size, vocabulary.end_ids, begin)
+            matcher, facts = known
+            return Constraint(matcher.deep_copy(), vocabulary.size, vocabulary.end_ids, begin, facts)

@@ -44,30 +44,59 @@ export async function get(path) {
   return (await send(path)).json();
 }
 
-/** The chunks of a streamed chat. Raises ApiError, also for an error inside the stream. */
-export async function* chat(body, signal) {
-  const response = await send("/v1/chat/completions", { ...body, stream: true, timings_per_token: true }, signal);
-  let rest = "";
+const lost = () => new ApiError(0, "The connection was lost before the answer was complete.");
+
+/** The server-sent events of a response, {type, data}, as the standard has them: comments, such as pings, are none. */
+async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "", isAfterReturn = false, type = "", data = [];
   try {
     while (true) {
       const { done, value } = await reader.read();
-      if (done) break;
-      const events = (rest + value).split("\n\n");
-      rest = events.pop();
-      for (const event of events) {
-        const data = event.slice(event.indexOf("data:") + 5).trim();
-        if (data === "[DONE]") return;
-        const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError(chunk.error.status ?? 500, chunk.error.message, null, chunk.error.code);
-        yield chunk;
+      if (done) return;
+      const isSplit = isAfterReturn && value[0] === "\n"; // a line's end, \r\n, came in two parts
+      const lines = (rest + (isSplit ? value.slice(1) : value)).split(/\r\n|\r|\n/);
+      isAfterReturn = value.endsWith("\r");
+      rest = lines.pop();
+      for (const line of lines) {
+        const [, field, text = ""] = /^([^:]*)(?:: ?(.*))?$/s.exec(line);
+        if (field === "data") data.push(text);
+        else if (field === "event") type = text;
+        else if (!line) {
+          if (data.length) yield { type, data: data.join("\n") };
+          type = "";
+          data = [];
+        }
       }
     }
   } catch (error) {
-    if (error instanceof TypeError) throw new ApiError(0, "The connection was lost before the answer was complete.");
-    throw error;
+    throw error instanceof TypeError ? lost() : error;
   } finally {
     reader.cancel().catch(() => {});
   }
-  throw new ApiError(0, "The connection was lost before the answer was complete.");
+}
+
+/** The chunks of a streamed chat. Raises ApiError, also for an error inside the stream. */
+export async function* chat(body, signal) {
+  const response = await send("/v1/chat/completions", { ...body, stream: true, timings_per_token: true }, signal);
+  for await (const { type, data } of events(response)) {
+    if (data === "[DONE]") return;
+    if (!["", "message", "error"].includes(type)) continue;
+    const chunk = parsed(data);
+    const problem = chunk?.error ?? (type === "error" ? chunk ?? data : null);
+    if (problem) throw new ApiError(problem.status ?? 500, problem.message ?? String(problem), null, problem.code);
+    if (!chunk) throw new ApiError(500, `The server sent what is no part of an answer: ${data.slice(0, 100)}`);
+    yield chunk;
+  }
+  throw lost();
+}
+
+/** The object of a text in JSON; null where it has none. */
+function parsed(text) {
+  try {
+    const value = JSON.parse(text);
+    return typeof value === "object" ? value : null;
+  } catch {
+    return null;
+  }
 }

@@ -1,12 +1,12 @@
 // Starts the page and binds its buttons, keys and fields.
 
 import { get, getKey, setKey } from "./api.js";
-import { answerAgain, editLast, isRunning, refresh, removeAll, send, setSystem, show, stop } from "./conversation.js";
+import { answerAgain, change, editLast, isRunning, refresh, removeAll, send, show, stop } from "./conversation.js";
 import { $, download, h } from "./dom.js";
 import { connectModels, propertiesPath, showModels } from "./models.js";
 import { showMemory, showQueue } from "./panel.js";
-import { connectSettings, resetSettings, showDefaults } from "./settings.js";
-import { askKey, closeDrawers, toBottom, toggleDrawer, toggleMarks, togglePanel, toggleTheme } from "./shell.js";
+import { connectSettings, openSchema, resetSettings, showDefaults } from "./settings.js";
+import { askKey, closeDrawers, openPanel, toBottom, toggleDrawer, toggleMarks, togglePanel, toggleTheme } from "./shell.js";
 import { conversations } from "./store.js";
 
 const IDEAS = [
@@ -49,7 +49,8 @@ $("composer").addEventListener("submit", (event) => {
   write("");
   send(text);
 });
-$("s-system").addEventListener("input", (event) => setSystem(event.target.value));
+$("s-system").addEventListener("input", (event) => change({ system: event.target.value }));
+$("s-schema").addEventListener("input", (event) => change({ schema: event.target.value }));
 
 // -- buttons and keys
 
@@ -62,6 +63,8 @@ const DO = {
   latest: toBottom,
   help: () => $("help-dialog").showModal(),
   reset: resetSettings,
+  schema() { openPanel(); openSchema(); },
+  "no-schema"() { change({ schema: "" }); prompt.focus(); },
   marks: toggleMarks,
   theme: toggleTheme,
   "export-all": () => download("conversations.json", conversations()),

@@ -2,10 +2,10 @@
 
 import { ApiError, chat } from "./api.js";
 import { $, announce, copyText, download, h, iconButton } from "./dom.js";
-import { MessageView, addTokens } from "./message.js";
+import { MessageView, addTokens, resetColours } from "./message.js";
 import { modelField } from "./models.js";
 import { Live } from "./panel.js";
-import { dropSchema, requestFields, settingsProblem } from "./settings.js";
+import { requestFields, settingsProblem, showSchema } from "./settings.js";
 import { askKey, closeDrawers, confirmed, follow, toBottom } from "./shell.js";
 import { conversations, newConversation, removeConversation, saveConversation, titleOf } from "./store.js";
 
@@ -24,6 +24,8 @@ export function show(conversation = newConversation()) {
   stop();
   current = conversation;
   $("s-system").value = current.system;
+  showSchema(current.schema);
+  resetColours();
   drawMessages();
   live.begin();
   const last = current.messages.findLast((message) => message.timings);
@@ -56,8 +58,10 @@ export function answerAgain() {
   if (current.messages.length) actions.again(current.messages.length - 1);
 }
 
-export function setSystem(text) {
-  current.system = text;
+/** Change the system prompt or the schema of the conversation. */
+export function change(fields) {
+  Object.assign(current, fields);
+  showSchema(current.schema);
   if (current.messages.length) saveConversation(current);
 }
 
@@ -86,7 +90,7 @@ const actions = {
     send(text);
   },
   dropSchema(index) {
-    dropSchema();
+    change({ schema: "" });
     actions.again(index);
   },
 };
@@ -124,14 +128,15 @@ async function answer(begun) {
   const sent = current.messages.map(({ role, content }) => ({ role, content }));
   if (current.system.trim()) sent.unshift({ role: "system", content: current.system });
   const conversation = current, message = begun ?? { role: "assistant", content: "", runs: [] };
-  if (begun) delete begun.ending;
-  else current.messages.push(message);
+  if (!begun) current.messages.push(message);
+  delete message.ending;
+  delete message.error;
   drawMessages();
   keep(conversation);
   toBottom();
   const view = views.at(-1), problem = settingsProblem();
   if (problem) message.error = { message: problem };
-  else await receive({ messages: sent, ...modelField(), ...requestFields() }, message, view);
+  else await receive({ messages: sent, ...modelField(), ...requestFields(conversation.schema) }, message, view);
   view.draw(false);
   if (current === conversation) {
     live.show(message.timings ?? null, message.runs);
@@ -163,9 +168,9 @@ async function receive(request, message, view) {
 }
 
 function take(chunk, message, view) {
-  const choice = chunk.choices[0];
-  if (choice?.delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + choice.delta.reasoning_content;
-  if (choice?.delta.content) {
+  const choice = chunk.choices?.[0];
+  if (choice?.delta?.reasoning_content) message.reasoning = (message.reasoning ?? "") + choice.delta.reasoning_content;
+  if (choice?.delta?.content) {
     message.content += choice.delta.content;
     addTokens(message, chunk.tokens ?? [{ text: choice.delta.content, drafter: null }]);
   }

@@ -3,14 +3,17 @@
 import { h, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
 
-const NAMES = ["model", "ngram", "cache", "suffix", "tree", "lookahead", "early-exit", "hierarchical", "medusa", "eagle", "eagle3", "dflash"];
-const NUM_COLOURS = 6;
+const NUM_COLOURS = 10;
+const seen = new Map(); // the drafters of the conversation that is shown, in order of appearance: its colour's number
 
 /** The class that colours what `drafter` proposed. */
 export function colourOf(drafter) {
-  const index = NAMES.indexOf(drafter);
-  return `d${(index < 0 ? [...drafter].length : index) % NUM_COLOURS}`;
+  if (!seen.has(drafter)) seen.set(drafter, seen.size % NUM_COLOURS);
+  return `d${seen.get(drafter)}`;
 }
+
+/** Another conversation is shown. */
+export const resetColours = () => seen.clear();
 
 /** Add tokens to `message.runs`: [characters, drafter or null], where neighbours of one drafter are one run. */
 export function addTokens(message, tokens) {
@@ -79,14 +82,14 @@ export class MessageView {
 
   notes() {
     const { message, actions, index } = this;
+    const more = message.content && h("button", { type: "button", onclick: () => actions.goOn(index) }, "Continue");
     if (message.error) {
       const again = h("button", { type: "button", onclick: () => actions.again(index) }, "Try again");
       const without = message.error.param?.startsWith("response_format")
         && h("button", { type: "button", onclick: () => actions.dropSchema(index) }, "Answer without the schema");
-      return [h("div", { class: "problem", role: "alert" }, h("p", {}, message.error.message), h("div", {}, again, without || ""))];
+      return [h("div", { class: "problem", role: "alert" }, h("p", {}, message.error.message), h("div", {}, again, more || "", without || ""))];
     }
     if (!ENDINGS[message.ending]) return [];
-    const more = message.content && h("button", { type: "button", onclick: () => actions.goOn(index) }, "Continue");
     return [h("div", { class: "ending" }, h("p", { class: "quiet" }, ENDINGS[message.ending]), more || "")];
   }
 

@@ -20,10 +20,9 @@ export function connectSettings() {
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => {
     const field = event.target;
-    if (!field.name) return;
+    if (!field.name) return; // the conversation's own
     preferences.request[field.name] = field.type === "checkbox" ? field.checked : field.value;
     savePreferences();
-    checkSchema();
   });
 }
 
@@ -34,8 +33,6 @@ function restore() {
     if (field.type === "checkbox") field.checked = kept ?? true;
     else field.value = kept ?? "";
   }
-  if (form.elements.schema.value) $("schema-box").open = true;
-  checkSchema();
 }
 
 export function resetSettings() {
@@ -44,36 +41,41 @@ export function resetSettings() {
   restore();
 }
 
-export function dropSchema() {
-  form.elements.schema.value = preferences.request.schema = "";
-  savePreferences();
-  checkSchema();
+/** Show the schema of the conversation: in its field, and at the message field that it is on. */
+export function showSchema(text = "") {
+  const field = $("s-schema"), problem = schemaProblem(text), isOn = Boolean(text.trim());
+  if (field.value !== text) field.value = text;
+  field.setAttribute("aria-invalid", String(Boolean(problem)));
+  $("schema-state").textContent = problem || (isOn ? "Answers follow this schema." : "");
+  $("schema-state").classList.toggle("error", Boolean(problem));
+  $("schema-chip").hidden = !isOn;
+  $("schema-chip").classList.toggle("error", Boolean(problem));
+  $("schema-name").textContent = problem ? "JSON schema: not valid" : "JSON schema";
 }
 
-function checkSchema() {
-  const field = form.elements.schema, text = field.value.trim();
-  let problem = "";
+export function openSchema() {
+  $("schema-box").open = true;
+  $("s-schema").focus();
+}
+
+function schemaProblem(text) {
   try {
-    const schema = text ? JSON.parse(text) : {};
-    if (typeof schema !== "object" || Array.isArray(schema) || schema === null) problem = "A schema is a JSON object.";
+    const schema = text.trim() ? JSON.parse(text) : {};
+    return typeof schema !== "object" || Array.isArray(schema) || schema === null ? "A schema is a JSON object." : "";
   } catch (error) {
-    problem = `Not valid JSON: ${error.message}`;
+    return `Not valid JSON: ${error.message}`;
   }
-  field.setAttribute("aria-invalid", String(Boolean(problem)));
-  $("schema-state").textContent = problem || (text ? "Answers follow this schema." : "");
-  $("schema-state").classList.toggle("error", Boolean(problem));
-  return problem;
 }
 
 /** The first thing that is wrong with the fields, or "". */
 export function settingsProblem() {
   const wrong = [...form.elements].find((field) => field.name && !field.validity.valid);
   const label = wrong?.closest("label")?.firstChild.textContent.trim();
-  return wrong ? `${label}: ${wrong.validationMessage}` : checkSchema();
+  return wrong ? `${label}: ${wrong.validationMessage}` : schemaProblem($("s-schema").value);
 }
 
-/** The request's fields that were chosen. */
-export function requestFields() {
+/** The request's fields that were chosen; `schema`: of the conversation, as text. */
+export function requestFields(schema = "") {
   const fields = {};
   for (const name of NUMBERS) {
     const text = form.elements[name].value.trim();
@@ -82,8 +84,7 @@ export function requestFields() {
   const length = form.elements.draft_length.value.trim();
   if (!form.elements.speculative.checked) fields.speculative = false;
   else if (length !== "") fields.speculative = { draft_length: Number(length) };
-  const schema = form.elements.schema.value.trim();
-  if (schema) {
+  if (schema.trim()) {
     fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema), strict: true } };
   }
   return fields;

@@ -63,18 +63,21 @@ export function togglePanel() {
   draw();
 }
 
+export function openPanel() {
+  if ($("panel-button").getAttribute("aria-expanded") !== "true") togglePanel();
+}
 
 wide.addEventListener("change", closeDrawers);
 
 // -- colours
 
 export function drawMarks() {
-  document.body.classList.toggle("marks", preferences.marks);
-  $("marks").setAttribute("aria-pressed", String(preferences.marks));
+  document.body.classList.toggle("marks", preferences.keepMarks);
+  $("marks").setAttribute("aria-pressed", String(preferences.keepMarks));
 }
 
 export function toggleMarks() {
-  preferences.marks = !preferences.marks;
+  preferences.keepMarks = !preferences.keepMarks;
   savePreferences();
   drawMarks();
 }

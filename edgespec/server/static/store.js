@@ -24,12 +24,12 @@ function write(key, value) {
   }
 }
 
-export const preferences = { theme: "", marks: true, panel: true, model: "", request: {}, ...read(PREFERENCES) };
+export const preferences = { theme: "", keepMarks: false, panel: true, model: "", request: {}, ...read(PREFERENCES) };
 
 export const savePreferences = () => write(PREFERENCES, preferences);
 
 export function newConversation() {
-  return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), system: "", messages: [], updated: Date.now() };
+  return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), system: "", schema: "", messages: [], updated: Date.now() };
 }
 
 /** The first words of a conversation. */

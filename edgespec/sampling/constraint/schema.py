@@ -1,0 +1,149 @@
+"""JSON schemas as llguidance takes them: exact numbers, known formats, and errors that name their place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from edgespec.errors import ConfigError, shown
+from edgespec.sampling.constraint.numbers import refuse_large_divisors, require_exact, with_bounds
+
+Part = tuple[str, dict[str, Any]]  # the path of a schema within another, and the schema
+# Those that the library keeps. JSON schema itself asks for none to be kept: the others are notes on what a text is.
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_VALUES = ("const", "enum")
+_NO_SCHEMAS = (*_VALUES, "default", "examples", "example")
+_CLASS = re.compile(r"(?s)\[\^((?:\\.|[^\]\\])*)\]")
+_EMBEDDED = "%json"
+_MOST_PLACES = 256  # parts of a schema that are tried to find the one at fault
+_MOST_NOTES = 8
+
+
+def cleaned(schema: dict[str, Any], kind: str, notes: list[str]) -> dict[str, Any]:
+    """`schema`, changed to what the library keeps exactly; `notes` gets what of it is not kept.
+
+    Raises ConfigError for what cannot be kept.
+    """
+    parts = list(all_parts(schema))
+    for path, part in parts:
+        try:
+            _clean(part, notes)
+        except ValueError as exc:
+            raise ConfigError(f"{kind} cannot be used: {at(path)}{exc}") from None
+    refuse_large_divisors(parts, kind)
+    _refuse_counts(parts, kind)
+    return schema
+
+
+def _clean(part: dict[str, Any], notes: list[str]) -> None:
+    if part.get("uniqueItems") is False:
+        del part["uniqueItems"]
+    if isinstance(pattern := part.get("pattern"), str):
+        part["pattern"] = _CLASS.sub(_without_controls, pattern)
+    if isinstance(form := part.get("format"), str) and form not in _FORMATS:
+        del part["format"]
+        kinds = part.get("type", "string")
+        is_of_texts = isinstance(kinds, str | list) and "string" in kinds
+        note = f"the format {shown(form, 40)} is not enforced"
+        if is_of_texts and note not in notes and len(notes) < _MOST_NOTES:
+            notes.append(note)
+    for name in _VALUES:
+        require_exact(part.get(name))
+    part.update(with_bounds(part))
+
+
+def _without_controls(found: re.Match[str]) -> str:
+    """The library lets a class that leaves out a quotation mark or backslash, but no control character, have them."""
+    return f"[^\\x00-\\x1f{found[1]}]" if '"' in found[1] or "\\\\" in found[1] else found[0]
+
+
+def _refuse_counts(parts: list[Part], kind: str) -> None:
+    """Raises ConfigError for a `minProperties` that a repeated name would meet: the library counts it every time."""
+    for path, part in parts:
+        least, required = part.get("minProperties", 0), part.get("required", [])
+        if not (isinstance(least, int) and isinstance(required, list)):
+            continue  # in a definition that nothing uses, which the library does not read
+        named = len({name for name in required if isinstance(name, str)})
+        if least > named + 1:
+            raise ConfigError(
+                f"{kind} cannot be used: {at(path)}minProperties {least} cannot be kept, as an answer may repeat a "
+                f"name: list all names but one under required, where {named} are now"
+            )
+
+
+def all_parts(schema: dict[str, Any]) -> Iterator[Part]:
+    """A schema and all inside it, also where only a `$ref` finds them; not the values that answers are to have."""
+    rest: list[tuple[str, Any, bool]] = [("", schema, True)]  # path, value, whether its keys are keywords
+    while rest:
+        path, part, has_keywords = rest.pop()
+        if isinstance(part, dict):
+            if has_keywords:
+                yield path, part
+            for name, below in part.items():
+                if not (has_keywords and name in _NO_SCHEMAS):
+                    rest.append((f"{path}.{name}" if path else name, below, not (has_keywords and name in _NAMED)))
+        elif isinstance(part, list):
+            rest += [(f"{path}.{index}", below, True) for index, below in enumerate(part)]
+
+
+def at(path: str) -> str:
+    """`path` as errors name it."""
+    return f"at {path}: " if path else ""
+
+
+def place_of(schema: dict[str, Any], problem: str, check: Callable[[str], str]) -> str:
+    """`at properties.age: `, the smallest part of `schema` that has the same problem alone; empty for the whole.
+
+    `check`: the problem of a grammar in llguidance's own form, "" where there is none.
+    """
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    path, part, tried = "", schema, 0
+    while True:
+        for name, below in _parts(part):
+            tried += 1
+            if tried > _MOST_PLACES:
+                return at(path)
+            if check(json.dumps({"grammars": [{"json_schema": shared | below}]})) == problem:
+                path, part = f"{path}.{name}" if path else name, below
+                break
+        else:
+            return at(path)
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Part]:
+    """The schemas directly inside a schema, with their names."""
+    for key in _NAMED:
+        inner = schema.get(key)
+        for name, part in inner.items() if isinstance(inner, dict) else ():
+            if isinstance(part, dict):
+                yield f"{key}.{name}", part
+    for key in _LISTS:
+        listed = schema.get(key)
+        for index, part in enumerate(listed) if isinstance(listed, list) else ():
+            if isinstance(part, dict):
+                yield f"{key}.{index}", part
+    for key in _SINGLE:
+        if isinstance(part := schema.get(key), dict):
+            yield key, part
+
+
+def with_cleaned_schemas(lark: str, notes: list[str]) -> str:
+    """A Lark grammar with the JSON schemas in it `cleaned`; one that does not parse is left to the library."""
+    before, *others = lark.split(_EMBEDDED)
+    found = [before]
+    for part in others:
+        try:
+            blank = len(part) - len(part.lstrip())
+            schema, end = json.JSONDecoder().raw_decode(part, blank)
+        except (ValueError, RecursionError):
+            found.append(part)
+            continue
+        if isinstance(schema, dict):
+            part = f" {json.dumps(cleaned(schema, 'grammar', notes))}{part[end:]}"
+        found.append(part)
+    return _EMBEDDED.join(found)

@@ -1,0 +1,331 @@
+"""Cases of `fuzz.py` with what strangers write: JSON schemas, grammars, chat templates and bodies of requests.
+
+A case ends badly when the process dies, nothing is said for too long, or a finished answer does not match its schema
+without a note that says so.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.errors import EdgespecError
+from edgespec.runtime import Model
+from fuzz_cases import Case, Garbage, Known
+
+MOST_S = 20.0  # for a case on a busy machine: one that is ended takes about 3
+NUMBERS = (
+    0,
+    1,
+    -1,
+    7,
+    0.1,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    -(2**63) - 1,
+    2**64,
+    1e30,
+    -1e300,
+    10**40,
+)
+_FORMATS = ("date", "uuid", "password", "uri-reference", "int64", "email", "x")
+_PATTERNS = ("^a+$", "(a|b)*c", '[^"]{1,9}', "^(a?){40}$", "(", "\\d{3}", "^(x+x+)+y$", "\\p{L}", "a{99999}")
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    5,
+    -1,
+    1e300,
+    "",
+    "x",
+    [],
+    {},
+    [5],
+    [[]],
+    {"a": 5},
+    "\0",
+    "#/",
+    ["string", 5],
+    10**40,
+)
+_opened: list[Model] = []  # a process that runs several cases loads once
+
+
+def cases(rng: random.Random, index: int, known: Known) -> Case:
+    """Case `index` of this kind."""
+    kind = (schema_case, grammar_case, template_case, body_case)[index % 4]
+    return kind(rng)
+
+
+def model() -> Model:
+    if not _opened:
+        _opened.append(edgespec.load("demo", threads=1, drafter="none"))
+    return _opened[0]
+
+
+def schema(rng: random.Random, depth: int = 4) -> Any:
+    """A schema of any kind, most of them usable."""
+    if depth == 0 or rng.random() < 0.2:
+        return rng.choice(
+            (
+                {},
+                True,
+                {"type": "null"},
+                {"type": "integer"},
+                {"const": rng.choice(NUMBERS)},
+                {"type": "string", "maxLength": 4},
+            )
+        )
+
+    def inner() -> Any:
+        return schema(rng, depth - 1)
+
+    names = rng.sample("abcdef", rng.randint(1, 4))
+    kinds: tuple[Callable[[], Any], ...] = (
+        lambda: {
+            "type": rng.choice(("integer", "number")),
+            **{
+                name: rng.choice(NUMBERS)
+                for name in rng.sample(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), 2)
+            },
+        },
+        lambda: {"type": "string", "format": rng.choice(_FORMATS), "maxLength": rng.choice((4, 20, 10**6))},
+        lambda: {"type": "string", "pattern": rng.choice(_PATTERNS)},
+        lambda: {"enum": rng.sample((*NUMBERS, "a", None, [1], {"a": 2**60 + 1}), 3)},
+        lambda: {
+            "type": "array",
+            "items": inner(),
+            "minItems": rng.choice((0, 1, 3)),
+            "maxItems": rng.choice((2, 3, 10**5)),
+        },
+        lambda: {"type": "array", "prefixItems": [inner(), inner()], "items": rng.choice((False, inner()))},
+        lambda: {
+            "type": "object",
+            "properties": {name: inner() for name in names},
+            "required": rng.sample(names, rng.randint(0, len(names))),
+            "additionalProperties": rng.choice((False, inner())),
+        },
+        lambda: {rng.choice(("anyOf", "oneOf", "allOf")): [inner() for _ in range(rng.randint(1, 3))]},
+        lambda: {"$ref": rng.choice(("#", "#/$defs/a", "#/$defs/b", "#/nowhere", "http://example.com/x"))},
+        lambda: {rng.choice(("not", "if", "contains", "propertyNames")): inner()},
+        lambda: {"type": "object", "patternProperties": {rng.choice(_PATTERNS): inner()}},
+    )
+    return rng.choice(kinds)()
+
+
+def large_schema(rng: random.Random) -> dict[str, Any]:
+    """One that is hard on whoever compiles it: a long chain, a merge that doubles, numbers of parts."""
+    size = rng.choice((10, 100, 1000, 3000, 5000))
+    links: tuple[Callable[[Any], Any], ...] = (
+        lambda ref: {"type": "array", "items": ref},
+        lambda ref: {"type": "object", "properties": {"n": ref}},
+        lambda ref: {"anyOf": [ref, {"type": "null"}]},
+        lambda ref: {"allOf": [ref, {"type": "object"}]},
+        lambda ref: {"anyOf": [ref, {"allOf": [ref, {"type": "object"}]}]},
+        lambda ref: {"oneOf": [ref, ref]},
+        lambda ref: {"type": "object", "patternProperties": {"^a": ref}, "additionalProperties": ref},
+    )
+    link = rng.choice(links)
+    chain = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(size)}
+    whole: tuple[Any, ...] = (
+        {"$defs": {**chain, f"d{size}": rng.choice(({"type": "object"}, {"const": 1}))}, "$ref": "#/$defs/d0"},
+        {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(size)}},
+        {"enum": [f"{i}x" for i in range(size)]},
+        {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "string"}}}, "maxItems": size * 100},
+        {"type": "string", "minLength": size * 100, "pattern": "^[a-z]+$"},
+    )
+    return dict(rng.choice(whole))
+
+
+def _damage(rng: random.Random, given: dict[str, Any]) -> None:
+    """Have one keyword somewhere in a schema hold what it never holds."""
+    place: Any = given
+    while isinstance(below := rng.choice(list(place.values()) or [0]), dict) and below and rng.random() < 0.8:
+        place = below
+    place[rng.choice([*place, "type", "format", "enum", "required", "items", "$ref", "pattern"])] = rng.choice(_ODD)
+
+
+def schema_case(rng: random.Random) -> Case:
+    if rng.random() < 0.25:
+        given = large_schema(rng)
+    else:
+        given = {"$defs": {"a": schema(rng, 2), "b": schema(rng, 2)}}
+        found = schema(rng)
+        given |= found if isinstance(found, dict) else {}
+        if rng.random() < 0.3:
+            _damage(rng, given)
+    seed = rng.randrange(1000)
+
+    def run(folder: Path) -> None:
+        options = GenerateOptions(max_tokens=60, json_schema=given)
+        result = _timed(lambda: model().generate("{", Sampling(temperature=0.8, seed=seed), options))
+        if result.finish_reason == "stop" and not any("whole schema" in note for note in result.stats.notes):
+            _require_match(given, result.text)
+
+    return Case(f"schema: {json.dumps(given)[:200]}", run)
+
+
+def _require_match(given: Any, text: str) -> None:
+    from jsonschema.validators import Draft202012Validator
+    from referencing import Registry
+
+    try:
+        value = json.loads(text)
+        wrong = [error.message for error in Draft202012Validator(given, registry=Registry()).iter_errors(value)]
+    except Exception as exc:  # a pattern that Python does not know
+        print(type(exc).__name__)
+        return
+    if wrong:
+        raise Garbage(f"{text[:200]} does not match {json.dumps(given)[:600]}: {wrong[0][:200]}")
+
+
+def grammar(rng: random.Random) -> tuple[str, str]:
+    """(the option, its text)."""
+    size = rng.choice((3, 30, 300, 1500, 3000, 5000))
+    chance = rng.random()
+    if chance < 0.2:
+        return "regex", rng.choice(
+            (
+                *_PATTERNS,
+                "(a|" * size + "b" + ")" * size,
+                f"(?:a{{1,{size}}}){{{size}}}",
+                "|".join(f"a{i}b" for i in range(size)),
+            )
+        )
+    if chance < 0.6:
+        body = rng.choice(('"a" r{next}', 'r{next} | r{next} "a"', 'r{next}? "a"', '("a" r{next})*', "r{next} r{next}"))
+        rules = "\n".join(f"r{i} ::= " + body.replace("{next}", str(i + 1)) for i in range(size))
+        return "grammar", rng.choice(
+            ("", "# x\n")
+        ) + f"root ::= r0\n{rules}\nr{size} ::= {rng.choice(('[a-c]', chr(34) + 'x' + chr(34), 'r0', 'missing'))}"
+    names = rng.choice(("r", "T"))
+    body = rng.choice(
+        (
+            '"a" {next}',
+            "{next}",
+            '{next} | {next} "b"',
+            "({next})?",
+            "{next}{next2}",
+            "/a+/ {next}",
+            '%json {"type": "integer", "minimum": -9223372036854775808} {next}',
+        )
+    )
+    lines = [
+        f"{names}{i}: " + body.replace("{next}", f"{names}{i + 1}").replace("{next2}", "{2,300}") for i in range(size)
+    ]
+    return "grammar", f"start: {names}0\n" + "\n".join(lines) + f'\n{names}{size}: "x"'
+
+
+def grammar_case(rng: random.Random) -> Case:
+    kind, text = grammar(rng)
+    if rng.random() < 0.2:
+        at = rng.randrange(len(text))
+        text = text[:at] + rng.choice(("(", ")", "\\", '"', "|", "\0", "~", "&", "<[5]>", "%ignore /a/\n")) + text[at:]
+
+    def run(folder: Path) -> None:
+        given: dict[str, Any] = {kind: text}
+        _timed(lambda: model().generate("a", Sampling(seed=1), GenerateOptions(max_tokens=24, **given)))
+
+    return Case(f"grammar: {kind} {len(text)} {text[:160]!r}", run)
+
+
+def template(rng: random.Random) -> str:
+    """A chat template, mostly one that wants more than it may have."""
+    count = rng.choice((10, 10**4, 10**6, 10**9))
+    parts = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        f"{{{{ lipsum(n={count}) }}}}",
+        f"{{{{ [1] | slice({count}) | list }}}}",
+        f"{{{{ messages | tojson(indent={count}) }}}}",
+        f"{{{{ 'a'.encode().ljust({count}) }}}}",
+        f"{{{{ [[1]] * {count} }}}}",
+        f"{{{{ ('a' * 15000000).replace('a', 'b' * {count}) }}}}",
+        f"{{{{ 'x' | indent({count}) }}}}",
+        f"{{{{ '%{count}d' % 1 }}}}",
+        f"{{{{ [1] | batch({count}, 0) | list }}}}",
+        f"{{{{ 'a' | wordwrap(1, wrapstring='x' * {min(count, 10**6)}) }}}}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[0].content.x.y }}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{{ " + "(" * min(count, 5000) + "1" + ")" * min(count, 5000) + " }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+        "{{ [1, 2] | join('x' * 10000000) | upper | list | length }}",
+    )
+    return "".join(rng.choices(parts, k=rng.randint(1, 3))) + "{% if messages %}{% endif %}"
+
+
+def template_case(rng: random.Random) -> Case:
+    source = template(rng)
+
+    def run(folder: Path) -> None:
+        from edgespec.chat.template import render_chat
+
+        _timed(lambda: render_chat(source, [{"role": "user", "content": "hi"}]))
+
+    return Case(f"template: {source[:200]!r}", run)
+
+
+def body(rng: random.Random) -> bytes:
+    """A body of a request: JSON of any shape, sometimes none."""
+    size = rng.choice((1, 100, 10_000, 1_000_000))
+    parts: tuple[Callable[[], str], ...] = (
+        lambda: "[" * size,
+        lambda: "[" + "[]," * size + "1]",
+        lambda: '{"a":' * min(size, 9000) + "1" + "}" * min(size, 9000),
+        lambda: "[" + "1," * size + "1]",
+        lambda: '"' + "\\u00e9" * size + '"',
+        lambda: "9" * min(size, 10_000),
+        lambda: "1e" + "9" * 4,
+        lambda: json.dumps({"messages": [{"role": "user", "content": "a"}] * min(size, 50_000)}),
+        lambda: json.dumps([rng.choice(NUMBERS) for _ in range(20)]),
+        lambda: '"\\ud800"',
+        lambda: "NaN",
+        lambda: '{"a": 1, "a": 2}',
+        lambda: "\ufeff1",
+    )
+    text = f'{{"x": {rng.choice(parts)()}}}'.encode()
+    if rng.random() < 0.3:
+        at = rng.randrange(len(text))
+        text = text[:at] + rng.randbytes(rng.randint(0, 4)) + text[at + rng.randint(0, 4) :]
+    return text
+
+
+def body_case(rng: random.Random) -> Case:
+    given = body(rng)
+
+    def run(folder: Path) -> None:
+        from edgespec.server.fields import parse_object
+
+        found = _timed(lambda: parse_object(given))
+        if found != json.loads(given):
+            raise Garbage(f"another value than Python reads: {given[:200]!r}")
+
+    return Case(f"body: {len(given)} {given[:120]!r}", run)
+
+
+def _timed(work: Callable[[], Any]) -> Any:
+    began_s = time.monotonic()
+    try:
+        return work()
+    except EdgespecError as exc:
+        if len(str(exc)) > 4000:
+            raise Garbage(f"an error of {len(str(exc))} characters") from exc
+        raise
+    finally:
+        if (took_s := time.monotonic() - began_s) > MOST_S:
+            raise Garbage(f"it took {took_s:.0f} s")

@@ -1,0 +1,76 @@
+"""Work in a child process: what it may take, how it ends, and that the next call is served."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from operator import truediv
+
+import pytest
+
+from edgespec.contained import Containment, Overrun, Unwanted, is_wanted
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Containment]:
+    made = Containment("math", most=2, limit_s=1.0)
+    yield made
+    made.close()
+
+
+def test_a_result_and_an_error_come_back(children: Containment) -> None:
+    assert children.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError, match="division"):
+        children.run(truediv, 1, 0)
+
+
+def test_whatever_ends_a_child_costs_one_call(children: Containment) -> None:
+    with pytest.raises(Overrun, match="ends the process"):
+        children.run(ctypes.string_at, 0)
+    with pytest.raises(Overrun, match="exit code 3"):
+        children.run(os._exit, 3)
+    with pytest.raises(Overrun, match=r"too long|more than"):
+        children.run(sum, count())
+    with pytest.raises(Overrun, match="512 MiB of memory"):
+        children.run(bytes, 4 << 30)
+    assert children.run(len, "abc") == 3
+
+
+def test_what_nobody_wants_ends(children: Containment) -> None:
+    ended = threading.Event()
+
+    def work() -> None:
+        is_wanted.set(lambda: not ended.is_set())
+        with pytest.raises(Unwanted):
+            children.run(time.sleep, 600)
+        ended.clear()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ended.set()
+    thread.join(60)
+    assert not thread.is_alive() and not ended.is_set()
+
+
+def test_more_calls_than_children_wait_for_each_other(children: Containment) -> None:
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda n=n: found.append(children.run(abs, -n))) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == list(range(6))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is of POSIX")
+def test_a_fork_has_children_of_its_own(children: Containment) -> None:
+    assert children.run(len, "ab") == 2
+    forked = os.fork()
+    if forked == 0:
+        os._exit(children.run(len, "abc"))
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 3
+    assert children.run(len, "ab") == 2

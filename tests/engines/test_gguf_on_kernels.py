@@ -1,0 +1,194 @@
+"""A GGUF on our kernels: llama.cpp's tokens, nearly its logits, always the same bits; else llama.cpp, with a reason."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from demo import DEMO, TEST_THREADS
+from edgespec import GenerateOptions, Sampling
+from edgespec.config import LoadOptions
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.source import GgufFile, open_source
+from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.formats.gguf.model import KINDS
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
+from edgespec.loading.requirements import resolve_pair
+from edgespec.types import Batch
+from tiny_graphs import mean_kl, tiny_files
+
+TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
+NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+pytestmark = pytest.mark.skipif(
+    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
+)
+TEXTS = (
+    "I need a table for two in San Jose tonight, at 7:30 pm.",
+    "def f(x):\n\treturn {'a': x**2}  # \u00fcber\n",
+    "\u4f60\u597d\uff0c\u4e16\u754c \U0001f389\U0001f469\u200d\U0001f680 caf\u00e9 \u0645\u0631\u062d\u0628\u0627",
+    "  two  spaces\n\n\n  and lines <|im_end|> 12345.678",
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return tiny_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with OnnxEngine.load(TARGET, threads=TEST_THREADS, context_length=512) as found:
+        yield found
+
+
+def scored(engine, ids, step):
+    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
+    engine.rollback(0)
+    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
+
+
+def test_a_row_has_the_same_bits_in_passes_of_all_widths(engine):
+    ids = np.random.default_rng(3).integers(0, engine.vocabulary.size, 126).tolist()
+    wanted = scored(engine, ids, 63)
+    assert engine.facts.pinned_class == (2, 63) and engine.facts.is_exact
+    for step in (1, 2, 3, 5, 8, 13, 21, 42):
+        assert np.array_equal(scored(engine, ids, step).view(np.uint32), wanted.view(np.uint32)), step
+
+
+@NEEDS_LLAMA
+def test_logits_are_llama_cpps_but_for_the_rounding_of_activations(engine):
+    ids = engine.vocabulary.encode(" ".join(TEXTS[:1] * 6))
+    ours = scored(engine, ids, 32)
+    with LlamaCppEngine.load(TARGET, threads=TEST_THREADS, reproducible=False) as theirs:
+        assert mean_kl(ours, scored(theirs, ids, 32)) < 1e-3
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_architecture_computes_what_llama_cpp_does(kind, tiny):
+    path = tiny(kind)
+    ids = np.random.default_rng(5).integers(3, 200, 40).tolist()
+    with OnnxEngine.load(path, threads=1) as ours, LlamaCppEngine.load(path, threads=1, reproducible=False) as theirs:
+        wanted, found = scored(theirs, ids, 40), scored(ours, ids, 40)
+    assert np.abs(found - wanted).max() < 0.02 * wanted.std()
+
+
+@NEEDS_LLAMA
+def test_texts_become_the_tokens_that_llama_cpp_makes_of_them():
+    source = open_source(TARGET)
+    with VocabularyFile(TARGET) as theirs:
+        ours = TokenizerFile(source.folder, theirs.size)
+        for text in TEXTS:
+            for special in (False, True):
+                assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special)
+        assert all(ours.token_bytes(each) == theirs.token_bytes(each) for each in range(theirs.size))
+        assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.end_ids) == (
+            *(theirs.bos_id, theirs.eos_id, theirs.adds_bos),
+            theirs.end_ids,
+        )
+        assert ours.chat_template == theirs.chat_template
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_drafts_of_a_gguf_change_no_token_and_no_log_probability(temperature):
+    sampling = Sampling(temperature=temperature, seed=11)
+    with edgespec.load(TARGET, draft=DRAFT, threads=TEST_THREADS) as model:
+        assert model.target.facts.name == "onnx" and model.target.facts.pinned_class
+
+        def answer(drafter: str, length: int | str):
+            options = GenerateOptions(
+                max_tokens=60, ignore_eos=True, drafter=drafter, draft_length=length, logprobs=True
+            )
+            result = model.generate(TEXTS[0], sampling, options)
+            return result.token_ids, result.logprobs, result.stats
+
+        ids, logprobs, _ = answer("none", 0)
+        for drafter, length in (("model", 1), ("model", 5), ("ngram", 4), ("suffix", 8), ("auto", "auto")):
+            others, theirs, stats = answer(drafter, length)
+            assert (others, theirs) == (ids, logprobs), drafter
+            assert drafter == "auto" or stats.drafted_tokens
+
+
+def test_the_choice_of_engines():
+    def engine(**options):
+        return resolve_pair(LoadOptions(model=str(TARGET), **options)).files["target"]
+
+    assert engine().engine == engine(engine="onnx").engine == engine(cache_type_k="int8", cache_type_v="int8").engine
+    assert engine().engine == "onnx" and not engine().note
+    assert engine(engine="llamacpp").engine == "llamacpp"
+    for options, reason in (
+        ({"gpu_layers": 2}, "its layers go to the GPU"),
+        ({"rpc": "127.0.0.1:1"}, "RPC"),
+        ({"cache_type_k": "q8_0"}, "no cache of the type q8_0"),
+        ({"pooling": "mean"}, "no embeddings"),
+    ):
+        found = engine(**options)
+        assert found.engine == "llamacpp" and reason in found.note
+        with pytest.raises(CapabilityError, match=reason):
+            engine(engine="onnx", **options)
+
+
+def test_without_kernels_llama_cpp_runs_it(monkeypatch):
+    monkeypatch.setattr("edgespec.loading.engine_choice.library_path", lambda: None)
+    monkeypatch.setattr("edgespec.loading.engine_choice.why_missing", lambda: "they are not built")
+    found = resolve_pair(LoadOptions(model=str(TARGET))).files["target"]
+    assert found.engine == "llamacpp" and "they are not built" in found.note
+
+
+def test_a_file_that_is_cut_or_changed_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(TARGET, path)
+    source = GgufFile(path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100_000)
+    with pytest.raises(ModelFileError, match="became shorter"):
+        source.arrays(64)
+    shutil.copyfile(TARGET, path)
+    with pytest.raises(ModelFileError, match="was changed while it was read"):
+        source.arrays(64)
+
+
+def test_a_weight_that_is_no_number_is_refused(tmp_path):
+    source, path = GgufFile(TARGET), tmp_path / "model.gguf"
+    tensor = next(each for each in source._model.header.tensors if each.kind == "Q8_0")
+    content = bytearray(TARGET.read_bytes())
+    place = source._model.header.data_start + tensor.offset
+    content[place : place + 2] = np.array(np.inf, np.float16).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=f"{tensor.name} holds infinity or NaN"):
+        OnnxEngine.load(path, threads=1)
+
+
+def test_a_loaded_model_does_not_mind_what_becomes_of_its_file(tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(TARGET, path)
+    with OnnxEngine.load(path, threads=1, context_length=64) as engine:
+        wanted = engine.forward(Batch.chain([5, 6, 7])).copy()
+        path.write_bytes(b"")
+        engine.rollback(0)
+        assert np.array_equal(engine.forward(Batch.chain([5, 6, 7])), wanted)
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr("edgespec.engines.onnx.source.cache_folder", lambda: blocked)
+    source = open_source(TARGET)
+    assert TokenizerFile(source.folder, 1).encode("a")
+    kept = source.folder
+    del source
+    assert not kept.exists()
+
+
+def test_a_device_other_than_the_processor_is_refused_by_name():
+    with pytest.raises(ConfigError, match="--provider webgpu is for ONNX models"):
+        edgespec.load(TARGET, provider="webgpu")

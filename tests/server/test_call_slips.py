@@ -1,0 +1,318 @@
+"""What models leave out or slip in when they write calls, in every form, whole and in pieces; calls that a limit cuts.
+
+The slips are those of published models that the parsers of llama.cpp and vLLM are tested with, in words of our own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.chat.marks import Marks
+from edgespec.chat.reasoning import ReasoningSplitter
+from edgespec.chat.template import render_chat
+from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form, call_form
+from edgespec.chat.tools import ToolCall, ToolParser
+
+ALL = {form.name + (":" if form.opens[0].endswith(":opensource>") else ""): form for form in (*FORMS, *PLAIN_FORMS)}
+PROPERTIES: dict[str, Any] = {
+    "city": {"type": "string"},
+    "state": {"type": "string"},
+    "n": {"type": "number"},
+    "either": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "object"}]},
+    "list": {"type": "array"},
+}
+PARAMETERS = {"type": "object", "properties": PROPERTIES}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("find", "find.more")]
+TEXTS = ("", "Paris, « 75 »", "q\"u'o", "{x} [y], (z)", "two\nlines\n", "<b> & </b>", "```x```", "a\\b", "null", "7")
+PIECES = (*"{}[]\"':, \n\\(<", "{{", "}}", "find", '"name"', '"arguments"', '{"name": "find", "arguments": {}}', "1e",
+          '{"n": 1e2}', "tru", "NaN", "\\u12", '"\\ud83d"', "a=", "f(a=1)", "</parameter>", "```json", "```", ":0",
+          "call:find{")  # fmt: skip
+Found = tuple[str, list[ToolCall]]
+
+
+def read(form: Form, text: str, step: int, *, is_cut: bool = False) -> Found:
+    parser, shown, calls = ToolParser(form, TOOLS), "", list[ToolCall]()
+    for begin in range(0, len(text), step):
+        if not parser.is_over:
+            piece, more = parser.push(text[begin : begin + step])
+            shown, calls = shown + piece, calls + more
+    if not parser.is_over:
+        piece, more = parser.finish(is_cut=is_cut)
+        shown, calls = shown + piece, calls + more
+    return shown, calls
+
+
+def both(form: Form, text: str, step: int = 1, *, is_cut: bool = False) -> Found:
+    """The text and the calls, which are the same whole and in pieces."""
+    whole, pieces = (read(form, text, each, is_cut=is_cut) for each in (len(text) + 1, step))
+    assert (whole[0], said(whole[1])) == (pieces[0], said(pieces[1])), text
+    return whole
+
+
+def said(calls: list[ToolCall]) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in calls]
+
+
+def made(rng: Random, *, depth: int = 0) -> Any:
+    kind = rng.randrange(6 if depth < 2 else 3)
+    if kind < 2:
+        return rng.choice(TEXTS)
+    if kind == 2:
+        return rng.choice((0, -3.5, 10**19, True, None))
+    if kind < 5:
+        return [made(rng, depth=depth + 1) for _ in range(rng.randrange(3))]
+    return {key: made(rng, depth=depth + 1) for key in rng.sample(("a", "b c", "d-1"), rng.randrange(3))}
+
+
+def some_calls(form: Form, rng: Random) -> list[tuple[str, dict[str, Any]]]:
+    values = {
+        "city": lambda: rng.choice(TEXTS),
+        "state": lambda: rng.choice(TEXTS),
+        "n": lambda: rng.choice((0, -3.5, 10**19)),
+        "either": lambda: rng.choice(("abc", 5, {"a": made(rng)})),
+        "list": lambda: [made(rng)],
+    }
+    return [
+        (rng.choice(("find", "find.more")), {key: values[key]() for key in rng.sample(list(values), rng.randrange(4))})
+        for _ in range(1 + (form.takes_several and rng.random() < 0.5))
+    ]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_calls_cut_anywhere_are_calls_or_text(name: str) -> None:
+    """Nothing is lost and nothing made up, wherever a turn ends: by itself, or by a limit."""
+    form, rng = ALL[name], Random(name)
+    calls, before = some_calls(form, rng), "" if form.bare else rng.choice(("", "Hm.\n", "a < b "))
+    text = before + form.written(calls)
+    for end in range(len(text) + 1):
+        step = 1 if rng.random() < 0.2 else 50
+        shown, found = both(form, text[:end], step)
+        for place, call in enumerate(found):  # where texts are bare, the last one may lack arguments
+            arguments = json.loads(call.arguments)
+            is_same = (call.name, arguments) == calls[place]
+            assert is_same or (form.closed and place == len(found) - 1 and arguments.items() <= calls[place][1].items())
+        assert shown == (text[:end] if not found else before) or text[:end].endswith(shown.removeprefix(before))
+        shown, found = both(form, text[:end], step, is_cut=True)
+        assert len(shown) <= len(before) + (20 if form.bare or form.own_marks != form.opens else 2), "markup is shown"
+        for place, call in enumerate(found):
+            assert call.name == calls[place][0] and call.input.items() <= calls[place][1].items()
+            assert call.is_cut or json.loads(call.arguments) == calls[place][1]
+    assert [(call.name, json.loads(call.arguments)) for call in both(form, text)[1]] == calls
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_pieces_of_calls_in_any_order_lose_nothing(name: str) -> None:
+    form, rng = ALL[name], Random(name)
+    whole = form.written([("find", {"city": "x", "n": 2})])
+    head, argument = form.head.replace("{name}", "find").replace("{id}", "0"), form.argument.replace("{key}", "city")
+    pieces = [*form.marks, head, argument, form.tail, form.closed, whole, *PIECES]
+    for _ in range(80):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 12)))
+        shown, calls = both(form, text)
+        assert calls or shown == text
+        assert all(isinstance(json.loads(call.arguments.encode()), dict) for call in calls)
+        assert all(isinstance(call.input, dict) for call in both(form, text, 3, is_cut=True)[1])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_marks_behind_a_finished_call_may_be_missing(name: str) -> None:
+    form = ALL[name]
+    arguments = {"city": "Rome", "list": [1, {"a": None}]}
+    text = form.written([("find", arguments)])
+    least = len(text) - len(form.around[1]) - len(form.tail)
+    least += form.tail.startswith(")")  # which ends the arguments, as a brace does
+    least += form.argument == "{key}:"
+    for end in range(least, len(text) + 1):
+        (call,) = both(form, text[:end])[1]
+        assert (call.name, json.loads(call.arguments)) == ("find", arguments), text[:end]
+
+
+CITY = ("find", '{"city":"Rome"}')
+SPACED = ("find", '{"city": "Rome"}')
+OBJECT = '{"name":"find","arguments":{"city":"Rome"}}'
+XML = "<function=find>\n<parameter=city>\nRome\n</parameter>\n</function>"
+CALL, END = "<tool_call>", "</tool_call>"
+BEGIN, SEP, LAST = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+KIMI_ARGS = "<|tool_call_argument_begin|>"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("hermes", f"{CALL}{OBJECT[:-1]}{END}", ("", [CITY])),
+        ("hermes", f"{CALL}{OBJECT}\n{CALL}{OBJECT}{END}", ("", [CITY, CITY])),
+        ("hermes", f"{CALL}{OBJECT}\n{OBJECT}{END}", ("", [CITY, CITY])),
+        ("hermes", f"{CALL}[{OBJECT}, {OBJECT}]{END}", ("", [CITY, CITY])),
+        ("hermes", f"{CALL}{{{OBJECT}}}{END}", ("", [CITY])),
+        ("hermes", CALL + '{{"name": "find", "arguments": {{"city": "Rome"}}}}' + END, ("", [SPACED])),
+        ("hermes", CALL + '{"name": "find", "arguments": {"city": "a\nb\tc"}}' + END,
+         ("", [("find", '{"city": "a\\nb\\tc"}')])),
+        ("hermes", CALL + "{'name': 'find', 'arguments': {'n': True,}}" + END, ("", [("find", '{"n": true}')])),
+        ("hermes", CALL + '{"name": "find", "arguments": {"n": 1e2, "m": 1.0, "s": "\\u00fc"}}' + END,
+         ("", [("find", '{"n": 1e2, "m": 1.0, "s": "\\u00fc"}')])),
+        ("hermes", CALL + '{"name": "find", "arguments": "{\\"city\\": \\"Rome\\"}"}' + END, ("", [SPACED])),
+        ("hermes", CALL + '{"arguments":{"city":"Rome"},"name":"find"}', ("", [CITY])),
+        ("hermes", f"{CALL} is the mark, {END} the other", (f"{CALL} is the mark, {END} the other", [])),
+        ("hermes", f"{CALL}no JSON{END}{CALL}{OBJECT}{END}", (f"{CALL}no JSON{END}", [CITY])),
+        ("hermes", '{"name": "find"}', ('{"name": "find"}', [])),
+        ("qwen_xml", XML, ("", [SPACED])),
+        ("qwen_xml", f"Ok.\n{XML}\n{END}\n{CALL}\n{XML}\n{END}", ("Ok.\n", [SPACED, SPACED])),
+        ("qwen_xml", f"{CALL}\n{XML}\n{XML}\n{END}", ("", [SPACED, SPACED])),
+        ("qwen_xml", f"{CALL}\n{XML.replace('</parameter>', '')}\n{END}", ("", [SPACED])),
+        ("qwen_xml", CALL + XML.replace("</parameter>", "<parameter=state>\nIT\n</parameter>") + END,
+         ("", [("find", '{"city": "Rome", "state": "IT"}')])),
+        ("qwen_xml", f"{CALL}\n<function=bad\n</function>\n{END}\n{CALL}\n{XML}\n{END}",
+         (f"{CALL}\n<function=bad\n</function>\n{END}\n", [SPACED])),
+        ("qwen_xml", f"{CALL}{OBJECT}{END}", ("", [CITY])),
+        ("qwen_xml", "Write <function=name>...</function>.", ("Write <function=name>...</function>.", [])),
+        *(("qwen_xml", f"{CALL}<function=find><parameter=either>{value}</parameter></function>{END}",
+           ("", [("find", f'{{"either": {json_value}}}')]))
+          for value, json_value in (("abc", '"abc"'), ("5", "5"), ('{"a": 1e2}', '{"a": 1e2}'), ("true", '"true"'),
+                                    ("[1]", '"[1]"'), ("5.5", '"5.5"'))),
+        ("glm", "<tool_call>find<arg_key>city</arg_key><arg_value>Rome</arg_value>", ("", [SPACED])),
+        ("glm", "<tool_call>find\n</tool_call>", ("", [("find", "{}")])),
+        ("seed", "<seed:tool_call>\n<function=find>\n<parameter=city>a\n b</parameter>\n</function>",
+         ("", [("find", '{"city": "a\\n b"}')])),
+        ("hunyuan", "So.<tool_calls><tool_call>find<tool_sep></tool_call></tool_calls>", ("So.", [("find", "{}")])),
+        ("hunyuan", "<tool_calls>\n<tool_call>find<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>",
+         ("", [SPACED])),
+        ("mistral", f"[TOOL_CALLS] [{OBJECT}]\nas said", ("", [CITY])),
+        ("mistral", f"[TOOL_CALLS] [{OBJECT[:-1]}", ("", [CITY])),
+        ("mistral_named", '[TOOL_CALLS]find{"city":"Rome"}[TOOL_CALLS]find{"city":"Rome"}', ("", [CITY, CITY])),
+        ("gemma", 'call:find{city:<|"|>Rome<|"|>}', ("", [SPACED])),
+        ("gemma", '<|tool_call>:call:find{city:<|"|>Rome<|"|>}<tool_call|>', ("", [SPACED])),
+        ("gemma", "<|tool_call>call:find{n:108.}", ("", [("find", '{"n": 108.0}')])),
+        ("gemma", "A recall: call:somebody{}", ("A recall: call:somebody{}", [])),
+        ("lfm", "<|tool_call_start|> [find(city='Rome'), find(n=07)", ("", [SPACED, ("find", '{"n": 7}')])),
+        ("granite", '<|tool_call|> [{"arguments":{"city":"Rome"}, "name":"find"}]\nI will see.', ("", [CITY])),
+        ("granite", f"<tool_call> [{OBJECT},\n {OBJECT}]", ("", [CITY, CITY])),
+        ("apertus", 'Hm. <|tools_prefix|>[{"find": {"city":"Rome"}', ("Hm. ", [CITY])),
+        ("command", '<|START_ACTION|>\n[\n  {"tool_call_id": "0", "tool_name": "find", "parameters": '
+                    '{"city":"Rome"}}\n]\n<|END_ACTION|>', ("", [CITY])),
+        ("kimi", f"<|tool_call_begin|>find:1 {KIMI_ARGS}{CITY[1]}", ("", [CITY])),
+        ("kimi", f"<|tool_call_begin|>find.1{KIMI_ARGS}{{}}", (f"<|tool_call_begin|>find.1{KIMI_ARGS}{{}}", [])),
+        ("solar", f"<|tool_call:begin|>a<|tool_call:name|>find<|tool_call:args|>{CITY[1]}", ("", [CITY])),
+        ("deepseek", f"{BEGIN}find{SEP}{CITY[1]}", ("", [CITY])),
+        ("deepseek_json", f"{BEGIN}function{SEP}find\n```json\n{CITY[1]}```{LAST}", ("", [CITY])),
+        ("llama", '{"name": "find", "parameters": {"city": "Rome"}} as {find} says', ("", [SPACED])),
+        ("llama", '{"type": "function", "name": "find", "parameters": {"city": "Rome"}', ("", [SPACED])),
+        ("llama", '{"name": "find", "age": 3}', ('{"name": "find", "age": 3}', [])),
+    ],
+)  # fmt: skip
+def test_slips(form: str, text: str, expected: tuple[str, list[tuple[str, str]]]) -> None:
+    shown, calls = both(ALL[form], text)
+    assert (shown, said(calls)) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "call_id"),
+    [
+        ("kimi", f"<|tool_call_begin|>functions.find:3{KIMI_ARGS}{{}}", "functions.find:3"),
+        ("solar", "<|tool_call:begin|>a1b2<|tool_call:name|>find<|tool_call:args|>{}", "a1b2"),
+        ("mistral_with_id", "[TOOL_CALLS]find[CALL_ID]abc123XYZ[ARGS]{}", "abc123XYZ"),
+    ],
+)
+def test_an_id_that_the_model_writes_is_kept(form: str, text: str, call_id: str) -> None:
+    assert [call.id for call in both(ALL[form], text)[1]] == [call_id]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments", "complete"),
+    [
+        ("hermes", CALL + '{"name": "find", "arguments": {"n": 1e2, "city": "Ro', '{"n": 1e2, "city": "Ro', {"n": 100}),
+        ("hermes", CALL + '{"name": "find", ', "", {}),
+        ("qwen_xml", XML[: XML.index("me\n")], '{"city": "Ro', {}),
+        ("qwen_xml", XML[: XML.index("</f")], '{"city": "Rome"', {"city": "Rome"}),
+        ("gemma", '<|tool_call>call:find{n:12', '{"n": 12', {}),
+    ],
+)  # fmt: skip
+def test_a_call_that_a_limit_cuts_has_its_beginning(form: str, text: str, arguments: str, complete: Any) -> None:
+    shown, (call,) = both(ALL[form], f"{text}", is_cut=True)
+    assert (shown, call.name, call.arguments, call.input, call.is_cut) == ("", "find", arguments, complete, True)
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen_xml", "hermes", "llama"])
+def test_a_text_that_a_limit_cuts_keeps_its_end(name: str) -> None:
+    for text in ("I will call", "if a <", "[1, 2", "{", '{"name": "Ann', "So call:me", "```"):
+        assert both(ALL[name], text, is_cut=True) == (text, [])
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_calls_may_end_the_reasoning(step: int) -> None:
+    """Without its mark, which models forget then; calls that other text follows are thoughts about calls."""
+
+    def split(text: str) -> tuple[str, str]:
+        splitter = ReasoningSplitter(Marks("<think>", "</think>"), ToolParser(ALL["hermes"], TOOLS), is_open=True)
+        parts = [splitter.push(text[at : at + step]) for at in range(0, len(text), step)] + [splitter.finish()]
+        return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+    call = f"{CALL}{OBJECT}{END}"
+    assert split(f"So I look.\n{call}") == ("So I look.", call)
+    assert split(call) == ("", call)
+    for thought in (f"Shall I {call} or not?", f"The mark {CALL} begins one", f"{call}\nThen?", f"cut {CALL}{{"):
+        assert split(thought) == (thought, "")
+        assert split(f"{thought}</think>Yes") == (thought, "Yes")
+
+
+def test_templates_that_show_calls_get_the_tools_in_the_system_message() -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}" + BEGIN
+        + "{{ c.function.name }}" + SEP + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )  # fmt: skip
+    form = call_form(source)
+    assert form is not None and form.name == "deepseek"
+    text = render_chat(source, [{"role": "user", "content": "QUESTION"}], tools=TOOLS)
+    assert text.startswith("[system]You can call") and text.index("find.more") < text.index(BEGIN) < text.index("QUEST")
+    again = render_chat(
+        source, [{"role": "system", "content": "BE KIND"}, {"role": "user", "content": "x"}], tools=TOOLS
+    )
+    assert again.startswith("[system]BE KIND\n\nYou can call")
+
+
+def test_every_protocol_sends_a_cut_call_as_a_call(client: TestClient) -> None:
+    """With its beginning, whole as streamed, and the limit as the reason."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"note": {"type": "string", "minLength": 90}}, "required": ["note"]}
+    function = {"name": "write", "parameters": schema}
+    asked: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    chat = asked | {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "max_tokens": 30}
+    (choice,) = client.post("/v1/chat/completions", json=chat).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    arguments = call["function"]["arguments"]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
+    assert call["function"]["name"] == "write" and arguments.startswith('{"note": "') and not arguments.endswith("}")
+    lines = client.post("/v1/chat/completions", json=chat | {"stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.startswith("data: {")]
+    parts = [part["function"] for chunk in chunks for part in chunk["delta"].get("tool_calls", ())]
+    assert "".join(part.get("arguments", "") for part in parts) == arguments
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["length"]
+    tool = {"name": "write", "input_schema": schema}
+    fields = asked | {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 30}
+    message = client.post("/v1/messages", json=fields).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert (message["content"][-1]["name"], message["content"][-1]["input"]) == ("write", {})
+    fields = {"model": "demo", "input": "Hi", "temperature": 0, "max_output_tokens": 30}
+    fields |= {"tools": [{"type": "function", **function}], "tool_choice": "required"}
+    response = client.post("/v1/responses", json=fields).json()
+    assert response["status"] == response["output"][-1]["status"] == "incomplete"
+    assert response["output"][-1]["arguments"].startswith('{"note": "')
+
+
+def test_python_tells_the_beginning_of_a_cut_call() -> None:
+    call = CALL + '{"name": "find", "arguments": {"city": "Ro'
+    with edgespec.load("demo", drafter="none") as model:
+        some = model.chat(
+            [{"role": "user", "content": "x"}], Sampling(temperature=0), GenerateOptions(max_tokens=1), tools=TOOLS
+        ).result()
+        cut = replace(some, text=call, token_ids=(), finish_reason="length")
+        parts = model.split_answer(cut, TOOLS)
+        assert (parts.text, said([*parts.tool_calls])) == ("", [("find", '{"city": "Ro')])
+        assert model.split_answer(replace(cut, finish_reason="stop"), TOOLS).text == call
