@@ -24,8 +24,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from edgespec.kernels import library
-
 # Checks as calls: inlined into the unrolled kernels they take the compiler many minutes.
 CHECKED = (
     "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all --param asan-instrumentation-with-call-threshold=0"
@@ -76,6 +74,8 @@ def main() -> int:
 
 
 def run_batch(path: Path, seed: int) -> int:
+    from edgespec.kernels import library
+
     library.library_path = lambda: path
     rng = np.random.default_rng(seed)
     counts = Counter[str]()
@@ -145,7 +145,7 @@ def hostile_sizes(rng: np.random.Generator) -> str:
     outputs, inputs, rows = (int(rng.choice([*HOSTILE, 256])) for _ in range(3))
     size = kernels.edgespec_packed_bytes(kind, outputs, inputs)
     if size >= 0:
-        assert 0 < outputs and 0 < inputs and outputs * inputs // 8 <= size, (kind, outputs, inputs, size)
+        assert outputs > 0 and inputs > 0 and outputs * inputs // 8 <= size, (kind, outputs, inputs, size)
         return "accepted_sizes"
     assert kernels.edgespec_pack(kind, nowhere, outputs, inputs, nowhere) < 0
     assert kernels.edgespec_lookup(kind, nowhere, outputs, inputs, nowhere, rows, nowhere) < 0
