@@ -11,7 +11,7 @@ struct Two { __m256i a, b; };
 struct TwoFloats { __m256 a, b; };
 
 struct Lanes {
-  static constexpr int kRows = 4, kAhead = 2048;
+  static constexpr int kRows = 4, kAhead = 4096;
   using Bytes = Two;
   using Int = Two;
   using Part = Two;

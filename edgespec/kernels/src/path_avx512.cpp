@@ -8,7 +8,7 @@
 namespace edgespec {
 namespace {
 struct Lanes {
-  static constexpr int kRows = 8, kAhead = 2048;
+  static constexpr int kRows = 8, kAhead = 4096;
   static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
   using Bytes = __m512i;
