@@ -46,7 +46,7 @@ class ArgumentForm(Enclosed):
 
     @classmethod
     def written_call(cls, name: str, arguments: object) -> str:
-        given = arguments if isinstance(arguments, Mapping) else {}
+        given = arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
         each = (f"{cls.opened(str(key))}{cls.written_value(value)}{cls.closed}" for key, value in given.items())
         return "".join(cls.before(name)) + cls.between_arguments.join(each) + cls.after
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from edgespec.chat.literals import no_constant, parsed
+from edgespec.chat.literals import parsed
+from edgespec.chat.spelling import DECODER
 
 _MOST_REFERENCES = 16
 _CHOICES = ("anyOf", "oneOf", "allOf")
@@ -87,7 +88,7 @@ def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
     if "string" in kinds:
         return None if text == "null" and "null" in kinds else text
     try:
-        return json.loads(text, parse_constant=no_constant)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         pass
     try:

@@ -6,10 +6,12 @@ Written by models, so anything may stand there: whatever is no value is a ValueE
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
+
+from edgespec.chat.spelling import DECODER, as_written
 
 _MOST_DEPTH = 64
 _BLANKS = re.compile(r"\s*")
@@ -22,21 +24,16 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 def dumped(value: object) -> str:
-    """JSON text that can be sent. Raises ValueError for numbers that JSON does not have."""
+    """JSON text that can be sent, numbers as they were spelled. Raises ValueError for those that JSON does not have."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = as_written(value, partial(json.dumps, ensure_ascii=False, allow_nan=False))
     except RecursionError as exc:
         raise ValueError("nested too deeply") from exc
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-        return json.dumps(value, allow_nan=False)
+        return as_written(value, partial(json.dumps, allow_nan=False))
     return text
-
-
-def no_constant(name: str) -> NoReturn:
-    """For `parse_constant`: NaN and Infinity are no JSON."""
-    raise ValueError(f"{name} is no JSON")
 
 
 def behind_blanks(text: str, at: int) -> int:
@@ -73,7 +70,6 @@ class ValueReader:
 
     def __init__(self, text: str, quote: str = "") -> None:
         self._text, self._quote = text, quote
-        self._json = json.JSONDecoder(parse_constant=no_constant)
 
     def value(self, at: int, depth: int = 0) -> tuple[Any, int]:
         if depth > _MOST_DEPTH:
@@ -89,7 +85,7 @@ class ValueReader:
         if begin == "'":
             return self._between_apostrophes(at + 1)
         if begin == '"':
-            return self._json.raw_decode(self._text, at)
+            return DECODER.raw_decode(self._text, at)
         return self._word_or_number(at)
 
     def behind_comma(self, closing: str, at: int) -> int:
@@ -111,10 +107,7 @@ class ValueReader:
         number = _NUMBER.match(self._text, at)
         if number is None:
             raise ValueError("no value")
-        value = json.loads(number[0].removeprefix("+"))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError("too large")
-        return value, number.end()
+        return DECODER.decode(number[0].removeprefix("+")), number.end()
 
     def _quoted(self, at: int) -> tuple[str, int]:
         begin = at + len(self._quote)

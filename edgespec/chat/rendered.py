@@ -8,8 +8,9 @@ from typing import Any
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
 from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.history import checked_messages
 from edgespec.chat.stand_ins import texts, unused_characters
-from edgespec.chat.template import checked_messages, render_chat
+from edgespec.chat.template import render_chat
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 

@@ -5,11 +5,10 @@ Templates come from model files and are untrusted: they run in a sandbox, with a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import dropwhile, takewhile
 from typing import Any
 
@@ -17,15 +16,16 @@ import jinja2
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
 from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.history import checked_messages
 from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.message_forms import Message, in_parts, other_forms, takes_parts_only
 from edgespec.chat.sandbox import MAX_PROMPT_CHARACTERS, compiled
+from edgespec.chat.spelling import as_written
 from edgespec.chat.stand_ins import as_text, printed_marks, replaced, texts, unused_characters
 from edgespec.chat.tool_messages import with_tools
 from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
-ROLES = ("system", "user", "assistant", "tool")
 _THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
 _FIX = "give another with --chat-template-file, or use --no-chat-template"
 
@@ -48,10 +48,16 @@ def render_chat(
     if the template is broken or does something forbidden.
     """
     given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
+    given |= {"add_generation_prompt": add_generation_prompt}
     found = [_with_thinking(source, message) for message in checked_messages(messages)]
-    messages, others = with_tools(source, found, tools)
-    given |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | others
-    for name in arguments or {}:
+    return as_written(found, partial(_render, source, given, arguments or {}))
+
+
+def _render(source: str, names: Mapping[str, Any], arguments: Mapping[str, Any], found: Sequence[Message]) -> str:
+    """Raises as `render_chat`."""
+    messages, others = with_tools(source, found, names["tools"])
+    given = {**names, "messages": messages, **others}
+    for name in arguments:
         if name in given or name not in source:
             what = "gets this from edgespec" if name in given else "does not use it"
             raise PromptError(f"the chat template of this model cannot be given the argument {shown(name)}: it {what}")
@@ -63,7 +69,7 @@ def render_chat(
         ) from exc
     except jinja2.TemplateSyntaxError as exc:
         raise CapabilityError(f"the model's chat template is broken: {exc}; {_FIX}") from exc
-    values = {**given, **(arguments or {})}
+    values = {**given, **arguments}
     if _takes_parts_only(source):
         values["messages"] = [in_parts(message) for message in messages]
     try:
@@ -208,63 +214,3 @@ def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:
     Raises PromptError for messages that are not valid.
     """
     return begun_answer(checked_messages(messages)[-1])
-
-
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """`messages` as templates expect them: content as text, tool arguments as objects.
-
-    Raises PromptError for an empty list, an unknown role or content that is not text.
-    """
-    given: object = messages
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise PromptError(f"a conversation must be a list of messages with role and content, got {shown(given)}")
-    if not messages:
-        raise PromptError("the conversation is empty: give at least one message")
-    return [_checked(message, index) for index, message in enumerate(messages)]
-
-
-def _checked(message: object, index: int) -> Message:
-    if not isinstance(message, Mapping):
-        raise PromptError(f"message {index} must be an object with role and content, got {shown(message)}")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
-    checked = dict(message)
-    content = checked.get("content")
-    if isinstance(content, list):
-        checked["content"] = content = _joined_parts(content, index)
-    if content is None and (checked.get("tool_calls") or (role == "assistant" and "content" in checked)):
-        checked["content"] = content = ""
-    if not isinstance(content, str):
-        raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
-    if checked.get("tool_calls"):
-        if not isinstance(checked["tool_calls"], list):
-            raise PromptError(f"message {index} has tool_calls that are not a list: {shown(checked['tool_calls'])}")
-        checked["tool_calls"] = [_parsed_call(call, index) for call in checked["tool_calls"]]
-    return checked
-
-
-def _joined_parts(parts: list[Any], index: int) -> str:
-    kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
-    if kinds - {"text"}:
-        raise PromptError(f"message {index} has parts of type {sorted(kinds)}; only text is supported")
-    texts = [part.get("text") for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise PromptError(f"message {index} has a part of type text whose text is {shown(texts)}; allowed: text")
-    return "".join(texts)
-
-
-def _parsed_call(call: Any, index: int) -> Any:
-    """A tool call with its arguments as an object, which templates expect; OpenAI's API sends a JSON string."""
-    if not isinstance(call, Mapping):
-        raise PromptError(f"message {index} has a tool call that is not an object")
-    function = call.get("function")
-    if "function" in call and not isinstance(function, Mapping):
-        raise PromptError(f"message {index} has a tool call whose function is {shown(function)}; allowed: an object")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as exc:  # ValueError: JSON, a number of thousands of digits
-        raise PromptError(f"message {index} has tool arguments that are not JSON: {exc}") from exc
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.chat.marks import CHANNEL
 from edgespec.chat.tool_forms import tool_parser
+from edgespec.chat.tools import ToolParser
 from edgespec.errors import PromptError
 
 _OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
@@ -28,9 +29,11 @@ def with_tools(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(the messages, names for the template besides `tools`) in which every tool and call is where `template` looks.
 
-    Raises PromptError for tools or calls that it would leave out.
+    Raises PromptError for tools that it would leave out.
     """
     shown = [_with_calls(template, message) for message in messages]
+    if "tool" not in template:  # it may leave out roles that it does not know
+        shown = [message | ({"role": "user"} if message["role"] == "tool" else {}) for message in shown]
     if CHANNEL in template:
         shown = _one_call_each(shown)
     if _RESULTS in template and _TOOL_ROLE.search(template) is None:
@@ -52,9 +55,7 @@ def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls or "tool_calls" in template:
         return message
-    parser = tool_parser(template)
-    if parser is None:
-        raise PromptError("the conversation has tool calls, which the chat template of this model does not show")
+    parser = tool_parser(template) or ToolParser  # of another model, which this conversation began with
     functions = [call.get("function") or {} for call in calls]
     written = parser.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
     text = message.get("content") or ""

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from edgespec.chat.literals import dumped, no_constant
+from edgespec.chat.literals import dumped
 from edgespec.chat.marks import begun
+from edgespec.chat.spelling import DECODER
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
 
@@ -157,7 +158,7 @@ class Enclosed(ToolParser):
 def loaded(text: str) -> Any:
     """The JSON value that `text` is; None if it is none."""
     try:
-        return json.loads(text, parse_constant=no_constant)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
@@ -165,7 +166,7 @@ def loaded(text: str) -> Any:
 def first_json(text: str) -> tuple[Any, int]:
     """The JSON value at the beginning of `text`, and where it ends."""
     try:
-        return json.JSONDecoder(parse_constant=no_constant).raw_decode(text)
+        return DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         return None, len(text)
 

@@ -18,7 +18,7 @@ _MOST_BIAS = 1e30  # finite in float32 even after a logit is added
 _MOST_WHOLE = 2**31 - 1
 _LIMITS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, MAX_TEMPERATURE),
-    "top_p": (1e-9, 1.0),
+    "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "repeat_penalty": (0.01, 100.0),
     "presence_penalty": (-100.0, 100.0),

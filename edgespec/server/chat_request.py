@@ -13,6 +13,7 @@ from edgespec.chat.tool_forms import tool_parser
 from edgespec.config import REASONING_FORMATS
 from edgespec.generation.inputs import require_writer
 from edgespec.server.chat_completions import ChatExchange, Tools
+from edgespec.server.evidence import check_question, note_left_out
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.llamacpp_fields import read_llamacpp
@@ -129,6 +130,8 @@ def _read_messages(fields: Fields) -> list[Any]:
         raise bad_request("messages is missing: give a list of messages", "messages")
     if not isinstance(messages, list):
         raise fields.wrong("messages", "must be a list", messages)
+    check_question(messages, [f"messages.{index}.content" for index in range(len(messages))])
+    note_left_out(messages, fields)
     return [_as_system(message) for message in messages]
 
 

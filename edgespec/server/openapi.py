@@ -50,7 +50,7 @@ _SPECULATIVE: Schema = {
 }
 _SAMPLING: Schema = {
     "temperature": _number(0, 100),
-    "top_p": _number(1e-9, 1),
+    "top_p": _number(0, 1),
     "top_k": _whole(-1, 2**31 - 1),
     "min_p": _number(0, 1),
     "repeat_penalty": _number(0.01, 100),
