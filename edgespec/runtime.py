@@ -129,7 +129,7 @@ class Model(Closing):
 
     @property
     def recommended_sampling(self) -> Sampling:
-        """Sampling settings of generations that give none: the pair's recommended values over the defaults, seed 0."""
+        """Sampling settings of generations that give none: the pair's recommended values over the defaults."""
         settings: dict[str, Any] = dict(self.pair.recommended)
         return Sampling(**settings)
 

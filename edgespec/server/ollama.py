@@ -124,6 +124,7 @@ def _end(answer: Answer) -> dict[str, Any]:
         "prompt_eval_duration": int(stats.prefill_s * 1e9),
         "eval_count": stats.new_tokens,
         "eval_duration": int(max(stats.decode_s, 0.0) * 1e9),
+        "seed": answer.ticket.seed,
     }
 
 

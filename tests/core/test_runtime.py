@@ -184,10 +184,12 @@ def test_a_single_stop_string_is_not_split_into_letters(model: edgespec.Model) -
     assert model.generate("What time", Sampling(seed=1), dataclasses.replace(options, stop=first)).text in whole[:5]
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_a_random_seed_is_reported_and_reproduces_the_text(model: edgespec.Model) -> None:
     options = GenerateOptions(max_tokens=24, ignore_eos=True)
-    results = [model.generate("Once", Sampling(temperature=1.5, seed=None), options) for _ in range(3)]
-    assert len({result.seed for result in results}) == 3
+    results = [model.generate("Once", Sampling(temperature=1.5), options) for _ in range(3)]
+    results += [model.generate("Once", options=options), *model.generate_all(["Once", "Once"], options=options)]
+    assert len({result.seed for result in results}) == 6
     again = model.generate("Once", Sampling(temperature=1.5, seed=results[0].seed), options)
     assert again.token_ids == results[0].token_ids
     generation = model.stream("Once", Sampling(seed=None), options)

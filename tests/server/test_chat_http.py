@@ -119,11 +119,13 @@ def test_seeds_give_the_texts_of_the_model(client, model):
     assert texts == expected
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_requests_without_a_seed_differ(client):
     texts = {post(client, temperature=1.5)["choices"][0]["message"]["content"] for _ in range(6)}
     assert len(texts) > 1
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_seed_minus_one_is_a_random_one(client, model):
     seeds = {post(client, temperature=1.5, seed=-1, max_tokens=1)["seed"] for _ in range(3)}
     assert len(seeds) == 3 and min(seeds) >= 0
