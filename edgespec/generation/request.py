@@ -24,6 +24,7 @@ class Request:
     drafter: DrafterName
     rule: RuleName
     on_round: Callable[[RoundRecord], None] | None
+    predicted_ids: TokenIds | None = None
 
     def run_on(self, sequence: CachedSequence, stats: Stats) -> Run:
         """The state of a generation of it on a sequence of the target; `stats` is updated while it runs."""
@@ -37,5 +38,6 @@ class Request:
             logprobs=options.logprobs,
             top_logprobs=options.top_logprobs,
             on_round=self.on_round,
+            predicted_ids=self.predicted_ids,
             stats=stats,
         )

@@ -38,6 +38,7 @@ class Run:
     `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
     `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
     `share`: its part of the last pass if that was shared with other sequences; None: the pass was its own.
+    `predicted_ids`: what the caller expects the answer to be.
     `on_prompt`: told how much of the prompt is read, before its first pass and after each.
     `others_s`: seconds that it waited while passes worked for other sequences; `reading_s`: those that reading the
     prompt took without them.
@@ -54,6 +55,7 @@ class Run:
     threads: ThreadControl | None = None
     on_round: Callable[[RoundRecord], None] | None = None
     on_prompt: Callable[[PromptProgress], None] | None = None
+    predicted_ids: TokenIds | None = None
     watch: ClassWatch | None = None
     relieve: Callable[[], str] | None = None
     share: PassShare | None = None

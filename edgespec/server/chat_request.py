@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
+from edgespec.chat.history import part_text
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.rendered import chat_text
@@ -53,7 +55,7 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     sampling = read_sampling(fields, loaded)
     max_tokens = read_max_tokens(fields, *_LIMITS)
     options = read_options(fields, loaded, max_tokens, _read_logprobs(fields))
-    options = read_structure(fields, loaded, options)
+    options = replace(read_structure(fields, loaded, options), prediction=_read_prediction(fields))
     count = read_choices(fields, loaded.limits)
     tools, choice = _read_tools(fields, loaded)
     if tools.shown and tools.parser:
@@ -124,6 +126,19 @@ def _read_logprobs(fields: Fields) -> int | None:
     return (top or 0) if is_wanted else None
 
 
+def _read_prediction(fields: Fields) -> str | None:
+    """OpenAI's `prediction`: what most of the answer is expected to be."""
+    prediction = fields.fields("prediction")
+    if prediction is None:
+        return None
+    kind, content = prediction.choice("type", ("content",)), prediction.given("content")
+    texts = [part_text(part) for part in (content if isinstance(content, list) else [content])]
+    prediction.finish()
+    if kind is None or None in texts:
+        raise bad_request('prediction must be {"type": "content", "content": a text or parts of text}', "prediction")
+    return "".join(text for text in texts if text)
+
+
 def _read_messages(fields: Fields) -> list[Any]:
     messages = fields.given("messages")
     if messages is None:
@@ -145,7 +160,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore(*WITHOUT_EFFECT)
     fields.refuse("modalities", "this server answers with text only", (["text"],))
     fields.without_effect("verbosity", "the model decides how much it writes", ("medium",))
-    for name in ("audio", "prediction", "web_search_options", "moderation"):
+    for name in ("audio", "web_search_options", "moderation"):
         fields.refuse(name, "this server has no such feature")
     for name in ("functions", "function_call"):
         fields.refuse(name, "use tools and tool_choice")

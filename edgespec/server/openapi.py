@@ -91,6 +91,10 @@ _CHAT = _object(
         "reasoning_format": {"enum": [*REASONING_FORMATS, None], "description": "none: reasoning stays in the text"},
         "chat_template_kwargs": {"type": ["object", "null"], "description": "Passed to the chat template"},
         "response_format": {"type": ["object", "null"]},
+        "prediction": {
+            "type": ["object", "null"],
+            "description": 'What most of the answer is expected to be: {"type": "content", "content": "..."}',
+        },
     },
     ("messages",),
 )
