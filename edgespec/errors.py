@@ -4,7 +4,8 @@ EdgespecError
 ├── UsageError                  the caller's input cannot be used; the command line exits with code 2
 │   ├── ConfigError             unknown or contradictory option; bad value in a flag, the environment or a config file
 │   ├── SamplingError           a sampling setting out of range
-│   ├── PromptError             empty prompt, or a prompt longer than the context
+│   ├── PromptError             empty prompt, or messages that cannot be shown
+│   │   └── PromptTooLong       a prompt longer than the context
 │   ├── ModelNotFound           no such registry name or file
 │   └── ModelFileError          the file is not a usable model: truncated, corrupt or unsupported
 ├── VocabularyMismatch          target and draft do not share token ids
@@ -56,6 +57,14 @@ class SamplingError(UsageError):
 
 class PromptError(UsageError):
     pass
+
+
+class PromptTooLong(PromptError):
+    """`num_tokens` of the prompt do not fit `context_length`."""
+
+    def __init__(self, message: str, num_tokens: int, context_length: int) -> None:
+        super().__init__(message)
+        self.num_tokens, self.context_length = num_tokens, context_length
 
 
 class ModelNotFound(UsageError):

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
-from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.continuation import USUAL_ENDING, Ending, begun_answer, cut_at, marked, without_empty_end
 from edgespec.chat.history import checked_messages
 from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.message_forms import Message, in_parts, other_forms, takes_parts_only
@@ -125,11 +125,13 @@ def encode_messages(
     tools: Sequence[Mapping[str, Any]] | None,
     model_name: str,
     arguments: Mapping[str, Any] | None = None,
+    ending: Ending = USUAL_ENDING,
 ) -> list[int]:
     """Token ids of a conversation, rendered by the vocabulary's template up to the start of the assistant's turn.
 
-    Where the last message is an assistant's text, they end behind it, so that the model goes on from there. Raises
-    PromptError if there is no template or it leaves that text out, and the errors of `render_chat`.
+    Where the last message is an assistant's text, they end behind it, so that the model goes on from there, unless
+    `ending` says otherwise. Raises PromptError if there is no template or it leaves that text out, and the errors of
+    `render_chat`.
     """
     if vocabulary.chat_template is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
@@ -143,7 +145,7 @@ def encode_messages(
     def render(given: Sequence[Message], **others: Any) -> str:
         return render_chat(source, short(given) if short else given, bos_token=bos, eos_token=eos, **others)
 
-    ids = encode_rendered(vocabulary, render, messages, tools, arguments)
+    ids = encode_rendered(vocabulary, render, messages, tools, arguments, ending)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
@@ -171,6 +173,7 @@ def encode_rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    ending: Ending = USUAL_ENDING,
 ) -> list[int]:
     """Token ids of rendered `messages` and `tools`, in which only the template can produce control tokens.
 
@@ -180,7 +183,7 @@ def encode_rendered(
     PromptError for messages that are not valid or a text that is not shown.
     """
     given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
-    has_begun = bool(begun_answer(given["messages"][-1]))
+    has_begun = ending.is_begun(given["messages"][-1])
     given |= {"tools": list(tools)} if tools else {}
     given |= {"arguments": dict(arguments)} if arguments else {}
     try:
@@ -196,7 +199,7 @@ def encode_rendered(
     if has_begun:
         text = cut_at(render(marked(turns, end), add_generation_prompt=False, **escaped), end)
     else:
-        text = render(turns, **escaped)
+        text = render(turns, **({} if ending.opens else {"add_generation_prompt": False}), **escaped)
     if not marks:
         return vocabulary.encode(text, parse_special=True)
     ids: list[int] = []
@@ -208,9 +211,10 @@ def encode_rendered(
     return ids
 
 
-def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:
+def answer_prefix(messages: Sequence[Mapping[str, Any]], ending: Ending = USUAL_ENDING) -> str:
     """The text at the end of a conversation that the answer goes on from; "" where the model begins its turn.
 
     Raises PromptError for messages that are not valid.
     """
-    return begun_answer(checked_messages(messages)[-1])
+    last = checked_messages(messages)[-1]
+    return begun_answer(last) if ending.is_begun(last) else ""

@@ -16,7 +16,7 @@ from edgespec.engines.parked import ParkedStates
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
-from edgespec.errors import Cancelled, PromptError
+from edgespec.errors import Cancelled, PromptError, PromptTooLong
 from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.stopping import StopRules, TextStream
@@ -178,7 +178,9 @@ def check_prompt(prompt_ids: TokenIds, context_length: int) -> None:
     if prompt_ids.size == 0:
         raise PromptError("the prompt is empty: give at least one token")
     if prompt_ids.size >= context_length:
-        raise PromptError(
+        raise PromptTooLong(
             f"the prompt has {prompt_ids.size} tokens but the context holds only {context_length}, answer included: "
-            "shorten the prompt or give a larger --ctx-size"
+            "shorten the prompt or give a larger --ctx-size",
+            prompt_ids.size,
+            context_length,
         )

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from edgespec.chat.continuation import Ending
 from edgespec.chat.history import part_text
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
@@ -13,6 +14,7 @@ from edgespec.chat.rendered import chat_text
 from edgespec.chat.template import answer_prefix
 from edgespec.chat.tool_forms import tool_parser
 from edgespec.config import REASONING_FORMATS
+from edgespec.errors import shown
 from edgespec.generation.inputs import require_writer
 from edgespec.server.chat_completions import ChatExchange, Tools
 from edgespec.server.evidence import check_question, note_left_out
@@ -20,7 +22,7 @@ from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.llamacpp_fields import read_llamacpp
 from edgespec.server.options import (
-    WITHOUT_EFFECT,
+    ignore_others,
     numbered,
     read_choices,
     read_max_tokens,
@@ -62,13 +64,20 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
         options = forced_calls(loaded, options, tools.shown, choice, tools.parser, parallel=tools.parallel)
     arguments = _template_arguments(fields, template)
     splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
+    ending = _read_ending(fields)
     _refuse_unsupported(fields)
     read_llamacpp(fields, loaded)
     messages = placed(template, _read_messages(fields), fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
-    prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
-    prefix = answer_prefix(messages)
+    prompt_ids = loaded.model.encode_chat(
+        messages,
+        tools.shown,
+        arguments,
+        add_generation_prompt=ending.opens,
+        continue_final_message=ending.continues,
+    )
+    prefix = answer_prefix(messages, ending)
     prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
     reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     if reasoning is not None and reasoning.is_open:
@@ -95,10 +104,13 @@ def _needs_split(reasoning: Reasoning | None, tools: Tools) -> bool:
 def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
     """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
     given = fields.fields("chat_template_kwargs")
-    chosen: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
-    never_reasons = "enable_thinking" not in template and reasoning_marks(template) is None
-    if never_reasons and chosen.get("enable_thinking") is False:
-        chosen = {name: value for name, value in chosen.items() if name != "enable_thinking"}
+    asked: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
+    switch = fields.given("enable_thinking")  # as some clients send it
+    asked = asked | ({} if switch is None else {"enable_thinking": switch})
+    chosen = {name: value for name, value in asked.items() if name in template}
+    for name in asked.keys() - chosen.keys():
+        if (name, asked[name]) != ("enable_thinking", False) or reasoning_marks(template) is not None:
+            fields.notes.append(f"{shown(name)}: the chat template of this model does not use it")
     effort = fields.text("reasoning_effort")
     if effort is None:
         return chosen
@@ -115,6 +127,16 @@ def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
         ("none",) if marks is None else REASONING_EFFORTS,
     )
     return chosen
+
+
+def _read_ending(fields: Fields) -> Ending:
+    """Where the prompt ends, as in vLLM and llama-server: what is continued gets no beginning of a turn."""
+    continues = None if fields.given("continue_final_message") is None else fields.flag("continue_final_message")
+    if continues and fields.flag("add_generation_prompt"):
+        raise bad_request(
+            "continue_final_message and add_generation_prompt exclude each other", "add_generation_prompt"
+        )
+    return Ending(fields.flag("add_generation_prompt", True), continues)
 
 
 def _read_logprobs(fields: Fields) -> int | None:
@@ -157,7 +179,7 @@ def _as_system(message: Any) -> Any:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    fields.ignore(*WITHOUT_EFFECT)
+    ignore_others(fields)
     fields.refuse("modalities", "this server answers with text only", (["text"],))
     fields.without_effect("verbosity", "the model decides how much it writes", ("medium",))
     for name in ("audio", "web_search_options", "moderation"):
@@ -210,6 +232,12 @@ def _check_tool(tool: Any, where: str) -> None:
             raise bad_request(f"{where}.function.{field} must be {shown_kind}", f"{where}.function.{field}")
 
 
+def count_input_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/chat/completions/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_chat`."""
+    jobs = read_chat(loaded, fields).jobs
+    return {"object": "response.input_tokens", "input_tokens": len(jobs[0].prompt_ids)}
+
+
 def apply_template(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/apply-template`: the prompt of a chat request as text. Raises as `read_chat`."""
     read_chat(loaded, fields)  # which refuses what it would refuse
@@ -217,4 +245,4 @@ def apply_template(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     tools, _ = _read_tools(fields, loaded)
     arguments = _template_arguments(fields, vocabulary.chat_template or "")
     messages = placed(vocabulary.chat_template or "", _read_messages(fields), fields)
-    return {"prompt": chat_text(vocabulary, messages, tools.shown, arguments)}
+    return {"prompt": chat_text(vocabulary, messages, tools.shown, arguments, _read_ending(fields))}

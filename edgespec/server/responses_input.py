@@ -66,6 +66,7 @@ def as_chat(fields: Fields, loaded: Loaded) -> tuple[dict[str, Any], dict[str, A
 
 def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore(*(name for name in WITHOUT_EFFECT if name != "metadata"), "client_metadata")
+    fields.without_effect("draft_model", "the draft is the one that the server was started with")
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, _STATELESS)
     fields.refuse("background", _STATELESS, (False,))
