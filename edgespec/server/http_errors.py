@@ -109,17 +109,17 @@ def as_http_error(error: Exception) -> HttpError:
     if isinstance(error, PromptError):
         too_long = error if isinstance(error, PromptTooLong) else None
         sizes = {} if too_long is None else {"n_prompt_tokens": too_long.num_tokens, "n_ctx": too_long.context_length}
-        return HttpError(400, str(error), code="context_length_exceeded" if sizes else None, sizes=sizes)
+        return HttpError(400, error.on_the_command_line, code="context_length_exceeded" if sizes else None, sizes=sizes)
     if isinstance(error, SamplingError | ConfigError):
-        return bad_request(str(error), param=_named_field(str(error)))
+        return bad_request(error.on_the_command_line, param=_named_field(error.on_the_command_line))
     if isinstance(error, UsageError | CapabilityError | VocabularyMismatch):
-        return bad_request(str(error))
+        return bad_request(error.on_the_command_line)
     if isinstance(error, Busy):
         return HttpError(503, "the model is busy: try again", code="busy")
     if isinstance(error, StateError):
         return HttpError(503, "the model is not loaded: try again later", code="unavailable")
     if isinstance(error, Unreachable):
-        logger.warning("%s", error)
+        logger.warning("%s", error.on_the_command_line)
         return HttpError(503, "a machine that the model runs on does not respond: try again later", code="unavailable")
     if isinstance(error, TimeoutError):
         return HttpError(504, "the answer took longer than the server allows (--timeout)", code="timeout")

@@ -108,7 +108,7 @@ def test_earlier_generations_do_not_change_an_answer(model: edgespec.Model) -> N
         ({"reproducible": True, "verify": "rejection"}, ConfigError, "does not work with"),
         ({"context_length": 10**6}, ConfigError, "2048"),
         ({"threads": 0}, ConfigError, "threads"),
-        ({"engine": "llamacpp", "provider": "cuda"}, ConfigError, "--provider cuda is for ONNX models"),
+        ({"engine": "llamacpp", "provider": "cuda"}, ConfigError, "provider='cuda' is for ONNX models"),
         ({"cache_type_k": "q3"}, ConfigError, "q8_0"),
     ],
 )
@@ -232,12 +232,12 @@ def test_a_draft_with_another_vocabulary_names_the_first_token(tmp_path: Path) -
 
 
 def test_a_draft_that_is_not_there_is_missed_by_name(tiny_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="--model-draft"):
+    with pytest.raises(CapabilityError, match="draft="):
         edgespec.load(str(tiny_path), drafter="model")
     with edgespec.load(str(tiny_path)) as alone:
         assert alone.drafter_name == "auto"
         assert alone.draft_costs == {}
-        with pytest.raises(CapabilityError, match="--model-draft"):
+        with pytest.raises(CapabilityError, match="draft="):
             alone.stream("a", options=GenerateOptions(drafter="model"))
 
 
