@@ -6,10 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
-from edgespec import LoadOptions
+from edgespec import GenerateOptions, LoadOptions
 from edgespec.cli.main import cli
 from edgespec.config.settings import SETTINGS
 from edgespec.errors import PYTHON_NAMES, ConfigError, EdgespecError, PromptTooLong, spoken_on_the_command_line
+from edgespec.sampling.constraint.words import in_plain_words
 from edgespec.server.http_errors import as_http_error
 
 SPOKEN = [
@@ -52,3 +53,18 @@ def test_errors_of_either_side() -> None:
     assert refused.value.num_tokens > refused.value.context_length == 32
     long = CliRunner().invoke(cli, ["generate", "demo", "-c", "32", "-p", "word " * 99]).stderr
     assert "larger --ctx-size" in long
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "number", "minimum": 1e300, "maximum": 1e301}, "the range from 1e300 to 1e301 cannot be checked"),
+        ({"$ref": "http://a.example/b"}, "http://a.example/b is not in the schema, and nothing is fetched"),
+    ],
+)
+def test_no_words_of_a_library(schema: dict[str, object], said: str) -> None:
+    assert in_plain_words("NoExtensionBias") == "nothing can follow"
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    with edgespec.load("demo") as model, pytest.raises(ConfigError) as refused:
+        model.check_structure(GenerateOptions(json_schema=schema))
+    assert said in str(refused.value) and "Some(" not in str(refused.value)

@@ -296,7 +296,7 @@ def test_auto_is_for_this_machines_memory() -> None:
         with pytest.raises(ConfigError, match="context_length auto is chosen by this machine's memory"):
             LoadOptions(context_length="auto", **options)
     for wrong in ("max", "4k", -1, 15, True, 2.5):
-        with pytest.raises(ConfigError, match="ctx-size"):
+        with pytest.raises(ConfigError, match="context_length"):
             LoadOptions(context_length=wrong)  # type: ignore[arg-type]
 
 

@@ -17,6 +17,7 @@ from edgespec.config import GenerateOptions
 from edgespec.errors import ConfigError
 from edgespec.sampling.constraint.divisors import embedded_schemas, refuse_large_divisors
 from edgespec.sampling.constraint.library import Library
+from edgespec.sampling.constraint.words import in_plain_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -154,8 +155,10 @@ def _compiled(grammar: Grammar, library: Library) -> LLMatcher:
         return matcher
     problem = matcher.get_error().strip()
     if schema is not None:
-        raise ConfigError(f"json_schema cannot be used: {_place(schema, problem, library)}{_first_line(problem)}")
-    raise ConfigError(f"{grammar.kind} cannot be used: {problem}")
+        raise ConfigError(
+            f"json_schema cannot be used: {_place(schema, problem, library)}{_first_line(in_plain_words(problem))}"
+        )
+    raise ConfigError(f"{grammar.kind} cannot be used: {in_plain_words(problem)}")
 
 
 def _refuse_counts(schema: dict[str, Any]) -> None:
