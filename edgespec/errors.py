@@ -1,10 +1,11 @@
-"""All exceptions that edgespec raises. Imports nothing.
+"""All exceptions that edgespec raises. Imports nothing of edgespec.
 
 EdgespecError
 ├── UsageError                  the caller's input cannot be used; the command line exits with code 2
 │   ├── ConfigError             unknown or contradictory option; bad value in a flag, the environment or a config file
 │   ├── SamplingError           a sampling setting out of range
-│   ├── PromptError             empty prompt, or a prompt longer than the context
+│   ├── PromptError             empty prompt, or messages that cannot be shown
+│   │   └── PromptTooLong       a prompt longer than the context
 │   ├── ModelNotFound           no such registry name or file
 │   └── ModelFileError          the file is not a usable model: truncated, corrupt or unsupported
 ├── VocabularyMismatch          target and draft do not share token ids
@@ -22,9 +23,78 @@ EdgespecError
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Options whose flag is not their name in Python, and the others.
+_RENAMED = {"ctx-size": "context_length", "ctx-size-draft": "draft_context_length", "model-draft": "draft"}
+_RENAMED |= {"temp": "temperature", "draft-temp": "draft_temperature", "repeat-last-n": "penalty_window"}
+_RENAMED |= {f"{name}-draft": f"draft_{name.replace('-', '_')}" for name in ("gpu-layers", "device")}
+_RENAMED |= {f"cache-type-{part}-draft": f"draft_cache_type_{part}" for part in "kv"}
+_CHOICES = ("engine", "provider", "drafter", "verify", "pooling")
+_SWITCHES = ("kv-offload", "reproducible", "corpus", "recall", "learn", "ignore-eos")
+_NAMED_ALIKE = (
+    *("medium", "exit-layer", "heads", "chat-template-file", "threads", "gpu-layers", "device", "rpc", "memory"),
+    *("cache-type-k", "cache-type-v", "draft-length", "max-slowdown", "max-tokens", "stop", "json-schema", "grammar"),
+    *("regex", "free-until", "top-k", "top-p", "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty"),
+    *("seed", *_CHOICES, *_SWITCHES),
+)
+PYTHON_NAMES = _RENAMED | {name: name.replace("-", "_") for name in _NAMED_ALIKE}
+_FLAG = re.compile(
+    r"edgespec [a-z][^.;:)]*"  # a command, which is for the command line
+    r"|(?:-[a-z]+/)?--(no-)?([a-z]+(?:-[a-z]+)*)(?: (?!or\b|and\b|to\b|is\b|with\b)([a-z0-9-]+)\b)?"
+)
+_TEMPLATE = re.compile(r"--no-chat-template(, or (generate\(\)|--prompt))?")
+_TWICE = re.compile(r"\b(\w+=)('[\w-]+')? \(\1\.{3}\)| \(\w+= in Python\)")
+_IN_PYTHON = re.compile(r" \(\w+=\.{3}\)| \(\w+= in Python\)")
+_speaks_cli = False
+
+
+@contextmanager
+def spoken_on_the_command_line() -> Iterator[None]:
+    """Within it errors name options as flags, as they are written; elsewhere as Python's keywords."""
+    global _speaks_cli
+    before, _speaks_cli = _speaks_cli, True
+    try:
+        yield
+    finally:
+        _speaks_cli = before
+
+
+def for_python(text: str) -> str:
+    """A message that names options by their flags, with Python's names for them."""
+
+    def keyword(found: re.Match[str]) -> str:
+        off, flag, value = found.groups()
+        if flag not in PYTHON_NAMES:  # or None: a command
+            return found[0]
+        rest = f" {value}" if value else ""
+        if flag in _SWITCHES:
+            return f"{PYTHON_NAMES[flag]}={not off}{rest}"
+        return f"{PYTHON_NAMES[flag]}={value!r}" if value and flag in _CHOICES else f"{PYTHON_NAMES[flag]}={rest}"
+
+    text = _FLAG.sub(keyword, _TEMPLATE.sub("generate()", text))
+    text = _TWICE.sub(lambda found: f"{found[1] or ''}{found[2] or '...' * bool(found[1])}", text)
+    first = re.split(r"[ :]", text, maxsplit=1)[0]  # which may be an option that has a wrong value
+    return PYTHON_NAMES.get(first, first) + text[len(first) :]
+
+
+def for_command_line(text: str) -> str:
+    """The same with flags alone."""
+    return _IN_PYTHON.sub("", text.replace("--no-chat-template, or generate()", "--no-chat-template"))
+
 
 class EdgespecError(Exception):
     """Base class. The message names what was given, what is allowed, and the fix."""
+
+    def __str__(self) -> str:
+        return (for_command_line if _speaks_cli else for_python)(super().__str__())
+
+    @property
+    def on_the_command_line(self) -> str:
+        """The message for who started a program with flags, such as the server."""
+        return for_command_line(super().__str__())
 
 
 def shown(value: object, most: int = 80) -> str:
@@ -56,6 +126,14 @@ class SamplingError(UsageError):
 
 class PromptError(UsageError):
     pass
+
+
+class PromptTooLong(PromptError):
+    """`num_tokens` of the prompt do not fit `context_length`."""
+
+    def __init__(self, message: str, num_tokens: int, context_length: int) -> None:
+        super().__init__(message)
+        self.num_tokens, self.context_length = num_tokens, context_length
 
 
 class ModelNotFound(UsageError):

@@ -130,7 +130,7 @@ class Model(Closing):
 
     @property
     def recommended_sampling(self) -> Sampling:
-        """Sampling settings of generations that give none: the pair's recommended values over the defaults, seed 0."""
+        """Sampling settings of generations that give none: the pair's recommended values over the defaults."""
         settings: dict[str, Any] = dict(self.pair.recommended)
         return Sampling(**settings)
 
@@ -158,20 +158,30 @@ class Model(Closing):
             return vocabulary.decode(checked_ids(token_ids, vocabulary.size).tolist())
 
     def encode_chat(
-        self, messages: Messages, tools: Messages | None = None, template_arguments: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        tools: Messages | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | None = None,
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template up to the start of the assistant's turn.
 
         If the last message is an assistant's text, they end behind it: the answer goes on from there. `messages` and
         `tools` as in OpenAI's API; `template_arguments`: further arguments of the template, such as
-        `{"enable_thinking": False}` for Qwen3. Raises PromptError if the model has no chat template or the template
-        rejects the messages, leaves out the text to go on from, or does not use an argument.
+        `{"enable_thinking": False}` for Qwen3. `add_generation_prompt`, `continue_final_message`: as in transformers;
+        None: the answer goes on from an assistant's text if there is one. Raises PromptError if the model has no chat
+        template or the template rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
+        from edgespec.chat.continuation import Ending
+
         messages = checked_chat(messages)
         tools = checked_tools(tools)
         require_writer(self.target.facts)
         with self._executor.vocabulary() as vocabulary:
-            return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments)
+            ending = Ending(add_generation_prompt, continue_final_message)
+            return encode_messages(vocabulary, messages, tools, self.pair.name, template_arguments, ending)
 
     @refuses_unknown_keywords
     def stream(

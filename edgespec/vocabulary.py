@@ -29,7 +29,34 @@ _FIM_NAMES = {
     "repository": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "file": ("<|file_sep|>",),
 }
-_FIM_PADS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
+_FIM_PADS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")
+# Tokens that end an answer, by name; configurations often name only the end of a text.
+_END_NAMES = (
+    *("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_utterance>"),
+    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|tool_response>", "<turn|>", "<end_of_turn>", "<eos>"),
+    *("</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", f"<{_BAR}end{_BLANK}of{_BLANK}sentence{_BAR}>"),
+)
+
+
+def end_names(has: Callable[[str], bool]) -> list[str]:
+    """The names of tokens that end an answer in a vocabulary that `has` them, as llama.cpp finds them.
+
+    gpt-oss ends messages by `<|end|>`, not answers; beside Gemma 4's marks of tools `</s>` is HTML.
+    """
+    others = {"<|end|>"} if has("<|return|>") and has("<|call|>") else set[str]()
+    others |= {"</s>"} if has("<|tool_response>") else set()
+    return [name for name in _END_NAMES if name not in others and has(name)]
+
+
+def retyped_names(has: Callable[[str], bool]) -> list[str]:
+    """The names of which llama.cpp makes control tokens, whatever a file says of them (src/llama-vocab.cpp).
+
+    Of several names for the same part of a gap it takes any, so that these stay what the file says.
+    """
+    parts = [[name for name in names if has(name)] for names in (*_FIM_NAMES.values(), _FIM_PADS)]
+    return [*end_names(has), *(names[0] for names in parts if len(names) == 1)]
+
+
 FIM_END_NAMES = (*_FIM_PADS, *_FIM_NAMES["repository"], *_FIM_NAMES["file"])
 """A model that goes on with the next gap, file or repository has filled this one: these end an answer."""
 # Tokens that usually end a turn; configurations often name only the end of a text.

@@ -85,7 +85,8 @@ def _texts(report: Report) -> Iterator[str]:
 
 def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
     spread = prompt["speedup"]
-    speedup = f"{spread['median']:.2f}x" if spread else "too short for a rate"
+    why_none = "nothing drafted" if prompt["verdict"] == "undrafted" else "too short for a rate"
+    speedup = f"{spread['median']:.2f}x" if spread else why_none
     accepted = "" if prompt["acceptance_rate"] is None else f", {prompt['acceptance_rate']:.0%} accepted"
     same = "" if prompt["identical"] else ", differs from plain decoding in the same mode"
     turns = f", turn {(prompt['num_turns'] + 1) // 2}" if prompt["num_turns"] > 1 else ""

@@ -95,10 +95,17 @@ class Outcome:
     draft_costs: dict[str, DraftCost]
 
     @property
+    def has_drafted(self) -> bool:
+        """Whether the speculative side drafted at all; without a draft it decoded plainly, too."""
+        return self.drafted.stats.drafted_tokens > 0
+
+    @property
     def speed_ratio(self) -> float:
-        """Tokens per second with speculation over those of plain decoding; 0 when there was too little to time."""
+        """Tokens per second with speculation over those of plain decoding; 0 where nothing was drafted or too little
+        was decoded to time it.
+        """
         plain = self.plain.stats.tokens_per_second
-        return self.drafted.stats.tokens_per_second / plain if plain else 0.0
+        return self.drafted.stats.tokens_per_second / plain if plain and self.has_drafted else 0.0
 
 
 class Race(Closing):

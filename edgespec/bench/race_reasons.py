@@ -49,8 +49,13 @@ class Prices:
 def speed(outcome: Outcome) -> str:
     """The result in one line."""
     plain, drafted = outcome.plain.stats, outcome.drafted.stats
-    if not outcome.speed_ratio:
+    rates = plain.tokens_per_second, drafted.tokens_per_second
+    if not all(rates):
         return "too few tokens to compare speeds: give a larger -n"
+    if not outcome.has_drafted:
+        return (
+            f"no ratio: nothing was drafted, so both sides decoded plainly ({rates[0]:.1f} and {rates[1]:.1f} tokens/s)"
+        )
     return (
         f"{outcome.speed_ratio:.2f}x: {drafted.tokens_per_second:.1f} tokens/s with speculation, "
         f"{plain.tokens_per_second:.1f} without ({drafted.wall_s:.2f} s and {plain.wall_s:.2f} s with the prompt)"
@@ -73,21 +78,26 @@ def proof(outcome: Outcome, token_name: Callable[[int], str]) -> str:
 
 def reasons(outcome: Outcome, drafter: str, *, is_automatic: bool) -> list[str]:
     """Why it was fast or slow, in two or three sentences. `drafter`: as requested."""
-    if not outcome.speed_ratio:
+    if not outcome.plain.stats.tokens_per_second:
         return []
     if outcome.curve is None:
         return ["This model cannot roll back its KV cache, so speculation is impossible."]
     costs = prices(outcome)
-    found = [_balance(outcome, costs), _threshold(costs)]
-    found.append(_choice(outcome.drafted, drafter) if is_automatic else _fixed(outcome))
-    if outcome.fastest is not None:
+    found = [_balance(outcome, costs)] if outcome.has_drafted else []
+    found += [_threshold(costs), _choice(outcome.drafted, drafter) if is_automatic else _fixed(outcome)]
+    if outcome.pace is not None:
+        found.append(_noise(outcome.pace))
+    if outcome.fastest is not None and outcome.has_drafted:
         found.append(_fastest_mode(outcome.speed_ratio, outcome.fastest))
-    if outcome.pace is not None and abs(outcome.pace - 1) > _PACE_CHANGE:
-        found.append(
-            f"Plain decoding repeated at the end reached {outcome.pace:.0%} of its first speed: other programs or heat "
-            "changed the machine's speed, so the ratio is unreliable."
-        )
     return found
+
+
+def _noise(pace: float) -> str:
+    """What the same decoding differs by, which no ratio can be finer than."""
+    said = f"Noise: plain decoding, run twice, reached {pace:.0%} of its first speed the second time"
+    if abs(pace - 1) <= _PACE_CHANGE:
+        return f"{said}; smaller differences say nothing."
+    return f"{said}: other programs or heat changed the machine's speed, so the ratio is unreliable."
 
 
 def prices(outcome: Outcome) -> Prices:
@@ -156,7 +166,8 @@ def _token_s(outcome: Outcome, drafting: Sequence[RoundRecord], drafter: str | N
 
 def _balance(outcome: Outcome, costs: Prices) -> str:
     stats, ratio = outcome.drafted.stats, outcome.speed_ratio
-    verdict = "Faster" if ratio > 1 + NEAR else "Slower" if ratio < 1 - NEAR else "About as fast"
+    near = max(NEAR, 0.0 if outcome.pace is None else abs(outcome.pace - 1))
+    verdict = "Faster" if ratio > 1 + near else "Slower" if ratio < 1 - near else "About as fast"
     accepted = (
         f" ({stats.acceptance_rate:.0%} of {stats.drafted_tokens} draft tokens accepted)"
         if stats.drafted_tokens
@@ -192,7 +203,7 @@ def _choice(lap: Lap, drafter: str) -> str:
 
 def _fixed(outcome: Outcome) -> str:
     longest = max((record.drafted_tokens for record in outcome.drafted.rounds), default=0)
-    hint = "; --draft-length auto drafts only when it pays off" if outcome.speed_ratio < 1 - NEAR else ""
+    hint = "; --draft-length auto drafts only when it pays off" if 0 < outcome.speed_ratio < 1 - NEAR else ""
     return f"The draft length was fixed, up to {longest} tokens per round{hint}."
 
 

@@ -57,7 +57,8 @@ class Trial:
     """One prompt decoded with and without speculation. `prompt`: its digest; `repeat` counts from 0.
 
     `standard`: the baseline for speed. `plain`: plain decoding by the model that speculates, which must give the same
-    tokens; None if that model is the standard, and in repeats, which must equal the first. `order`: of the runs.
+    tokens; None if that model is the standard, and in repeats, which must equal the first. `again`: the standard once
+    more, which shows the noise; None in repeats. `order`: of the runs.
     """
 
     prompt: str
@@ -66,6 +67,7 @@ class Trial:
     standard: Measurement
     speculative: Measurement
     plain: Measurement | None = None
+    again: Measurement | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -74,9 +76,17 @@ class Trial:
     @property
     def speedup(self) -> float | None:
         """Decoding speed with speculation / without; None if an answer is too short."""
-        if not (self.standard.is_long_enough and self.speculative.is_long_enough):
+        return self._over_standard(self.speculative)
+
+    @property
+    def noise(self) -> float | None:
+        """The same ratio where it should be 1: plain decoding once more / plain decoding."""
+        return None if self.again is None else self._over_standard(self.again)
+
+    def _over_standard(self, other: Measurement) -> float | None:
+        if not (self.standard.is_long_enough and other.is_long_enough):
             return None
-        return self.speculative.stats.tokens_per_second / self.standard.stats.tokens_per_second
+        return other.stats.tokens_per_second / self.standard.stats.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,6 +96,7 @@ class Trial:
             "standard": self.standard.to_json(),
             "speculative": self.speculative.to_json(),
             "plain": self.plain.to_json() if self.plain else None,
+            "again": self.again.to_json() if self.again else None,
         }
 
     @staticmethod
@@ -96,7 +107,7 @@ class Trial:
             tuple(value["order"]),
             Measurement.from_json(value["standard"]),
             Measurement.from_json(value["speculative"]),
-            Measurement.from_json(value["plain"]) if value["plain"] else None,
+            *(Measurement.from_json(value[name]) if value.get(name) else None for name in ("plain", "again")),
         )
 
 

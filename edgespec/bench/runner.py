@@ -1,7 +1,7 @@
 """Times plain and speculative decoding of prompts, in alternating order, with empty caches and after a warm-up.
 
 The baseline is plain decoding at its fastest: where reproducible mode pads single-token passes, it is a second copy of
-the target without that mode.
+the target without that mode. It is timed twice for each prompt: what it differs from itself is noise.
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ class Runner:
 
     def _trial(self, task: Task) -> Trial | None:
         sides = {"standard": (self._standard, self._plain), "speculative": (self._speculative, self._options)}
-        if task.repeat == 0 and self._standard is not self._speculative:
-            sides["plain"] = self._speculative, self._plain
+        if task.repeat == 0:
+            sides["again"] = self._standard, self._plain
+            if self._standard is not self._speculative:
+                sides["plain"] = self._speculative, self._plain
         turn = (task.index + task.repeat) % len(sides)
         order = (*sides, *sides)[turn : turn + len(sides)]
         found: dict[str, Measurement] = {}
@@ -105,7 +107,8 @@ class Runner:
             found[name] = measured
         for name in found.keys() - {"speculative"}:
             found[name] = dataclasses.replace(found[name], pieces=())
-        return Trial(*task.key, order, found["standard"], found["speculative"], found.get("plain"))
+        others = found.get("plain"), found.get("again")
+        return Trial(*task.key, order, found["standard"], found["speculative"], *others)
 
     def _measure(self, model: Model, options: GenerateOptions, task: Task) -> Measurement | None:
         """One generation that begins with empty caches; None if it was cancelled."""

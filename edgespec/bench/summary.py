@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from edgespec.bench.record import Measurement, Trial
 
-Verdict = Literal["gains", "even", "loses", "unknown"]
-_NOTICEABLE = 0.02  # smaller relative differences count as equal
+Verdict = Literal["gains", "even", "loses", "unknown", "undrafted"]
+_NOTICEABLE = 0.02  # smaller relative differences count as equal, or those that plain decoding has from itself
 _LEAST_TRIALS = 3  # with fewer there is no verdict
 _TIMES = ("prefill_s", "draft_s", "verify_s", "overhead_s")
 
@@ -85,7 +85,9 @@ class Side:
 
 
 class Summary:
-    """Statistics of `trials` (at least one). Ratios are None if there is nothing to divide by."""
+    """Statistics of `trials` (at least one). Ratios are None if there is nothing to divide by, or nothing was drafted:
+    both sides decoded plainly then.
+    """
 
     def __init__(self, trials: Iterable[Trial]) -> None:
         self.trials = list(trials)
@@ -93,8 +95,17 @@ class Summary:
         self.speculative = Side(trial.speculative for trial in self.trials)
 
     @cached_property
+    def has_drafted(self) -> bool:
+        return self.speculative.total("drafted_tokens") > 0
+
+    @cached_property
     def speedups(self) -> list[float]:
-        return [trial.speedup for trial in self.trials if trial.speedup is not None]
+        return [trial.speedup for trial in self.trials if trial.speedup is not None] if self.has_drafted else []
+
+    @property
+    def noise(self) -> Spread | None:
+        """Plain decoding over itself, run twice: what a speedup of nothing looks like."""
+        return Spread.of([trial.noise for trial in self.trials if trial.noise is not None])
 
     @property
     def speedup(self) -> Spread | None:
@@ -102,12 +113,12 @@ class Summary:
 
     @property
     def pooled_speedup(self) -> float | None:
-        return _ratio(self.speculative.pooled_rate, self.standard.pooled_rate)
+        return _ratio(self.speculative.pooled_rate, self.standard.pooled_rate) if self.has_drafted else None
 
     @property
     def whole_speedup(self) -> float | None:
         """Speedup of whole answers, prefill included."""
-        return _ratio(self.speculative.whole_rate, self.standard.whole_rate)
+        return _ratio(self.speculative.whole_rate, self.standard.whole_rate) if self.has_drafted else None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -122,12 +133,15 @@ class Summary:
     @property
     def verdict(self) -> Verdict:
         """Whether speculation is faster: at least three quarters of the trials must agree, else "even"."""
-        spread = self.speedup
+        spread, noise = self.speedup, self.noise
+        if not self.has_drafted:
+            return "undrafted"
         if spread is None or len(self.speedups) < _LEAST_TRIALS:
             return "unknown"
-        if spread.median > 1 + _NOTICEABLE and spread.q1 > 1:
+        least = max(_NOTICEABLE, abs(noise.median - 1)) if noise is not None else _NOTICEABLE
+        if spread.median > 1 + least and spread.q1 > 1:
             return "gains"
-        if spread.median < 1 - _NOTICEABLE and spread.q3 < 1:
+        if spread.median < 1 - least and spread.q3 < 1:
             return "loses"
         return "even"
 
@@ -138,6 +152,7 @@ class Summary:
             "speedup": self.speedup.to_json() if self.speedup else None,
             "pooled_speedup": self.pooled_speedup,
             "whole_answer_speedup": self.whole_speedup,
+            "noise": self.noise.to_json() if self.noise else None,
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "standard": self.standard.to_json(),

@@ -43,7 +43,7 @@ def cells(figures: Mapping[str, Any]) -> tuple[str, ...]:
         shown(figures["whole_answer_speedup"], "{:.2f}x"),
         shown(figures["acceptance_rate"], "{:.0%}"),
         shown(figures["mean_accepted_length"], "{:.2f}"),
-        "" if figures["verdict"] == "unknown" else str(figures["verdict"]),
+        {"unknown": "", "undrafted": "nothing drafted"}.get(figures["verdict"], figures["verdict"]),
     )
 
 
@@ -58,6 +58,7 @@ def verdict_line(report: Report) -> str:
         "gains": f"speculation is faster: {pooled} the speed of plain decoding over all prompts",
         "even": f"speculation makes no difference beyond noise: {pooled} over all prompts",
         "loses": f"speculation is slower: {pooled} the speed of plain decoding over all prompts",
+        "undrafted": "nothing was drafted: both sides decoded plainly, so there is no ratio",
         "unknown": f"too few runs for a verdict: {pooled} over all prompts; give more with --repeat",
     }[total["verdict"]]
     against = "gains" if total["verdict"] == "loses" else "loses"
@@ -72,6 +73,11 @@ def verdict_line(report: Report) -> str:
 def reason_lines(report: Report) -> Iterator[str]:
     """One line each: baseline, equality of texts, time by phase, cost of passes, drafters, energy, memory."""
     yield f"baseline: {report['baseline']}"
+    if noise := report["total"]["noise"]:
+        yield (
+            f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
+            f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
+        )
     if report["padded_plain_speedup"] is not None:
         yield (
             f"reproducible mode without speculation: {report['padded_plain_speedup']:.2f}x; "

@@ -7,9 +7,31 @@ its end of the turn, is cut off.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from edgespec.chat.message_forms import Message
 from edgespec.errors import PromptError
+
+
+class Ending(NamedTuple):
+    """How a prompt ends. `opens`: with the beginning of the assistant's turn, unless it goes on from a text.
+
+    `continues`: whether it goes on from the last message, an assistant's text; None: if it is one. Requests call them
+    `add_generation_prompt` and `continue_final_message`.
+    """
+
+    opens: bool = True
+    continues: bool | None = None
+
+    def is_begun(self, last: Message) -> bool:
+        """Whether the answer goes on from the `last` message. Raises PromptError where it must and cannot."""
+        has_begun = bool(begun_answer(last))
+        if self.continues and not has_begun:
+            raise PromptError("continue_final_message needs a conversation that ends with a text of the assistant")
+        return has_begun and self.continues is not False
+
+
+USUAL_ENDING = Ending()
 
 
 def begun_answer(message: Message) -> str:

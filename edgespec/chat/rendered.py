@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
-from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.continuation import USUAL_ENDING, Ending, cut_at, marked, without_empty_end
+from edgespec.chat.history import checked_messages
 from edgespec.chat.stand_ins import texts, unused_characters
-from edgespec.chat.template import checked_messages, render_chat
+from edgespec.chat.template import render_chat
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 
@@ -19,6 +20,7 @@ def chat_text(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    ending: Ending = USUAL_ENDING,
 ) -> str:
     """The rendered text, without a token at its beginning that encoding puts there again.
 
@@ -36,9 +38,9 @@ def chat_text(
     given = without_empty_end(checked_messages(messages))
     given = with_short_ids(given) if wants_short_ids(source) else given
     render = partial(render_chat, source, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
-    if begun_answer(given[-1]):
+    if ending.is_begun(given[-1]):
         (end,) = unused_characters(1, "\0".join(texts([given, list(tools or ()), dict(arguments or {})])))
         text = cut_at(render(marked(given, end), add_generation_prompt=False), end)
     else:
-        text = render(given)
+        text = render(given, add_generation_prompt=ending.opens)
     return text.removeprefix(bos) if vocabulary.adds_bos else text

@@ -6,17 +6,19 @@ take. Rendering a conversation of a few messages there takes a millisecond.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import dropwhile, takewhile
 from pickle import PicklingError
 from typing import Any
 
 from edgespec.chat.call_ids import wants_short_ids, with_short_ids
-from edgespec.chat.continuation import begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.continuation import USUAL_ENDING, Ending, begun_answer, cut_at, marked, without_empty_end
+from edgespec.chat.history import checked_messages
 from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.message_forms import Message
+from edgespec.chat.spelling import as_written
 from edgespec.chat.stand_ins import as_text, printed_marks, replaced, texts, unused_characters
 from edgespec.chat.tool_messages import with_tools
 from edgespec.contained import Containment, Overrun
@@ -24,7 +26,6 @@ from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
 CHILDREN = Containment("edgespec.chat.sandbox", most=2, limit_s=2.0)
-ROLES = ("system", "user", "assistant", "tool")
 _TOO_DEEP = "the messages or tools are nested too deeply"
 _THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
 _FIX = "give another with --chat-template-file, or use --no-chat-template"
@@ -48,10 +49,16 @@ def render_chat(
     if the template is broken or does something forbidden.
     """
     given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
+    given |= {"add_generation_prompt": add_generation_prompt}
     found = [_with_thinking(source, message) for message in checked_messages(messages)]
-    messages, others = with_tools(source, found, tools)
-    given |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | others
-    for name in arguments or {}:
+    return as_written(found, partial(_render, source, given, arguments or {}))
+
+
+def _render(source: str, names: Mapping[str, Any], arguments: Mapping[str, Any], found: Sequence[Message]) -> str:
+    """Raises as `render_chat`."""
+    messages, others = with_tools(source, found, names["tools"])
+    given = {**names, "messages": messages, **others}
+    for name in arguments:
         if name in given or name not in source:
             what = "gets this from edgespec" if name in given else "does not use it"
             raise PromptError(f"the chat template of this model cannot be given the argument {shown(name)}: it {what}")
@@ -99,11 +106,13 @@ def encode_messages(
     tools: Sequence[Mapping[str, Any]] | None,
     model_name: str,
     arguments: Mapping[str, Any] | None = None,
+    ending: Ending = USUAL_ENDING,
 ) -> list[int]:
     """Token ids of a conversation, rendered by the vocabulary's template up to the start of the assistant's turn.
 
-    Where the last message is an assistant's text, they end behind it, so that the model goes on from there. Raises
-    PromptError if there is no template or it leaves that text out, and the errors of `render_chat`.
+    Where the last message is an assistant's text, they end behind it, so that the model goes on from there, unless
+    `ending` says otherwise. Raises PromptError if there is no template or it leaves that text out, and the errors of
+    `render_chat`.
     """
     if vocabulary.chat_template is None:
         raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
@@ -117,7 +126,7 @@ def encode_messages(
     def render(given: Sequence[Message], **others: Any) -> str:
         return render_chat(source, short(given) if short else given, bos_token=bos, eos_token=eos, **others)
 
-    ids = encode_rendered(vocabulary, render, messages, tools, arguments)
+    ids = encode_rendered(vocabulary, render, messages, tools, arguments, ending)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
@@ -153,6 +162,7 @@ def encode_rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    ending: Ending = USUAL_ENDING,
 ) -> list[int]:
     """Token ids of rendered `messages` and `tools`, in which only the template can produce control tokens.
 
@@ -162,7 +172,7 @@ def encode_rendered(
     PromptError for messages that are not valid or a text that is not shown.
     """
     given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
-    has_begun = bool(begun_answer(given["messages"][-1]))
+    has_begun = ending.is_begun(given["messages"][-1])
     given |= {"tools": list(tools)} if tools else {}
     given |= {"arguments": dict(arguments)} if arguments else {}
     try:
@@ -178,7 +188,7 @@ def encode_rendered(
     if has_begun:
         text = cut_at(render(marked(turns, end), add_generation_prompt=False, **escaped), end)
     else:
-        text = render(turns, **escaped)
+        text = render(turns, **({} if ending.opens else {"add_generation_prompt": False}), **escaped)
     if not marks:
         return vocabulary.encode(text, parse_special=True)
     ids: list[int] = []
@@ -190,69 +200,10 @@ def encode_rendered(
     return ids
 
 
-def answer_prefix(messages: Sequence[Mapping[str, Any]]) -> str:
+def answer_prefix(messages: Sequence[Mapping[str, Any]], ending: Ending = USUAL_ENDING) -> str:
     """The text at the end of a conversation that the answer goes on from; "" where the model begins its turn.
 
     Raises PromptError for messages that are not valid.
     """
-    return begun_answer(checked_messages(messages)[-1])
-
-
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """`messages` as templates expect them: content as text, tool arguments as objects.
-
-    Raises PromptError for an empty list, an unknown role or content that is not text.
-    """
-    given: object = messages
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise PromptError(f"a conversation must be a list of messages with role and content, got {shown(given)}")
-    if not messages:
-        raise PromptError("the conversation is empty: give at least one message")
-    return [_checked(message, index) for index, message in enumerate(messages)]
-
-
-def _checked(message: object, index: int) -> Message:
-    if not isinstance(message, Mapping):
-        raise PromptError(f"message {index} must be an object with role and content, got {shown(message)}")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
-    checked = dict(message)
-    content = checked.get("content")
-    if isinstance(content, list):
-        checked["content"] = content = _joined_parts(content, index)
-    if content is None and (checked.get("tool_calls") or (role == "assistant" and "content" in checked)):
-        checked["content"] = content = ""
-    if not isinstance(content, str):
-        raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
-    if checked.get("tool_calls"):
-        if not isinstance(checked["tool_calls"], list):
-            raise PromptError(f"message {index} has tool_calls that are not a list: {shown(checked['tool_calls'])}")
-        checked["tool_calls"] = [_parsed_call(call, index) for call in checked["tool_calls"]]
-    return checked
-
-
-def _joined_parts(parts: list[Any], index: int) -> str:
-    kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
-    if kinds - {"text"}:
-        raise PromptError(f"message {index} has parts of type {sorted(kinds)}; only text is supported")
-    texts = [part.get("text") for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise PromptError(f"message {index} has a part of type text whose text is {shown(texts)}; allowed: text")
-    return "".join(texts)
-
-
-def _parsed_call(call: Any, index: int) -> Any:
-    """A tool call with its arguments as an object, which templates expect; OpenAI's API sends a JSON string."""
-    if not isinstance(call, Mapping):
-        raise PromptError(f"message {index} has a tool call that is not an object")
-    function = call.get("function")
-    if "function" in call and not isinstance(function, Mapping):
-        raise PromptError(f"message {index} has a tool call whose function is {shown(function)}; allowed: an object")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as exc:  # ValueError: JSON, a number of thousands of digits
-        raise PromptError(f"message {index} has tool arguments that are not JSON: {exc}") from exc
-    return {**call, "function": {**function, "arguments": arguments}}
+    last = checked_messages(messages)[-1]
+    return begun_answer(last) if ending.is_begun(last) else ""

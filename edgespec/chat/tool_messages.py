@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgespec.chat.marks import CHANNEL
-from edgespec.chat.tool_forms import call_form
+from edgespec.chat.tool_forms import PLAIN_FORMS, call_form
 from edgespec.errors import PromptError
 
 _OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
@@ -31,9 +31,11 @@ def with_tools(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(the messages, names for the template besides `tools`) in which every tool and call is where `template` looks.
 
-    Raises PromptError for tools or calls that it would leave out.
+    Raises PromptError for tools that it would leave out.
     """
     shown = [_with_calls(template, message) for message in messages]
+    if "tool" not in template:  # it may leave out roles that it does not know
+        shown = [message | ({"role": "user"} if message["role"] == "tool" else {}) for message in shown]
     if CHANNEL in template or "single tool-calls" in template:
         shown = _one_call_each(shown)
     if _RESULTS in template and _TOOL_ROLE.search(template) is None:
@@ -61,9 +63,7 @@ def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
     if not calls or "tool_calls" in template:
         shows_empty = calls and not message.get("content") and _DEEPSEEK in template and " none" in template
         return message | {"content": None} if shows_empty else message
-    form = call_form(template)
-    if form is None:
-        raise PromptError("the conversation has tool calls, which the chat template of this model does not show")
+    form = call_form(template) or PLAIN_FORMS[0]  # of another model, which this conversation began with
     functions = [call.get("function") or {} for call in calls]
     written = form.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
     text = message.get("content") or ""

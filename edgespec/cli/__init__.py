@@ -53,7 +53,7 @@ def as_typed(error: EdgespecError) -> str:
     """Its message; where that is about a setting, settings have the names of options, not those of Python's fields."""
     from edgespec.config.settings import BY_KEY
 
-    text = str(error)
+    text = error.on_the_command_line
     if "_" not in (name := text.partition(" ")[0]) or name not in BY_KEY:
         return text
     return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: BY_KEY[found[0]].key if found[0] in BY_KEY else found[0], text)

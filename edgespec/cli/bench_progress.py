@@ -18,7 +18,7 @@ def trial_line(task: Task, trial: Trial) -> str:
     text = " ".join(task.prompt.text.split())
     text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
     rates = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
-    ratio = shown(trial.speedup, "{:.2f}x")
+    ratio = shown(trial.speedup, "{:.2f}x") if trial.speculative.stats.drafted_tokens else "nothing drafted"
     return (
         f"{task.prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  "
         + " -> ".join(f"{r:.1f}" for r in rates)

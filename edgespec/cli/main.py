@@ -19,7 +19,13 @@ import click
 
 from edgespec import __version__
 from edgespec.cli import as_typed, has_escapes, printable, wrapped
-from edgespec.errors import CapabilityError, EdgespecError, UsageError, VocabularyMismatch
+from edgespec.errors import (
+    CapabilityError,
+    EdgespecError,
+    UsageError,
+    VocabularyMismatch,
+    spoken_on_the_command_line,
+)
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
@@ -120,7 +126,8 @@ class CommandGroup(click.Group):
             logger.addHandler(_Notes(logging.INFO))
         logger.setLevel(logging.INFO)
         try:
-            code = super().main(*args, **extra)
+            with spoken_on_the_command_line():
+                code = super().main(*args, **extra)
             sys.stdout.flush()  # here and not at exit, where a full disk would go unnoticed or end in a traceback
         except click.Abort as exc:  # click's word for the end of input, too
             cut = isinstance(exc.__cause__, EOFError) and str(exc.__cause__).startswith("marshal")

@@ -12,7 +12,6 @@ from edgespec.cli import FilePath
 from edgespec.cli.completion import models
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.terminal import set_verbosity
-from edgespec.config import RANDOM_SEED
 from edgespec.config.habits import did_you_mean
 from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents
 from edgespec.config.sources import Settings, resolve
@@ -165,12 +164,7 @@ def resolve_settings(
 
 
 def sampling_of(settings: Settings) -> Sampling:
-    """The sampling settings; a random seed of 32 bits where none or -1 is given, so that it fits any JSON reader."""
-    import secrets  # not at the top: commands that load nothing do without these two
+    """The sampling settings, with a fresh seed where none or -1 is given."""
+    from edgespec.sampling import Sampling  # not at the top: commands that load nothing do without
 
-    from edgespec.sampling import Sampling
-
-    values = settings.part("sampling")
-    if values.get("seed", RANDOM_SEED) == RANDOM_SEED:
-        values["seed"] = secrets.randbits(32)
-    return Sampling(**values)
+    return Sampling(**settings.part("sampling")).seeded()

@@ -44,10 +44,12 @@ def print_json(session: Session, outcome: Outcome, lines: list[str]) -> None:
         "reproducible": outcome.is_reproducible,
         "identical": outcome.divergence is None,
         "divergence": _asdict(outcome.divergence),
-        "speed_ratio": outcome.speed_ratio,
+        "speed_ratio": outcome.speed_ratio if outcome.has_drafted else None,
         "pace": outcome.pace,
         "fastest": outcome.fastest,
-        "prices": _asdict(prices(outcome)) if outcome.curve is not None and outcome.speed_ratio else None,
+        "prices": _asdict(prices(outcome))
+        if outcome.curve is not None and outcome.plain.stats.tokens_per_second
+        else None,
         "plain": _side(outcome.plain),
         "speculative": _side(outcome.drafted),
         "explanation": lines,

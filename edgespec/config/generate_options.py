@@ -51,6 +51,9 @@ class GenerateOptions:
     `free_until`: the answer is free up to and including this text, such as "</think>", then up to two line ends may
     come, and what follows is structured. An answer cut by `max_tokens`, a stop string or the context is incomplete. A
     grammar is checked when a generation is requested.
+
+    `prediction`: what most of the answer is expected to be, such as a file that is to be edited; it is drafted from and
+    changes no text.
     Raises ConfigError for a value that is not allowed.
     """
 
@@ -68,11 +71,13 @@ class GenerateOptions:
     grammar: str | None = None
     regex: str | None = None
     free_until: str | None = None
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", as_schema(self.json_schema))
         self._check_structure()
+        optional_text("prediction", self.prediction)
         at_least("noise_offset", whole("noise_offset", self.noise_offset), 0)
         if self.max_tokens == NO_LIMIT and isinstance(self.max_tokens, int):
             object.__setattr__(self, "max_tokens", None)

@@ -19,7 +19,7 @@ from edgespec.control import constants as c
 from edgespec.control.accounts import Accounts
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Clock, Controller, Proposal
-from edgespec.control.choice import add_ucb_bonus
+from edgespec.control.choice import BEST, add_ucb_bonus, choice_of
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost, RoundCost
 from edgespec.control.kinds import Kinds, kind_of
@@ -27,6 +27,7 @@ from edgespec.control.length import Prices, best_length, ceiling, forecast, whil
 from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts, to_read
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.predicted import PREDICTION
 from edgespec.engines.pass_request import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import TokenIds, Verdict
@@ -55,6 +56,7 @@ class AutoController(Controller):
         self._has_begun = False  # with this text's kind
         self._has_decided = False  # since the prompt: the first decision also reads that
         self._is_short = False  # it rests because the bank could pay for no draft
+        self._predicted = self._came_true = 0  # tokens drafted from the caller's prediction of this answer; accepted
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._prompt_tokens = 0
 
@@ -97,6 +99,7 @@ class AutoController(Controller):
             if name not in self._dropped:
                 drafter.begin(prompt_ids)
         self._unused.clear()
+        self._predicted = self._came_true = 0
         self._left_out &= self._dropped
         self._count_rested(self._context_ids.size)  # the end of the last answer cut a rest short
         self._round, self._rest, self._has_begun, self._has_decided = None, 0, False, False
@@ -137,18 +140,21 @@ class AutoController(Controller):
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
         least_s, plain_s = prices.pass_s[2], prices.pass_s[1]
         self._is_short = not self.bank.can_pay(least_s, plain_s)
-        if most < 1 or self._is_short:
+        if most < 1 or (self._is_short and not self._trusts_prediction(request)):
             # The bank cannot pay for any draft, so no time is spent on deciding until it can.
             self._rest = min(self.bank.rounds_until(least_s, plain_s), c.LONGEST_REST)
             return NOTHING
         request = request.at_most(most)
         decided = self._expected(request, prices)
         decided.is_refresh = self._accounts.is_refresh_due
-        decided.chosen = None if decided.is_refresh else self._chosen(decided, most)
+        trusts = self._trusts_prediction(request) and choice_of(BEST, decided.gains) == PREDICTION
+        decided.chosen = None if decided.is_refresh else PREDICTION if trusts else self._chosen(decided, most)
         self._round = decided
         if decided.chosen is None:
             return NOTHING
         if decided.chosen in decided.trials:
+            if trusts:
+                return self._kept(decided, PREDICTION, decided.lengths[PREDICTION])
             return self._affordable(decided, decided.chosen)
         return (yield from self._paid_proposal(decided, decided.chosen, request))
 
@@ -163,6 +169,9 @@ class AutoController(Controller):
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
         started_s = self._clock()
+        if proposal.drafter == PREDICTION:
+            self._predicted += record.drafted_tokens
+            self._came_true += record.accepted_tokens
         self._learn(proposal, verdict, record)
         new_ids = *proposal.draft.token_ids[list(verdict.accepted_nodes)].tolist(), verdict.next_token_id
         self._kind.learn_unused(self._unused, np.append(self._context_ids, np.array(new_ids, np.int32)))
@@ -170,6 +179,10 @@ class AutoController(Controller):
         self._accounts.learning_s = self._clock() - started_s
 
     # -- deciding
+
+    def _trusts_prediction(self, request: DraftRequest) -> bool:
+        """Whether a caller predicts the answer, and most of it came true: he asks for drafts that the bank may lose."""
+        return request.predicted_ids is not None and 2 * self._came_true >= self._predicted
 
     def _count_rested(self, context: int) -> None:
         """Account for the rounds since the last decision."""
@@ -189,7 +202,7 @@ class AutoController(Controller):
         """What each drafter is expected to gain: free ones draft on trial, paid ones are forecast."""
         found = Round(prices, {}, {}, {}, {})
         for name, drafter in self.drafters.items():
-            if name in self._left_out or (drafter.needs_constraint and request.sampler.constraint is None):
+            if name in self._left_out or not drafter.serves(request):
                 continue
             self._asked = name
             if drafter.is_free:
@@ -248,8 +261,13 @@ class AutoController(Controller):
 
     def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:
         """The part of a free drafter's draft that pays and that the bank can afford after `spent_s` of the round."""
-        draft, length, pass_s = decided.trials[name], decided.lengths[name], decided.prices.pass_s
-        length = self.bank.longest(length, lambda count: pass_s[count + 1] + spent_s, pass_s[1])
+        pass_s = decided.prices.pass_s
+        length = self.bank.longest(decided.lengths[name], lambda count: pass_s[count + 1] + spent_s, pass_s[1])
+        return self._kept(decided, name, length)
+
+    def _kept(self, decided: Round, name: str, length: int) -> Proposal:
+        """The first `length` tokens of a free drafter's draft."""
+        draft = decided.trials[name]
         confidences = list(islice(self._kind.states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 

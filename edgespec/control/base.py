@@ -13,6 +13,7 @@ from typing import NamedTuple
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.forced import FORCED, ForcedDrafter
+from edgespec.drafters.predicted import PREDICTION, PredictedDrafter
 from edgespec.engines.pass_request import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
@@ -89,19 +90,20 @@ class Controller(ABC):
 
 
 class FixedLength(Controller):
-    """One drafter with the same draft length in every round; what a grammar forces comes first."""
+    """One drafter with the same draft length in every round; what a grammar forces or a caller predicts comes first."""
 
     def __init__(self, drafter: Drafter, draft_length: int) -> None:
         self._drafter = drafter
         self.draft_length = draft_length
         self._is_left_out = self._is_dropped = False
-        self._forced = ForcedDrafter()
+        self._forced, self._predicted = ForcedDrafter(), PredictedDrafter()
 
     def begin(
         self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
     ) -> None:
         self._is_left_out = self._is_dropped  # perhaps while the prompt was read, by another answer of the batch
         self._drafter.begin(prompt_ids)
+        self._predicted.begin(prompt_ids)
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
         forced = self._forced.draft(request)  # its length is not limited: it costs nothing and is nearly certain
@@ -110,6 +112,9 @@ class FixedLength(Controller):
         most = min(self.draft_length, request.max_tokens)
         if most < 1 or self._is_left_out:
             return NOTHING
+        predicted = self._predicted.draft(request.at_most(most))
+        if predicted.num_tokens:
+            return Proposal(predicted, PREDICTION)
         draft = yield from self._drafter.drafting(request.at_most(most))
         return Proposal(draft, self._drafter.name if draft.num_tokens else None)
 
@@ -121,5 +126,5 @@ class FixedLength(Controller):
         self._is_left_out = self._is_dropped = self._is_dropped or self._drafter.name in names
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-        if proposal.drafter != FORCED:
+        if proposal.drafter not in (FORCED, PREDICTION):
             self._drafter.observe(proposal.draft, verdict)

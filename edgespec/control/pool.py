@@ -22,6 +22,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.factory import learnt_texts
 from edgespec.drafters.forced import FORCED, ForcedDrafter
+from edgespec.drafters.predicted import PREDICTION, PredictedDrafter
 from edgespec.drafters.spec import FALLBACK, SPECS, automatic, check_makeable, made
 from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
@@ -32,6 +33,11 @@ from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
     from edgespec.corpus.learnt import LearntTexts
+
+
+def _without_model() -> dict[str, Drafter]:
+    """What every controller has: drafters of what a request itself says of its answer."""
+    return {FORCED: ForcedDrafter(), PREDICTION: PredictedDrafter()}
 
 
 class DrafterPool:
@@ -153,7 +159,7 @@ class DrafterPool:
         found = self._automatic.get(name)
         if found is None:
             names = self.names if name == "auto" else [name]
-            drafters: dict[str, Drafter] = {FORCED: ForcedDrafter()} | {each: self.drafter(each) for each in names}
+            drafters = _without_model() | {each: self.drafter(each) for each in names}
             curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
             found = AutoController.of(drafters, curve, costs, self._options.max_slowdown, threads=threads)
             found.costs.splits = self._target.engine.facts.splits_passes
@@ -167,9 +173,9 @@ class DrafterPool:
         """This sequence's controller, which shares what `first` learns."""
         found = self._automatic.get(name)
         if found is None or found.costs is not first.costs:
-            names = [cast(DrafterName, each) for each in first.drafters if each != FORCED]
-            drafters: dict[str, Drafter] = {each: self.drafter(each) for each in names if self._can_have(each)}
-            found = first.another({FORCED: ForcedDrafter()} | drafters)
+            others = _without_model()
+            names = [cast(DrafterName, each) for each in first.drafters if each not in others]
+            found = first.another(others | {each: self.drafter(each) for each in names if self._can_have(each)})
             self._automatic[name] = found
         return found
 

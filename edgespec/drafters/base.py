@@ -29,6 +29,7 @@ class DraftRequest(NamedTuple):
     `features` [m, hidden size]: the target's last hidden states of the m tokens before the pending one, m at least 1;
     the pending token was sampled from the last row. None unless the drafter `wants_features`.
     `layer_inputs` [m, layers * hidden size]: the inputs of the target's layers `wants_layers` at the same tokens.
+    `predicted_ids` [m]: what the caller expects the answer to be; None: nothing.
     """
 
     token_ids: TokenIds
@@ -41,6 +42,7 @@ class DraftRequest(NamedTuple):
     row_cost: float = 0.0
     features: NDArray[np.float32] | None = None
     layer_inputs: NDArray[np.float32] | None = None
+    predicted_ids: TokenIds | None = None
 
     def at_most(self, max_tokens: int) -> DraftRequest:
         """The same request for no more tokens."""
@@ -51,8 +53,7 @@ class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
     `is_free`: drafting costs next to nothing, so a draft may be made and not used. `costs_once`: a draft of any length
-    costs the same pass. `needs_constraint`: it drafts only
-    where a grammar constrains the answer. `wants_features`: it reads the target's hidden states. `evidence_kind`:
+    costs the same pass. `wants_features`: it reads the target's hidden states. `evidence_kind`:
     `bucket`, one number that names a class of similar proposals; `scores`, numbers of the order of one that grow with
     the probability of acceptance. `prior`: initial log odds of acceptance, a bias and the weight of each score, as far
     as they are known.
@@ -62,7 +63,6 @@ class Drafter(ABC):
     notes: tuple[str, ...] = ()  # for the user, of its configuration
     is_free: ClassVar[bool] = False
     costs_once: ClassVar[bool] = False
-    needs_constraint: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
     wants_layers: tuple[int, ...] = ()  # of the target, counted from 0, whose inputs each request needs
     evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
@@ -71,6 +71,10 @@ class Drafter(ABC):
     @abstractmethod
     def begin(self, prompt_ids: TokenIds) -> None:
         """A new generation starts from `prompt_ids` [n]; state of a prefix shared with the last one may be kept."""
+
+    def serves(self, request: DraftRequest) -> bool:
+        """Whether it may draft anything for a generation of such requests."""
+        return True
 
     @abstractmethod
     def draft(self, request: DraftRequest) -> Draft:

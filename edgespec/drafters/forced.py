@@ -19,11 +19,13 @@ class ForcedDrafter(Drafter):
 
     name = FORCED
     is_free = True
-    needs_constraint = True
     prior = (3.0,)  # models nearly always spell what they must write as they learnt to
 
     def begin(self, prompt_ids: TokenIds) -> None:
         pass
+
+    def serves(self, request: DraftRequest) -> bool:
+        return request.sampler.constraint is not None
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain; empty where nothing is forced."""

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.config import EngineName
-from edgespec.errors import ConfigError, ModelFileError
+from edgespec.errors import ConfigError
 from edgespec.export.file_checks import check_stages
 from edgespec.export.given_heads import STAGE as GIVEN_HEADS
 from edgespec.export.given_heads import check_fit, check_given_heads, heads_stages
 from edgespec.export.hub import find_source, source_here
 from edgespec.export.maker import Model, groups_note, stages_of
 from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
-from edgespec.export.onnx.convert import require_exporter
+from edgespec.export.onnx.convert import check_architecture, require_exporter
 from edgespec.export.plan import Facts, needs_of, read_facts
 from edgespec.export.reference import require_packages
 from edgespec.export.request import ExportRequest, Format
@@ -28,6 +28,7 @@ from edgespec.export.resources import check_room, human
 from edgespec.export.stages import Artefact, Reporter, run_stages
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
+from edgespec.formats.checkpoint import unsupported
 from edgespec.formats.manifest import read_pair
 
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
@@ -142,8 +143,7 @@ def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> 
             from edgespec.export.gguf import ARCHITECTURES
 
             if name not in ARCHITECTURES:
-                known = ", ".join(ARCHITECTURES)
-                raise ModelFileError(f"{model.source.name} is a {name}; supported for GGUF: {known}")
+                raise unsupported(model.source.name, name, "GGUF", ARCHITECTURES)
         if "onnx" in request.formats:
             _check_exporter(request, role, model)
 
@@ -151,6 +151,7 @@ def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> 
 def _check_exporter(request: ExportRequest, role: str, model: Model) -> None:
     """Raise CapabilityError for a missing package, ModelFileError for a model that edgespec cannot write."""
     exporter = request.exporter_of(role, model.facts.architecture)
+    check_architecture(model.source.name, model.facts.architecture, request.exporter)
     require_exporter(exporter)
     if exporter == "edgespec":
         from edgespec.export.onnx.hub_model import check_config, open_hub

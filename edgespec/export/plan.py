@@ -118,7 +118,8 @@ def read_facts(source: Source) -> Facts:
     """
     config = read_config(source.folder)
     kind = named_architecture(config)
-    text = {**DEFAULTS.get(kind, {}), **config, **(config.get("text_config") or {})}
+    nested = config.get("text_config")
+    text = {**DEFAULTS.get(kind, {}), **config, **(nested if isinstance(nested, dict) else {})}
     stored = sum(source.weights.values())
     table = _number(text, "vocab_size") * _number(text, "hidden_size", "n_embd")
     sizes = _estimated_sizes(text, stored, table) if source.missing else _sizes(Checkpoint.open(source.folder))

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,23 @@ def full_config(folder: Path) -> Config:
     """config.json of a model folder, with what it implies. Raises as `read_json`."""
     config = read_json(folder / "config.json")
     return {**DEFAULTS.get(named_architecture(config), {}), **config}
+
+
+def unsupported(name: object, architecture: str, what: str, known: Iterable[str]) -> ModelFileError:
+    """The error for a model of an unknown architecture. `what` is made of the `known` ones."""
+    return ModelFileError(
+        f"{name} is a {architecture}; supported for {what}: {', '.join(known)}. llama.cpp's own convert_hf_to_gguf.py "
+        "knows more of them, and edgespec runs the files that it writes"
+    )
+
+
+@contextmanager
+def settings_of(folder: Path) -> Iterator[None]:
+    """Raises ModelFileError where config.json has a setting of another type, or none where one is needed."""
+    try:
+        yield
+    except (TypeError, ValueError, ArithmeticError, LookupError, struct.error) as exc:
+        raise ModelFileError(f"{folder / 'config.json'} has an impossible setting: {exc}") from exc
 
 
 def named_architecture(config: Mapping[str, Any]) -> str:

@@ -164,6 +164,7 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         max_branches=0 if rule in CHAINS_ONLY else target.engine.most_branches,
         features=target.features,
         layer_inputs=target.layer_inputs,
+        predicted_ids=run.predicted_ids,
     )
     try:
         proposal = yield from controller.proposing(request)

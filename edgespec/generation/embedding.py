@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.config import LoadOptions
-from edgespec.errors import Cancelled, CapabilityError, EngineError, PromptError, shown
+from edgespec.errors import Cancelled, CapabilityError, EngineError, PromptError, PromptTooLong, shown
 from edgespec.generation.executor import Executor
 from edgespec.generation.inputs import checked_ids
 from edgespec.types import PoolingName, TokenIds
@@ -65,9 +65,11 @@ class TextEmbedder:
                 if not ids.size:
                     raise PromptError(f"text {index} is empty: give at least one character")
                 if ids.size > most:
-                    raise PromptError(
+                    raise PromptTooLong(
                         f"text {index} has {ids.size} tokens and the context holds {most}: split it, truncate it, or "
-                        "load the model with a larger --ctx-size"
+                        "load the model with a larger --ctx-size",
+                        ids.size,
+                        most,
                     )
                 found.append(ids)
         return found

@@ -25,6 +25,7 @@ class Request:
     drafter: DrafterName
     rule: RuleName
     on_round: Callable[[RoundRecord], None] | None
+    predicted_ids: TokenIds | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -52,5 +53,6 @@ class Request:
             logprobs=options.logprobs,
             top_logprobs=options.top_logprobs,
             on_round=self.on_round,
+            predicted_ids=self.predicted_ids,
             stats=stats,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
+
 from edgespec.config import GenerateOptions, LoadOptions
 from edgespec.errors import ConfigError, PromptError, SamplingError, shown
 from edgespec.generation.executor import Executor
@@ -16,6 +18,8 @@ from edgespec.sampling import Sampler, Sampling
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraint, Constraints
 from edgespec.types import TokenIds
+
+_MOST_CHARACTERS = 16  # of a prediction, per token of the context
 
 
 class RequestMaker:
@@ -49,6 +53,7 @@ class RequestMaker:
             chosen.drafter or self._options.drafter,
             chosen.verify or self._options.verify,
             on_round,
+            self._predicted_ids(chosen.prediction),
         )
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
@@ -84,6 +89,14 @@ class RequestMaker:
             return None
         with self._executor.vocabulary() as vocabulary:
             return self._constraints.of(grammar, vocabulary, begin)
+
+    def _predicted_ids(self, prediction: str | None) -> TokenIds | None:
+        """As much of a predicted answer as the context may hold."""
+        most = self._executor.target.facts.context_length
+        if not prediction:
+            return None
+        with self._executor.vocabulary() as vocabulary:
+            return np.array(vocabulary.encode(prediction[: _MOST_CHARACTERS * most])[:most], np.int32)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> TokenIds:
         if isinstance(prompt, str):

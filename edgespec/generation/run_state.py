@@ -16,7 +16,7 @@ from edgespec.engines.parked import ParkedStates
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
-from edgespec.errors import Cancelled, PromptError
+from edgespec.errors import Cancelled, PromptError, PromptTooLong
 from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.stopping import StopRules, TextStream
@@ -38,6 +38,7 @@ class Run:
     `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
     `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
     `share`: its part of the last pass if that was shared with other sequences; None: the pass was its own.
+    `predicted_ids`: what the caller expects the answer to be.
     `on_prompt`: told how much of the prompt is read, before its first pass and after each.
     `others_s`: seconds that it waited while passes worked for other sequences; `reading_s`: those that reading the
     prompt took without them.
@@ -54,6 +55,7 @@ class Run:
     threads: ThreadControl | None = None
     on_round: Callable[[RoundRecord], None] | None = None
     on_prompt: Callable[[PromptProgress], None] | None = None
+    predicted_ids: TokenIds | None = None
     watch: ClassWatch | None = None
     relieve: Callable[[], str] | None = None
     share: PassShare | None = None
@@ -176,7 +178,9 @@ def check_prompt(prompt_ids: TokenIds, context_length: int) -> None:
     if prompt_ids.size == 0:
         raise PromptError("the prompt is empty: give at least one token")
     if prompt_ids.size >= context_length:
-        raise PromptError(
+        raise PromptTooLong(
             f"the prompt has {prompt_ids.size} tokens but the context holds only {context_length}, answer included: "
-            "shorten the prompt or give a larger --ctx-size"
+            "shorten the prompt or give a larger --ctx-size",
+            prompt_ids.size,
+            context_length,
         )

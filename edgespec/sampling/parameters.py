@@ -18,7 +18,7 @@ _MOST_BIAS = 1e30  # finite in float32 even after a logit is added
 _MOST_WHOLE = 2**31 - 1
 _LIMITS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, MAX_TEMPERATURE),
-    "top_p": (1e-9, 1.0),
+    "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "repeat_penalty": (0.01, 100.0),
     "presence_penalty": (-100.0, 100.0),
@@ -39,7 +39,8 @@ class Sampling:
     """Sampling settings of one generation. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 disable these filters.
 
     Penalties as in llama.cpp, over the last `penalty_window` tokens; -1: all of the context. `logit_bias`: token id to
-    added logit; -inf forbids the token. `seed` None, or -1 as in llama.cpp: a random seed, reported in the result.
+    added logit; -inf forbids the token. `seed` None, or -1 as in llama.cpp: a fresh one for each generation, which its
+    result tells.
     Raises SamplingError for a value that is out of range, not finite or of another type (bool is not a number).
     """
 
@@ -52,7 +53,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     penalty_window: int = 64
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, int) and self.seed == RANDOM_SEED:
@@ -66,8 +67,8 @@ class Sampling:
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def seeded(self) -> Sampling:
-        """These settings with a seed: a random one of 32 bits if `seed` is None."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+        """These settings with a seed: a fresh one if `seed` is None."""
+        return self if self.seed is not None else replace(self, seed=fresh_seed())
 
     @property
     def uses_history(self) -> bool:
@@ -75,6 +76,11 @@ class Sampling:
         return self.penalty_window != 0 and (
             self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
+
+
+def fresh_seed() -> int:
+    """A random seed of 32 bits, which fits any JSON reader."""
+    return secrets.randbits(32)
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
+from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import PromptProgress, Stats, TokenEvent
 from edgespec.server.figures import timings
 from edgespec.server.http_errors import HttpError
@@ -56,6 +57,7 @@ class Answer:
     ) -> None:
         self.ticket = ticket
         self.text = self.reasoning = ""
+        self.num_predicted = 0  # tokens that were taken from the request's `prediction`
         self.calls: list[ToolCall] = []
         self.tokens: list[TokenEvent] = []
         self.reasoning_tokens: list[TokenEvent] = []
@@ -159,6 +161,7 @@ class Answer:
             if self.ticket.reads_only:
                 continue
             self._token_ids.append(event.token_id)
+            self.num_predicted += event.drafter == PREDICTION
             self._unsorted += self._shown.push(event)
             self._num_characters += len(event.text)
             self._num_bytes += len(event.text.encode("utf-8", "replace"))

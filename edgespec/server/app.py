@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from edgespec.server import embeddings, facts, messages, native, ollama, ollama_facts, page, readable, responses
 from edgespec.server.chat_completions import ChatExchange
-from edgespec.server.chat_request import apply_template, read_chat
+from edgespec.server.chat_request import apply_template, count_input_tokens, read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import AtRest, Exchange, Read
 from edgespec.server.fields import Fields, parse_object
@@ -48,6 +48,7 @@ _GENERATING: dict[str, Read] = {
     "/completion": native.read_native,
     "/completions": native.read_native,
     "/v1/responses": responses.read_responses,
+    "/responses": responses.read_responses,
     "/v1/messages": messages.read_messages,
     "/api/chat": ollama.read_chat_request,
     "/api/generate": ollama.read_generate_request,
@@ -56,6 +57,7 @@ _GENERATING: dict[str, Read] = {
 # The form of streams, where it is not OpenAI's.
 _FORMS: dict[str, type[Exchange]] = {
     "/v1/responses": responses.ResponsesExchange,
+    "/responses": responses.ResponsesExchange,
     "/v1/messages": messages.MessagesExchange,
     "/api/chat": ollama.OllamaExchange,
     "/api/generate": ollama.OllamaExchange,
@@ -70,6 +72,9 @@ _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/detokenize": facts.detokenize,
     "/apply-template": apply_template,
     "/v1/responses/input_tokens": responses.count_input_tokens,
+    "/responses/input_tokens": responses.count_input_tokens,
+    "/v1/chat/completions/input_tokens": count_input_tokens,
+    "/chat/completions/input_tokens": count_input_tokens,
     "/v1/messages/count_tokens": messages.count_tokens,
 }
 _TELLING: dict[str, Callable[[Service, Fields], dict[str, Any]]] = {  # no model has to be loaded for these

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
+from edgespec.chat.continuation import Ending
+from edgespec.chat.history import part_text
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.rendered import chat_text
 from edgespec.chat.template import answer_prefix, num_characters
 from edgespec.chat.tool_forms import call_form
 from edgespec.config import REASONING_FORMATS
+from edgespec.errors import shown
 from edgespec.generation.inputs import require_writer
 from edgespec.server.chat_completions import ChatExchange, Tools
+from edgespec.server.evidence import check_question, note_left_out
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.llamacpp_fields import read_llamacpp
 from edgespec.server.options import (
-    WITHOUT_EFFECT,
+    ignore_others,
     numbered,
     read_choices,
     read_max_tokens,
@@ -52,13 +57,14 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     sampling = read_sampling(fields, loaded)
     max_tokens = read_max_tokens(fields, *_LIMITS)
     options = read_options(fields, loaded, max_tokens, _read_logprobs(fields))
-    options = read_structure(fields, loaded, options)
+    options = replace(read_structure(fields, loaded, options), prediction=_read_prediction(fields))
     count = read_choices(fields, loaded.limits)
     tools, choice = _read_tools(fields, loaded)
     if tools.shown and tools.form:
         options = forced_calls(loaded, options, tools.shown, choice, tools.form, parallel=tools.parallel)
     arguments = _template_arguments(fields, template)
     splits = (fields.choice("reasoning_format", REASONING_FORMATS) or loaded.reasoning_format) != "none"
+    ending = _read_ending(fields)
     _refuse_unsupported(fields)
     read_llamacpp(fields, loaded)
     given = _read_messages(fields)
@@ -67,8 +73,14 @@ def read_chat(loaded: Loaded, fields: Fields) -> ChatExchange:
     messages = placed(template, given, fields)
     fields.finish()
     vocabulary = loaded.model.target.vocabulary
-    prompt_ids = loaded.model.encode_chat(messages, tools.shown, arguments)
-    prefix = answer_prefix(messages)
+    prompt_ids = loaded.model.encode_chat(
+        messages,
+        tools.shown,
+        arguments,
+        add_generation_prompt=ending.opens,
+        continue_final_message=ending.continues,
+    )
+    prefix = answer_prefix(messages, ending)
     prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
     reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     if reasoning is not None and reasoning.is_open:
@@ -95,10 +107,13 @@ def _needs_split(reasoning: Reasoning | None, tools: Tools) -> bool:
 def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
     """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
     given = fields.fields("chat_template_kwargs")
-    chosen: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
-    never_reasons = "enable_thinking" not in template and reasoning_marks(template) is None
-    if never_reasons and chosen.get("enable_thinking") is False:
-        chosen = {name: value for name, value in chosen.items() if name != "enable_thinking"}
+    asked: dict[str, Any] = {} if given is None else fields.given("chat_template_kwargs")
+    switch = fields.given("enable_thinking")  # as some clients send it
+    asked = asked | ({} if switch is None else {"enable_thinking": switch})
+    chosen = {name: value for name, value in asked.items() if name in template}
+    for name in asked.keys() - chosen.keys():
+        if (name, asked[name]) != ("enable_thinking", False) or reasoning_marks(template) is not None:
+            fields.notes.append(f"{shown(name)}: the chat template of this model does not use it")
     effort = fields.text("reasoning_effort")
     if effort is None:
         return chosen
@@ -117,6 +132,16 @@ def _template_arguments(fields: Fields, template: str) -> dict[str, Any]:
     return chosen
 
 
+def _read_ending(fields: Fields) -> Ending:
+    """Where the prompt ends, as in vLLM and llama-server: what is continued gets no beginning of a turn."""
+    continues = None if fields.given("continue_final_message") is None else fields.flag("continue_final_message")
+    if continues and fields.flag("add_generation_prompt"):
+        raise bad_request(
+            "continue_final_message and add_generation_prompt exclude each other", "add_generation_prompt"
+        )
+    return Ending(fields.flag("add_generation_prompt", True), continues)
+
+
 def _read_logprobs(fields: Fields) -> int | None:
     """The number of most likely tokens to report; None: no log probabilities at all."""
     is_wanted = fields.flag("logprobs")
@@ -126,12 +151,27 @@ def _read_logprobs(fields: Fields) -> int | None:
     return (top or 0) if is_wanted else None
 
 
+def _read_prediction(fields: Fields) -> str | None:
+    """OpenAI's `prediction`: what most of the answer is expected to be."""
+    prediction = fields.fields("prediction")
+    if prediction is None:
+        return None
+    kind, content = prediction.choice("type", ("content",)), prediction.given("content")
+    texts = [part_text(part) for part in (content if isinstance(content, list) else [content])]
+    prediction.finish()
+    if kind is None or None in texts:
+        raise bad_request('prediction must be {"type": "content", "content": a text or parts of text}', "prediction")
+    return "".join(text for text in texts if text)
+
+
 def _read_messages(fields: Fields) -> list[Any]:
     messages = fields.given("messages")
     if messages is None:
         raise bad_request("messages is missing: give a list of messages", "messages")
     if not isinstance(messages, list):
         raise fields.wrong("messages", "must be a list", messages)
+    check_question(messages, [f"messages.{index}.content" for index in range(len(messages))])
+    note_left_out(messages, fields)
     return [_as_system(message) for message in messages]
 
 
@@ -142,10 +182,10 @@ def _as_system(message: Any) -> Any:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    fields.ignore(*WITHOUT_EFFECT)
+    ignore_others(fields)
     fields.refuse("modalities", "this server answers with text only", (["text"],))
     fields.without_effect("verbosity", "the model decides how much it writes", ("medium",))
-    for name in ("audio", "prediction", "web_search_options", "moderation"):
+    for name in ("audio", "web_search_options", "moderation"):
         fields.refuse(name, "this server has no such feature")
     for name in ("functions", "function_call"):
         fields.refuse(name, "use tools and tool_choice")
@@ -195,6 +235,12 @@ def _check_tool(tool: Any, where: str) -> None:
             raise bad_request(f"{where}.function.{field} must be {shown_kind}", f"{where}.function.{field}")
 
 
+def count_input_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+    """`/chat/completions/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_chat`."""
+    jobs = read_chat(loaded, fields).jobs
+    return {"object": "response.input_tokens", "input_tokens": len(jobs[0].prompt_ids)}
+
+
 def apply_template(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     """`/apply-template`: the prompt of a chat request as text. Raises as `read_chat`."""
     read_chat(loaded, fields)  # which refuses what it would refuse
@@ -202,4 +248,4 @@ def apply_template(loaded: Loaded, fields: Fields) -> dict[str, Any]:
     tools, _ = _read_tools(fields, loaded)
     arguments = _template_arguments(fields, vocabulary.chat_template or "")
     messages = placed(vocabulary.chat_template or "", _read_messages(fields), fields)
-    return {"prompt": chat_text(vocabulary, messages, tools.shown, arguments)}
+    return {"prompt": chat_text(vocabulary, messages, tools.shown, arguments, _read_ending(fields))}

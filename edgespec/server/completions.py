@@ -25,7 +25,7 @@ from edgespec.server.fim import fill_prompt, require_fim
 from edgespec.server.http_errors import bad_request
 from edgespec.server.llamacpp_fields import prompt_progress, read_llamacpp
 from edgespec.server.options import (
-    WITHOUT_EFFECT,
+    ignore_others,
     numbered,
     read_choices,
     read_max_tokens,
@@ -150,7 +150,7 @@ def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
     options = read_structure(fields, loaded, options)
     count = read_choices(fields, loaded.limits)
     per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
-    fields.ignore(*WITHOUT_EFFECT)
+    ignore_others(fields)
     read_llamacpp(fields, loaded)
     fields.refuse("echo", "the answer holds new text only", (False,))
     fields.refuse("best_of", "use n", (count,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import Stats, TokenEvent
 from edgespec.vocabulary import Vocabulary
 
@@ -40,10 +41,14 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": answers[0].stats.reused_tokens},
     }
+    details = {}
     if answers[0].splits_reasoning:
-        reasoning = sum(answer.num_reasoning_tokens for answer in answers)
-        found["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    return found
+        details["reasoning_tokens"] = sum(answer.num_reasoning_tokens for answer in answers)
+    if answers[0].ticket.generation.request.options.prediction is not None:
+        details["accepted_prediction_tokens"] = accepted = sum(answer.num_predicted for answer in answers)
+        drafted = sum(answer.ticket.drafted.get(PREDICTION, 0) for answer in answers)
+        details["rejected_prediction_tokens"] = drafted - accepted
+    return found | ({"completion_tokens_details": details} if details else {})
 
 
 def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -58,9 +63,11 @@ def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str,
         "prompt_n": read,
         "cache_n": stats.reused_tokens,
         "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / read if read else 0.0,
         "prompt_per_second": read / stats.prefill_s if stats.prefill_s > 0 else 0.0,
         "predicted_n": stats.new_tokens,
         "predicted_ms": decode_ms,
+        "predicted_per_token_ms": 1000 / stats.tokens_per_second if stats.tokens_per_second else 0.0,
         "predicted_per_second": stats.tokens_per_second,
         "draft_n": stats.drafted_tokens,
         "draft_n_accepted": stats.accepted_tokens,

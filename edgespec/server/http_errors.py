@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from edgespec.errors import (
     ModelFileError,
     ModelNotFound,
     PromptError,
+    PromptTooLong,
     SamplingError,
     StateError,
     Unreachable,
@@ -44,10 +46,22 @@ _RETRY_AFTER_S = {429: 1, 503: 1}
 
 
 class HttpError(EdgespecError):
-    """A request that is answered with an HTTP error. `param`: the field at fault; `code`: a name for programs."""
+    """A request that is answered with an HTTP error. `param`: the field at fault; `code`: a name for programs.
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    `sizes`: of a prompt that does not fit, and of the context, under llama-server's names.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.sizes = dict(sizes or {})
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @property
@@ -69,7 +83,9 @@ class HttpError(EdgespecError):
             # Anthropic's words, at which agents shorten the conversation
             begins = "prompt is too long: " if self.code == "context_length_exceeded" else ""
             return {"type": "error", "error": {"type": kind, "message": begins + self.message}}
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        kind = "exceed_context_size_error" if self.sizes else self.kind  # llama-server's, with numbers to cut by
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error | self.sizes}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> HttpError:
@@ -91,18 +107,19 @@ def as_http_error(error: Exception) -> HttpError:
             "a file that this request needs is missing or cannot be used: see the server's configuration"
         )
     if isinstance(error, PromptError):
-        is_too_long = "--ctx-size" in str(error)
-        return bad_request(str(error), code="context_length_exceeded" if is_too_long else None)
+        too_long = error if isinstance(error, PromptTooLong) else None
+        sizes = {} if too_long is None else {"n_prompt_tokens": too_long.num_tokens, "n_ctx": too_long.context_length}
+        return HttpError(400, error.on_the_command_line, code="context_length_exceeded" if sizes else None, sizes=sizes)
     if isinstance(error, SamplingError | ConfigError):
-        return bad_request(str(error), param=_named_field(str(error)))
+        return bad_request(error.on_the_command_line, param=_named_field(error.on_the_command_line))
     if isinstance(error, UsageError | CapabilityError | VocabularyMismatch):
-        return bad_request(str(error))
+        return bad_request(error.on_the_command_line)
     if isinstance(error, Busy):
         return HttpError(503, "the model is busy: try again", code="busy")
     if isinstance(error, StateError):
         return HttpError(503, "the model is not loaded: try again later", code="unavailable")
     if isinstance(error, Unreachable):
-        logger.warning("%s", error)
+        logger.warning("%s", error.on_the_command_line)
         return HttpError(503, "a machine that the model runs on does not respond: try again later", code="unavailable")
     if isinstance(error, TimeoutError):
         return HttpError(504, "the answer took longer than the server allows (--timeout)", code="timeout")

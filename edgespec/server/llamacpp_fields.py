@@ -81,6 +81,8 @@ def read_unbuilt(fields: Fields, samplers: Unbuilt) -> None:
 def read_llamacpp(fields: Fields, loaded: Loaded, *, any_order: bool = False) -> None:
     """Accept what changes nothing. Raises HttpError for what would. `any_order`: `samplers` is not looked at."""
     read_unbuilt(fields, LLAMACPP)
+    if fields.flag("post_sampling_probs") and (fields.given("n_probs") or fields.given("logprobs")):
+        fields.note("post_sampling_probs", "the probabilities are those before sampling")
     if not fields.flag("cache_prompt", True):
         fields.note("cache_prompt", "a prompt that begins as an earlier one is always read from there on")
     slot = fields.whole("id_slot", -1, loaded.model.options.parallel - 1)

@@ -47,7 +47,7 @@ class MessagesExchange(Exchange):
         text = [{"type": "text", "text": answer.text}] if answer.text.strip() or not answer.calls else []
         calls = [_call_block(call) | {"input": call.input} for call in answer.calls]
         counts = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
-        return self._message([*thinking, *text, *calls], counts) | self._end(answer)
+        return self._message([*thinking, *text, *calls], counts) | self._end(answer) | {"seed": answer.ticket.seed}
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
@@ -63,7 +63,7 @@ class MessagesExchange(Exchange):
         for event in blocks.close():
             yield event
         usage = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
-        yield _event("message_delta", delta=self._end(answer), usage=usage)
+        yield _event("message_delta", delta=self._end(answer), usage=usage, seed=answer.ticket.seed)
         yield _event("message_stop")
 
     @classmethod

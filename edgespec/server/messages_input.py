@@ -6,11 +6,11 @@ cannot change the text are accepted.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
+from edgespec.server.evidence import check_question
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import MOST_TOKENS, answered_by
@@ -96,10 +96,13 @@ def _read_conversation(loaded: Loaded, fields: Fields) -> dict[str, Any]:
         raise bad_request("messages is missing: give a list of messages", "messages")
     system = fields.given("system")
     found = [] if system is None else [{"role": "system", "content": _joined(_shown(system), "system")}]
+    places = ["system"] * len(found)
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise bad_request(f"messages.{index}.role must be user, assistant or system", "messages")
-        found += _translated(message, f"messages.{index}.content")
+        found += _translated(message)
+        places += [f"messages.{index}.content"] * (len(found) - len(places))
+    check_question(found, places)
     return {"messages": found} | _read_tools(loaded, fields)
 
 
@@ -117,29 +120,28 @@ def _shown(system: Any) -> Any:
     ]
 
 
-def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _translated(message: dict[str, Any]) -> list[dict[str, Any]]:
     """One message as those that OpenAI makes of it: tool results are messages of their own there."""
     role, content = message["role"], message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results, calls, texts = list[dict[str, Any]](), list[dict[str, Any]](), list[Any]()
     thoughts = list[str]()
-    blocks: list[Any] = content if isinstance(content, list) else [content]
+    blocks: list[Any] = content if isinstance(content, list) else [content] if role == "user" or content else []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             thoughts += [block["thinking"]] if isinstance(block.get("thinking"), str) else []
         elif kind == "tool_result" and role == "user":
-            text = _joined(block.get("content") or "", where)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")})
         else:
             texts.append(block)
     found = results
     if texts or calls or thoughts:
-        own: dict[str, Any] = {"role": role, "content": _joined(texts, where)}
+        own: dict[str, Any] = {"role": role, "content": texts}
         own |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
         found.append(own | ({"tool_calls": calls} if calls else {}))
     return found

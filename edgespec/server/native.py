@@ -45,8 +45,6 @@ def read_form(loaded: Loaded, fields: Fields, read_prompts: ReadPrompts, *, any_
     max_tokens = None if limit is None or limit < 0 else limit
     form = _read_form(fields)
     fields.refuse("lora", "this server applies no adapters; an empty list asks for none", ([],))
-    if fields.flag("post_sampling_probs") and num_probs:
-        fields.refuse("post_sampling_probs", "n_probs gives probabilities before sampling; false asks for these")
     if (fields.whole("t_max_prompt_ms", -1, _MOST_MS) or 0) > 0:
         fields.note("t_max_prompt_ms", "the whole prompt is read, as in llama-server")
     fields.ignore(*_WITHOUT_EFFECT)

@@ -123,6 +123,7 @@ def _end(answer: Answer) -> dict[str, Any]:
         "prompt_eval_duration": int(stats.prefill_s * 1e9),
         "eval_count": stats.new_tokens,
         "eval_duration": int(max(stats.decode_s, 0.0) * 1e9),
+        "seed": answer.ticket.seed,
     }
 
 
@@ -139,21 +140,23 @@ def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
     keep_s, is_stream, body = _read_common(loaded, fields)
     messages = fields.listed("messages", 4096)
     body |= {"messages": messages, "tools": fields.given("tools")}
-    if any(isinstance(message, dict) and message.get("images") for message in messages or ()):
-        raise bad_request("images are not supported: this server reads text only", "messages")
     fields.finish()
     if messages == []:
         return Preload(loaded.name, keep_s, is_chat=True)
-    body["messages"] = None if messages is None else [_with_reasoning(message) for message in messages]
+    body["messages"] = None if messages is None else [_as_openais(message) for message in messages]
     inner = read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes))
     _check_room(loaded, fields, inner)
     return OllamaExchange(loaded, inner, keep_s, is_chat=True, is_stream=is_stream)
 
 
-def _with_reasoning(message: Any) -> Any:
-    """A message whose `thinking` chat templates find under the name that they know."""
-    thinking = message.get("thinking") if isinstance(message, dict) else None
-    return {**message, "reasoning_content": thinking} if isinstance(thinking, str) and thinking else message
+def _as_openais(message: Any) -> Any:
+    """A message whose `thinking` has the name that chat templates know, and whose `images` are parts of its content."""
+    if not isinstance(message, dict):
+        return message
+    thinking, images = message.get("thinking"), message.get("images")
+    found = {**message, "reasoning_content": thinking} if isinstance(thinking, str) and thinking else message
+    parts = [{"type": "text", "text": message.get("content") or ""}, {"type": "image"}]
+    return {**found, "content": parts} if images else found
 
 
 def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:

@@ -50,7 +50,7 @@ _SPECULATIVE: Schema = {
 }
 _SAMPLING: Schema = {
     "temperature": _number(0, 100),
-    "top_p": _number(1e-9, 1),
+    "top_p": _number(0, 1),
     "top_k": _whole(-1, 2**31 - 1),
     "min_p": _number(0, 1),
     "repeat_penalty": _number(0.01, 100),
@@ -91,6 +91,12 @@ _CHAT = _object(
         "reasoning_format": {"enum": [*REASONING_FORMATS, None], "description": "none: reasoning stays in the text"},
         "chat_template_kwargs": {"type": ["object", "null"], "description": "Passed to the chat template"},
         "response_format": {"type": ["object", "null"]},
+        "add_generation_prompt": _FLAG,
+        "continue_final_message": _FLAG,
+        "prediction": {
+            "type": ["object", "null"],
+            "description": 'What most of the answer is expected to be: {"type": "content", "content": "..."}',
+        },
     },
     ("messages",),
 )
@@ -177,7 +183,11 @@ _POSTS: dict[str, tuple[str, Schema]] = {
     "/completion": ("Continue a text or token ids (llama-server)", _COMPLETION_NATIVE),
     "/completions": ("The same as /completion", _COMPLETION_NATIVE),
     "/apply-template": ("The prompt of a conversation as text (llama-server)", _CHAT),
+    "/v1/chat/completions/input_tokens": ("Count a prompt's tokens (llama-server)", _CHAT),
+    "/chat/completions/input_tokens": ("The same as /v1/chat/completions/input_tokens", _CHAT),
     "/v1/responses/input_tokens": ("Count a prompt's tokens (OpenAI)", _RESPONSES),
+    "/responses/input_tokens": ("The same as /v1/responses/input_tokens", _RESPONSES),
+    "/responses": ("The same as /v1/responses", _RESPONSES),
     "/v1/responses": ("Answer a conversation (OpenAI's newer protocol, stateless)", _RESPONSES),
     "/v1/messages": ("Answer a conversation (Anthropic)", _object(_ANTHROPIC, ("messages", "max_tokens"))),
     "/v1/messages/count_tokens": ("Count a prompt's tokens (Anthropic)", _object(_COUNTED, ("messages",))),

@@ -19,11 +19,18 @@ SAMPLING = {name: name for name in _NAMED_ALIKE} | {"repeat_last_n": "penalty_wi
 _SPECULATIVE = ("drafter", "draft_length", "verify")
 MOST_TOKENS = 2**31 - 1
 UNLIMITED = (-1, -2)  # as max_tokens: LM Studio's examples and llama-server's clients send -1; -2: as the context holds
-# Fields of OpenAI's API that cannot change an answer here.
+# Fields of OpenAI's API, of OpenRouter's, vLLM's and LM Studio's that cannot change an answer here.
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    *("session_id", "provider", "request_id", "priority", "cache_salt", "ttl"),
 )
+
+
+def ignore_others(fields: Fields) -> None:
+    """Accept `WITHOUT_EFFECT`, and LM Studio's choice of a draft, which changes the speed alone."""
+    fields.ignore(*WITHOUT_EFFECT)
+    fields.without_effect("draft_model", "the draft is the one that the server was started with")
 
 
 def require_model(names: Names, fields: Fields) -> None:

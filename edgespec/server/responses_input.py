@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from edgespec.chat.history import part_text
 from edgespec.chat.marks import reasoning_marks
+from edgespec.server.evidence import check_question
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import WITHOUT_EFFECT
@@ -25,7 +26,6 @@ SENT_AS = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
 }
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _REASONED = "reasoning_content"  # as chat templates call it
 # What `include` may name: a server that stores nothing encrypts nothing, and runs no tools that would have results.
 _NEVER_THERE = (
@@ -66,6 +66,7 @@ def as_chat(fields: Fields, loaded: Loaded) -> tuple[dict[str, Any], dict[str, A
 
 def _refuse_unsupported(fields: Fields) -> None:
     fields.ignore(*(name for name in WITHOUT_EFFECT if name != "metadata"), "client_metadata")
+    fields.without_effect("draft_model", "the draft is the one that the server was started with")
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, _STATELESS)
     fields.refuse("background", _STATELESS, (False,))
@@ -105,8 +106,11 @@ def _read_input(fields: Fields) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
+    places: list[str] = []
     for index, item in enumerate(fields.listed("input", _MOST_ITEMS) or ()):
         _add_item(found, item, f"input.{index}")
+        places += [f"input.{index}.content"] * (len(found) - len(places))
+    check_question(found, places)
     return [{"content": "", **message} for message in found]
 
 
@@ -115,42 +119,26 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     begun = messages[-1] if messages and _REASONED in messages[-1] and "content" not in messages[-1] else None
     if kind == "message" and begun is not None and item.get("role") == "assistant":
-        begun["content"] = _text_of(item.get("content"), f"{where}.content")
+        begun["content"] = item.get("content")
     elif kind == "message":
-        messages.append({"role": item.get("role"), "content": _text_of(item.get("content"), f"{where}.content")})
+        messages.append({"role": item.get("role"), "content": item.get("content")})
     elif kind == "reasoning":
-        text = _text_of(item.get("content") or item.get("summary") or [], f"{where}.content")
+        parts = item.get("content") or item.get("summary")
+        text = "".join(part_text(part) or "" for part in parts) if isinstance(parts, list) else parts
         messages += [{"role": "assistant", _REASONED: text}] if text else []  # empty: OpenAI's, which is encrypted
-    elif kind in ("function_call", "custom_tool_call"):
-        text = item.get("input")
-        arguments = item.get("arguments") if kind == "function_call" else json.dumps({INPUT: text}, ensure_ascii=False)
-        function = {"name": item.get("name"), "arguments": arguments}
+    elif isinstance(kind, str) and kind.endswith("_call"):  # or one of another server's tools, such as a local shell
+        given = item.get("arguments", item.get("action"))
+        arguments = {INPUT: item.get("input")} if kind == "custom_tool_call" else given
+        function = {"name": item.get("name") or kind.removesuffix("_call"), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    elif kind in ("function_call_output", "custom_tool_call_output"):
-        output = _text_of(item.get("output"), f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif isinstance(kind, str) and kind.endswith("_call_output"):
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     else:
-        raise bad_request(
-            f"{where} must be a message, a reasoning, a function_call or custom_tool_call, or the output of one", where
-        )
-
-
-def _text_of(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_request(f"{where} must be a text or a list of parts", where)
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None
-        if not isinstance(text, str):
-            raise bad_request(f"{where} may hold only parts of text: this server reads text only", where)
-        texts.append(text)
-    return "".join(texts)
+        raise bad_request(f"{where} must be a message, a reasoning, a call such as function_call, or its output", where)
 
 
 def _read_choice(choice: Any) -> Any:

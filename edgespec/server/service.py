@@ -131,7 +131,7 @@ class Service:
             self.names,
             model,
             Scheduler(model, self.limits.max_queued, self.metrics),
-            sampling or replace(model.recommended_sampling, seed=None),
+            sampling or model.recommended_sampling,
             replace(options or GenerateOptions(), logprobs=False),
             self.limits,
             reasoning_format,

@@ -28,7 +28,7 @@ KEYS = {
     "draft_token_s",
 }
 FIGURES = {
-    *("num_trials", "verdict", "speedup", "pooled_speedup", "whole_answer_speedup", "acceptance_rate"),
+    *("num_trials", "verdict", "speedup", "pooled_speedup", "whole_answer_speedup", "noise", "acceptance_rate"),
     *("mean_accepted_length", "standard", "speculative"),
 }
 SIDE = {"tokens_per_second", "pooled_tokens_per_second", "num_tokens", "time", "joules_per_token"}

@@ -26,10 +26,12 @@ def measurement(
     return Measurement(given, "digest", energy_j=energy_j)
 
 
-def trial(plain_s: float, speculative_s: float, tokens: int = 11, prompt: str = "p") -> Trial:
-    return Trial(
-        prompt, 0, ("standard", "speculative"), measurement(tokens, plain_s), measurement(tokens, speculative_s)
-    )
+def trial(
+    plain_s: float, speculative_s: float, tokens: int = 11, again_s: float | None = None, drafted: int = 5
+) -> Trial:
+    speculative = measurement(tokens, speculative_s, drafted_tokens=drafted)
+    again = None if again_s is None else measurement(tokens, again_s)
+    return Trial("p", 0, ("standard", "speculative"), measurement(tokens, plain_s), speculative, again=again)
 
 
 def record(position: int, drafter: str | None, confidences: tuple[float, ...], accepted: int) -> RoundRecord:
@@ -56,6 +58,20 @@ def test_a_verdict_needs_more_than_noise(pairs, verdict):
     assert Summary(trial(*pair) for pair in pairs).verdict == verdict
 
 
+def test_a_difference_that_plain_decoding_has_from_itself_is_no_verdict():
+    quiet, noisy = ([trial(1.0, 0.9, again_s=again_s)] * 3 for again_s in (1.01, 1.2))
+    assert Summary(quiet).verdict == "gains" and Summary(noisy).verdict == "even"
+    noise = Summary(noisy).to_json()["noise"]
+    assert noise["median"] == pytest.approx(1 / 1.2) and Summary([trial(1.0, 0.9)]).noise is None
+
+
+def test_without_a_draft_there_is_no_ratio():
+    figures = Summary([trial(1.0, 0.8, drafted=0)] * 3).to_json()
+    assert figures["verdict"] == "undrafted"
+    assert {figures[name] for name in ("speedup", "pooled_speedup", "whole_answer_speedup")} == {None}
+    assert Summary([trial(1.0, 0.8, drafted=0), trial(1.0, 0.5)]).pooled_speedup == pytest.approx(20 / 1.3 / 10)
+
+
 def test_pooled_and_median_speedup_weigh_differently():
     summary = Summary([trial(1.0, 0.5), trial(1.0, 0.5), trial(100.0, 200.0)])
     assert summary.speedup is not None
@@ -78,7 +94,7 @@ def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     summary = Summary(trials)
     assert summary.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0
-    assert Summary([trial(1.0, 1.0)]).acceptance_rate is None
+    assert Summary([trial(1.0, 1.0, drafted=0)]).acceptance_rate is None
 
 
 def test_energy_is_absent_unless_every_run_has_it():

@@ -169,7 +169,7 @@ def test_prompts_that_do_not_fit_are_replaced_and_none_is_an_error():
     domains = {"a": prompts_of("a", 30)}
     even = choose(domains, ["a"], 5, 0, lambda prompt: prompt.text.endswith(("0", "2", "4", "6", "8")))
     assert len(even) == 5
-    with pytest.raises(PromptError, match="--ctx-size"):
+    with pytest.raises(PromptError, match="context_length="):
         choose(domains, [], 5, 0, lambda prompt: False)
 
 

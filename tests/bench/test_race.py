@@ -194,13 +194,14 @@ def test_drafting_pays_from_where_it_says():
 
 def test_the_reasons_name_the_figures(outcome: Outcome):
     assert speed(outcome).startswith("2.00x: 20.0 tokens/s with speculation, 10.0 without")
-    balance, limit, choice = reasons(outcome, "auto", is_automatic=True)
+    balance, limit, choice, noise = reasons(outcome, "auto", is_automatic=True)
     assert balance.startswith("Faster: a round emitted 4.00 tokens (100% of 9 draft tokens accepted)")
     assert "time of 2.00 plain tokens: target pass 1.50, drafting 0.30, other 0.20" in balance
     assert "a pass over 4 tokens costs 1.50 plain ones" in limit
     assert "gains at most 2.00x" in limit
     assert choice == "auto drafted in 3 of 3 rounds (model 3), 3.0 tokens per draft."
-    assert "fixed, up to 3" in reasons(outcome, "model", is_automatic=False)[-1]
+    assert noise.startswith("Noise: plain decoding, run twice, reached 100% of its first speed")
+    assert "fixed, up to 3" in reasons(outcome, "model", is_automatic=False)[2]
 
 
 def test_slower_nothing_drafted_and_a_changed_pace_are_told(outcome: Outcome):
@@ -211,7 +212,11 @@ def test_slower_nothing_drafted_and_a_changed_pace_are_told(outcome: Outcome):
     assert "reached 70% of its first speed" in said[-1]
     assert "--draft-length auto" in reasons(slow, "model", is_automatic=False)[2]
     idle = dataclasses.replace(outcome, drafted=lap([None] * 13, 0.1, plain_rounds))
-    assert reasons(idle, "auto", is_automatic=True)[-1].endswith("decoded plainly throughout.")
+    assert speed(idle) == ("no ratio: nothing was drafted, so both sides decoded plainly (10.0 and 10.0 tokens/s)")
+    said = reasons(dataclasses.replace(idle, pace=0.98), "auto", is_automatic=True)
+    assert said[-2].endswith("decoded plainly throughout.") and not any("Faster" in line for line in said)
+    assert said[-1].startswith("Noise: plain decoding, run twice, reached 98%")
+    assert reasons(dataclasses.replace(slow, pace=0.4), "auto", is_automatic=True)[0].startswith("About as fast")
     other = reasons(dataclasses.replace(outcome, fastest=1.25), "auto", is_automatic=True)
     assert "plain decoding is 1.25x as fast; against that, speculation reached 1.60x" in other[-1]
     free = reasons(dataclasses.replace(outcome, fastest=0.9), "auto", is_automatic=True)

@@ -88,6 +88,7 @@ def test_text_and_json_agree_for_one_seed(pair):
     assert text == answer["text"].removesuffix("\n") + "\n"
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_a_random_seed_is_reported_and_gives_the_text_again(pair):
     first = run("generate", *pair, "-p", "hello", "-n", "12")
     (seed,) = re.findall(r"seed (\d+)", first.stderr)

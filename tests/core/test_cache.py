@@ -147,5 +147,5 @@ def test_memory_is_bounded_and_told() -> None:
 
 
 def test_a_vocabulary_that_does_not_fit_the_keys_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="use --drafter suffix"):
+    with pytest.raises(CapabilityError, match="use drafter='suffix'"):
         CacheDrafter(MAX_VOCABULARY + 1)

@@ -25,7 +25,7 @@ OWNERS = {
 }
 # Fields that no flag sets: overridden per generation, or only by the Python API.
 # `parallel` is an option of `serve` alone
-WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset", "parallel"}
+WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset", "prediction", "parallel"}
 
 
 @pytest.fixture
@@ -226,8 +226,8 @@ def test_paths_may_be_text():
         ({"draft": 3}, "draft must be a path, got 3"),
         ({"heads": ["x"]}, "heads must be a path"),
         ({"threads": "two"}, "threads must be a whole number, got 'two'"),
-        ({"context_length": 99.5}, "ctx-size must be a whole number"),
-        ({"max_slowdown": "little"}, "max-slowdown must be a fraction"),
+        ({"context_length": 99.5}, "context_length must be a whole number"),
+        ({"max_slowdown": "little"}, "max_slowdown must be a fraction"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(given, told):
@@ -237,5 +237,5 @@ def test_a_value_of_another_type_is_refused_by_name(given, told):
 
 def test_a_limit_of_minus_one_is_none() -> None:
     assert GenerateOptions(max_tokens=-1) == GenerateOptions()
-    with pytest.raises(ConfigError, match="max-tokens must be at least 1, got -2"):
+    with pytest.raises(ConfigError, match="max_tokens must be at least 1, got -2"):
         GenerateOptions(max_tokens=-2)

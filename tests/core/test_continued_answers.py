@@ -110,7 +110,7 @@ def test_a_message_with_calls_is_finished() -> None:
     assert prompt("So", CHATML + "{# tool_calls #}", tool_calls=[call]).endswith("So</im>\n|assistant\n")
 
 
-@pytest.mark.parametrize(("template", "said"), [(ANSWERS_LEFT_OUT, "--chat-template-file"), (REFUSES, "a question")])
+@pytest.mark.parametrize(("template", "said"), [(ANSWERS_LEFT_OUT, "chat_template_file="), (REFUSES, "a question")])
 def test_a_template_that_cannot_is_a_clear_error(template: str, said: str) -> None:
     with pytest.raises(PromptError, match=said):
         prompt("So", template)

@@ -439,9 +439,11 @@ def test_an_interrupt_at_any_time_leaves_a_usable_model(tmp_path: Path) -> None:
     """KeyboardInterrupt wherever it strikes, in the queue and the loop too: the turn is free and the text right."""
     code = (
         f"import sys, signal; sys.path[:0] = [{str(Path(__file__).parents[1] / 'support')!r}]\n"
-        "from pathlib import Path\nfrom bench_table import table_model\nfrom edgespec import GenerateOptions\n"
+        "from pathlib import Path\nfrom bench_table import table_model\n"
+        "from edgespec import GenerateOptions, Sampling\n"
         f"model = table_model(Path({str(tmp_path)!r}), drafter='model', draft_length=4)\n"
-        "options = GenerateOptions(max_tokens=60)\nwanted = model.generate('abc', options=options).text\n"
+        "options, sampling = GenerateOptions(max_tokens=60), Sampling(seed=1)\n"
+        "wanted = model.generate('abc', sampling, options).text\n"
         "def strike(number, frame):\n    raise KeyboardInterrupt\n"
         "signal.signal(signal.SIGALRM, strike)\nstruck = 0\n"
         "for turn in range(120):\n"
@@ -450,7 +452,7 @@ def test_an_interrupt_at_any_time_leaves_a_usable_model(tmp_path: Path) -> None:
         "            model.generate('abc' + 'b' * (turn % 5), options=options)\n"
         "        finally:\n            signal.setitimer(signal.ITIMER_REAL, 0)\n"
         "    except KeyboardInterrupt:\n        struck += 1\n"
-        "    assert model.generate('abc', options=options).text == wanted, turn\n"
+        "    assert model.generate('abc', sampling, options).text == wanted, turn\n"
         "print(struck > 20)\n"
     )
     done = subprocess.run(

@@ -63,7 +63,8 @@ BASES = {
     "engines.parked",
     "drafters.base",
     "drafters.factory",
-    "drafters.forced",  # every controller makes it: it needs neither a model nor a text
+    "drafters.forced",  # every controller makes these two: they need neither a model nor a text
+    "drafters.predicted",
     "drafters.spec",
 }
 DRAFTERS_ASSEMBLE = {"drafters.factory", "drafters.spec"}  # what makes the others

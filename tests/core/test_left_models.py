@@ -21,7 +21,7 @@ import gc, os, sys, warnings
 import edgespec
 from edgespec import GenerateOptions
 warnings.simplefilter("ignore")
-few = GenerateOptions(max_tokens=4)
+few = GenerateOptions(max_tokens=4, ignore_eos=True)
 def load():
     return edgespec.load("demo", engine=sys.argv[1], reproducible=False, threads=2)
 model = load()

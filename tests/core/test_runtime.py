@@ -108,7 +108,7 @@ def test_earlier_generations_do_not_change_an_answer(model: edgespec.Model) -> N
         ({"reproducible": True, "verify": "rejection"}, ConfigError, "does not work with"),
         ({"context_length": 10**6}, ConfigError, "2048"),
         ({"threads": 0}, ConfigError, "threads"),
-        ({"engine": "llamacpp", "provider": "cuda"}, ConfigError, "--provider cuda is for ONNX models"),
+        ({"engine": "llamacpp", "provider": "cuda"}, ConfigError, "provider='cuda' is for ONNX models"),
         ({"cache_type_k": "q3"}, ConfigError, "q8_0"),
     ],
 )
@@ -184,10 +184,12 @@ def test_a_single_stop_string_is_not_split_into_letters(model: edgespec.Model) -
     assert model.generate("What time", Sampling(seed=1), dataclasses.replace(options, stop=first)).text in whole[:5]
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_a_random_seed_is_reported_and_reproduces_the_text(model: edgespec.Model) -> None:
     options = GenerateOptions(max_tokens=24, ignore_eos=True)
-    results = [model.generate("Once", Sampling(temperature=1.5, seed=None), options) for _ in range(3)]
-    assert len({result.seed for result in results}) == 3
+    results = [model.generate("Once", Sampling(temperature=1.5), options) for _ in range(3)]
+    results += [model.generate("Once", options=options), *model.generate_all(["Once", "Once"], options=options)]
+    assert len({result.seed for result in results}) == 6
     again = model.generate("Once", Sampling(temperature=1.5, seed=results[0].seed), options)
     assert again.token_ids == results[0].token_ids
     generation = model.stream("Once", Sampling(seed=None), options)
@@ -231,12 +233,12 @@ def test_a_draft_with_another_vocabulary_names_the_first_token(tmp_path: Path) -
 
 
 def test_a_draft_that_is_not_there_is_missed_by_name(tiny_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="--model-draft"):
+    with pytest.raises(CapabilityError, match="draft="):
         edgespec.load(str(tiny_path), drafter="model")
     with edgespec.load(str(tiny_path)) as alone:
         assert alone.drafter_name == "auto"
         assert alone.draft_costs == {}
-        with pytest.raises(CapabilityError, match="--model-draft"):
+        with pytest.raises(CapabilityError, match="draft="):
             alone.stream("a", options=GenerateOptions(drafter="model"))
 
 

@@ -82,6 +82,13 @@ def test_temperature_zero_is_argmax_and_ties_go_to_the_lowest_id() -> None:
     assert found.probs.tolist() == [1.0]
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_no_probability_to_keep_is_the_likeliest_token_alone(top_k: int) -> None:
+    row = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
+    found = Sampler(Sampling(temperature=2.0, top_k=top_k, top_p=0), 4).distribution(row, NO_HISTORY)
+    assert (found.token_ids.tolist(), found.probs.tolist()) == ([1], [1.0])
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-250, 1e-60])
 @pytest.mark.parametrize("settings", [{"top_k": 0, "top_p": 1.0}, {"top_k": 0}, {"top_k": 3}])
 def test_the_lowest_temperatures_are_greedy_without_an_overflow(temperature: float, settings: dict) -> None:
@@ -142,7 +149,7 @@ def test_a_penalty_window_of_minus_one_is_the_whole_context() -> None:
         {"temperature": -0.1},
         {"temperature": math.inf},
         {"top_k": -2},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_p": 1.5},
         {"min_p": -0.1},
         {"repeat_penalty": 0.0},
@@ -209,10 +216,11 @@ def chi_square_z(counts: np.ndarray, expected: np.ndarray) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_a_seed_of_minus_one_is_none():
     assert Sampling(top_k=-1) == Sampling(top_k=0)
     drawn = {Sampling(seed=-1).seeded().seed for _ in range(3)}
-    assert Sampling(seed=-1) == Sampling(seed=None) and len(drawn) == 3
+    assert Sampling(seed=-1) == Sampling(seed=None) == Sampling() and len(drawn) == 3
     assert Sampling(seed=-2).seeded().seed == -2
 
 

@@ -185,6 +185,23 @@ def test_a_rendered_call_is_parsed_back(form: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_the_numbers_of_a_parsed_call_keep_their_spelling(form: str) -> None:
+    written = '{"n": [1e2, 1.10, -0]}'
+    messages = conversation(("find", {}))
+    messages[1]["tool_calls"][0]["function"]["arguments"] = written
+    answer = rendered(FORMS[form], messages).split("QUESTION")[1].split("assistant|>")[-1].split("assistant\n")[-1]
+    for end in ENDS:
+        answer = answer.removeprefix(end).replace(end, "")
+    if form == "channels":
+        answer = ChannelSplitter().push(answer.partition("assistant")[2])[1]
+    kind = call_form(FORMS[form])
+    assert kind is not None
+    parser = ToolParser(kind, TYPED)
+    calls = parser.push(answer)[1] + parser.finish()[1]
+    assert [call.arguments for call in calls] == [written]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_tools_results_and_earlier_texts_are_in_the_prompt(form: str) -> None:
     messages = conversation(("find", {"city": "Paris"}))
     messages += [{"role": "tool", "tool_call_id": "call_0", "content": "RESULT"}, {"role": "user", "content": "MORE"}]
@@ -194,6 +211,38 @@ def test_tools_results_and_earlier_texts_are_in_the_prompt(form: str) -> None:
     with_system = rendered(FORMS[form], [{"role": "system", "content": "SYSTEM"}, *messages])
     assert with_system.count("SYSTEM") == 1 and "find" in with_system
     assert "find" not in rendered(FORMS[form], messages[:1], tools=None)
+
+
+BROKEN = ['{"a": 2, "b', '{"code": "x\ny"}', '{"a": 1}{"a": 2}', "{'a': 1}", "a=1", "[1, 2]", '"x"', "7", "1" * 5000,
+          '{"a": 1, "a": 2}', '{"a": "\\ud800"}', '{"a": 1e400}', '{"a": NaN}',
+          '{"a": ' * 99 + "1" + "}" * 99]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_broken_arguments_are_shown_as_they_were_written(form: str) -> None:
+    for text in BROKEN:
+        messages = conversation(("find", {}))
+        messages[1]["tool_calls"][0]["function"]["arguments"] = text
+        assert text in rendered(FORMS[form], [*messages, {"role": "tool", "tool_call_id": "call_0", "content": "no"}])
+    messages[1]["tool_calls"].append({"id": "b", "function": {"name": "find", "arguments": '{"city": "Paris"}'}})
+    shown = rendered(FORMS[form], messages)
+    assert text in shown and (form == "llama" or "Paris" in shown), "a call beside them is none of theirs"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_keep_their_spelling(form: str) -> None:
+    messages = conversation(("find", {}))
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1e2, "b": [1.10, -0], "c": 2.5, "d": 1E-7}'
+    shown = rendered(FORMS[form], messages)
+    assert all(number in shown for number in ("1e2", "1.10", "-0", "2.5", "1E-7")) and "e-250" not in shown
+    assert "100.0" not in shown
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", {}])
+def test_no_arguments_are_an_empty_object(arguments: Any) -> None:
+    messages = conversation(("find", {}))
+    messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    assert '"arguments": {}}' in rendered(QWEN, messages)
 
 
 def test_results_are_part_of_the_turn_with_the_calls() -> None:
@@ -254,8 +303,13 @@ def test_what_a_template_would_leave_out_is_refused() -> None:
     bare = TURNS.replace("CALLS", "")
     with pytest.raises(PromptError, match="does not support tools"):
         render_chat(bare, [{"role": "user", "content": "x"}], tools=TOOLS)
-    with pytest.raises(PromptError, match="the conversation has tool calls, which"):
-        render_chat(bare, conversation(("find", {})))
+
+
+def test_calls_of_an_earlier_model_are_texts_where_the_template_shows_none() -> None:
+    bare = TURNS.replace("CALLS", "")
+    calls = conversation(("find", {"city": "Zürich"}), ("stop", {}))
+    text = render_chat(bare, [*calls, {"role": "tool", "tool_call_id": "call_0", "content": "RESULT"}])
+    assert '{"name": "find", "arguments": {"city": "Zürich"}}' in text and "<|im_start|>user\nRESULT" in text
 
 
 def test_a_template_that_asks_for_none_shows_no_empty_answer_behind_calls() -> None:

@@ -172,7 +172,7 @@ def test_the_attempts_of_one_position_are_independent() -> None:
 
 
 def test_the_block_rule_says_why_it_takes_no_tree() -> None:
-    with pytest.raises(CapabilityError, match="needs a chain but was given a tree; use --verify coupled or rejection"):
+    with pytest.raises(CapabilityError, match="needs a chain but was given a tree; use verify='coupled' or rejection"):
         block(tree([1, 2], [-1, -1]), lambda node, path: random_law(3, 0)(()), Enumerator([]), 0)
 
 

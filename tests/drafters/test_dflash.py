@@ -202,7 +202,7 @@ def test_what_is_given_as_draft_must_be_what_the_drafter_needs(
 ) -> None:
     head = write_dflash(tmp_path / "head.gguf")
     for drafter, fix in (("model", "a draft model"), ("eagle3", "an EAGLE-3 head")):
-        with pytest.raises(CapabilityError, match=f"is a DFlash head and drafter .* needs {fix}.*--drafter dflash"):
+        with pytest.raises(CapabilityError, match=f"is a DFlash head and drafter .* needs {fix}.*drafter='dflash'"):
             edgespec.load(str(target_path), draft=head, drafter=drafter, threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match="is a draft model and drafter 'dflash' needs a DFlash head"):
         edgespec.load(str(target_path), draft=tiny_path, drafter="dflash", threads=TEST_THREADS)

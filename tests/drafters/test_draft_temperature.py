@@ -123,7 +123,7 @@ def test_a_tree_keeps_the_text_at_any_draft_temperature(factor: float, rule: str
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 21, "hot", "auto", None])
 def test_a_factor_that_is_none_is_refused(factor: object) -> None:
-    with pytest.raises(ConfigError, match=r"draft-temp must be a number from 0.05 to 20"):
+    with pytest.raises(ConfigError, match=r"draft_temperature must be a number from 0.05 to 20"):
         edgespec.load("demo", draft_temperature=factor)
 
 

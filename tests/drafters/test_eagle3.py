@@ -337,7 +337,7 @@ def test_a_sound_head_is_told_from_a_model(tiny_target: LlamaCppEngine, tiny_pat
     check_model_file(path)
     with tiny_target.load_head(Eagle3Head, path) as head:
         assert head.facts.end_ids == tiny_target.vocabulary.end_ids
-    with pytest.raises(CapabilityError, match="-md/--model-draft"):
+    with pytest.raises(CapabilityError, match="draft="):
         LlamaCppEngine.load(path)
     with pytest.raises(ModelFileError, match="an EAGLE-3 head is needed"):
         read_eagle3(tiny_path)
@@ -422,11 +422,11 @@ def test_a_target_without_layer_inputs_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_given_as_draft_must_be_what_the_drafter_needs(head_path: Path, onnx_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="use --drafter eagle3"):
+    with pytest.raises(CapabilityError, match="use drafter='eagle3'"):
         edgespec.load("demo", draft=head_path, drafter="model", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match="use --drafter model"):
+    with pytest.raises(CapabilityError, match="use drafter='model'"):
         edgespec.load("demo", drafter="eagle3", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match="runs on onnx: use --engine llamacpp"):
+    with pytest.raises(CapabilityError, match="runs on onnx: use engine='llamacpp'"):
         edgespec.load("demo", engine="onnx", draft=head_path, drafter="eagle3", threads=TEST_THREADS)
     target = str(DEMO / "demo-target-q8_0.gguf")
     with pytest.raises(CapabilityError, match="needs an EAGLE-3 head"):

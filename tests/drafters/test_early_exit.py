@@ -319,7 +319,7 @@ def test_a_pair_whose_draft_is_an_exit_is_known_as_one(split: EarlyExit, onnx_pa
             assert found.stats.drafted_tokens > 0
         with edgespec.load(str(target), draft=exit_file, drafter="model", threads=TEST_THREADS) as opened:
             assert set(opened._pool.drafters) == {"model"}
-            with pytest.raises(CapabilityError, match="load it with --drafter early-exit"):
+            with pytest.raises(CapabilityError, match="load it with drafter='early-exit'"):
                 opened.generate("def f(", options=GenerateOptions(drafter="early-exit"))
 
 
@@ -376,7 +376,7 @@ def test_a_draft_temperature_reaches_an_exit(split: EarlyExit) -> None:
 def test_an_exit_that_is_not_there_is_refused(split: EarlyExit) -> None:
     with pytest.raises(CapabilityError, match="--derive early-exit:LAYERS"):
         edgespec.load("demo", drafter="early-exit")
-    with pytest.raises(CapabilityError, match="--exit-layer N, or a pair"):
+    with pytest.raises(CapabilityError, match="exit_layer= N, or a pair"):
         edgespec.load("demo", engine="onnx", drafter="early-exit")
     with pytest.raises(CapabilityError, match="for ONNX targets"):
         edgespec.load(str(split.target), draft=split.draft, exit_layer=3)

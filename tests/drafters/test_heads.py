@@ -344,7 +344,7 @@ def test_heads_that_are_not_there_are_missed_by_name(kind: str, tiny_path: Path,
     with pytest.raises(ModelNotFound, match="edgespec train-heads"):
         edgespec.load(str(tiny_path), drafter=kind, heads=tmp_path / "none.npz", **options)
     model = edgespec.load(str(tiny_path), drafter="ngram", **options)
-    with model, pytest.raises(CapabilityError, match="--heads"):
+    with model, pytest.raises(CapabilityError, match="heads="):
         model.generate("ab", GREEDY, GenerateOptions(max_tokens=2, drafter=kind))
     with LlamaCppEngine.load(tiny_path, threads=TEST_THREADS, context_length=64) as engine:
         other = KINDS[1 - KINDS.index(kind)]
@@ -425,7 +425,7 @@ def test_a_target_that_ends_early_on_onnx_runtime_has_no_heads(with_little_heads
     with edgespec.load(str(with_little_heads), **options) as model:
         assert "early-exit" in model.drafter_names
         assert not {"eagle", "medusa"} & set(model.drafter_names)
-    with pytest.raises(CapabilityError, match=r"leave out --heads .* or --exit-layer"):
+    with pytest.raises(CapabilityError, match=r"leave out heads=.* or exit_layer="):
         edgespec.load("demo", heads=with_little_heads / "eagle.npz", **options)
 
 

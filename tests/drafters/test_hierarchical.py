@@ -233,7 +233,7 @@ def test_the_mediums_memory_is_told(demo: edgespec.Model) -> None:
 def test_nobody_pays_for_a_medium_unasked() -> None:
     with edgespec.load("demo") as model:
         assert set(model._pool.drafters) & {"model", "hierarchical"} == {"model"}
-        with pytest.raises(CapabilityError, match="load it with --drafter hierarchical"):
+        with pytest.raises(CapabilityError, match="load it with drafter='hierarchical'"):
             model.generate("abc", options=GenerateOptions(drafter="hierarchical"))
 
 
@@ -248,9 +248,9 @@ def test_auto_takes_a_medium_that_was_named() -> None:
 def test_what_is_missing_is_named(tiny_path: Path, tmp_path: Path) -> None:
     target = DEMO.parent / "demo-target-q8_0.gguf"
     draft = DEMO.parent / "demo-draft-q8_0.gguf"
-    with pytest.raises(CapabilityError, match=r"needs a draft model .* give -md"):
+    with pytest.raises(CapabilityError, match=r"needs a draft model .* give draft="):
         edgespec.load(str(target), drafter="hierarchical")
-    with pytest.raises(CapabilityError, match=r"needs a medium model .* give --medium"):
+    with pytest.raises(CapabilityError, match=r"needs a medium model .* give medium="):
         edgespec.load(str(target), draft=draft, drafter="hierarchical")
     with pytest.raises(ModelNotFound, match="no medium file"):
         edgespec.load(str(target), draft=draft, medium=tmp_path / "none.gguf", drafter="hierarchical")

@@ -50,10 +50,10 @@ def test_a_drafter_is_what_its_line_says(engine: str, asked: str) -> None:
 def test_what_was_left_closed_says_how_to_open_it() -> None:
     with edgespec.load("demo", draft_length=3) as model:
         for name, fix in {
-            "hierarchical": "needs a medium model, but 'demo' was loaded without: load it with --drafter hierarchical",
-            "early-exit": "load it with --drafter early-exit, or use --drafter auto",
-            "medusa": r"give --heads \(heads=...\), or use --drafter ngram",
-            "eagle3": r"needs an EAGLE-3 head, .* give -md/--model-draft \(draft=...\)",
+            "hierarchical": "needs a medium model, but 'demo' was loaded without: load it with drafter='hierarchical'",
+            "early-exit": "load it with drafter='early-exit', or use drafter='auto'",
+            "medusa": "give heads=..., or use drafter='ngram'",
+            "eagle3": r"needs an EAGLE-3 head, .* give draft=\.\.\.",
         }.items():
             with pytest.raises(CapabilityError, match=fix):
                 model.stream("a", options=GenerateOptions(drafter=name))
@@ -65,7 +65,7 @@ def test_a_drafter_of_one_engine_is_refused_on_another_before_anything_is_loaded
     monkeypatch.setattr("edgespec.loading.requirements.head_kind_of", lambda path: "eagle3")
     monkeypatch.setattr("edgespec.loading.opening.open_target", lambda *_, **__: pytest.fail("loaded"))
     head = DEMO.parent / "demo-draft-q8_0.gguf"
-    with pytest.raises(CapabilityError, match=r"EAGLE-3 head, which needs a target on llamacpp, .* --engine llamacpp"):
+    with pytest.raises(CapabilityError, match=r"EAGLE-3 head, which needs a target on llamacpp, .* engine='llamacpp'"):
         edgespec.load(str(onnx_path), draft=head)
 
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_embedded(tmp_path: Path, model: Model):
             model.embed(given)
     with pytest.raises(BatchError, match="text 0 has 0 tokens"):
         model.target.embed([np.zeros(0, np.int32)], "mean")
-    for number, words in ((None, "llama.pooling_type.*--pooling mean"), (0, "--pooling"), (4, "pooling rank")):
+    for number, words in ((None, "llama.pooling_type.*pooling='mean'"), (0, "pooling="), (4, "pooling rank")):
         path = written(tmp_path / f"{number}.gguf", number, adds_end=False)
         opened = edgespec.load(path, threads=TEST_THREADS, reproducible=False)
         with opened, pytest.raises(CapabilityError, match=words):
@@ -202,7 +202,7 @@ def test_encoders_write_no_text(tmp_path: Path, target_path: Path):
         assert opened.target.length() == 0
     with pytest.raises(EngineError, match="closed"):
         opened.target.embed([np.array([1], np.int32)], "mean")
-    with pytest.raises(CapabilityError, match=r"bert\.gguf writes no text: leave out --reproducible"):
+    with pytest.raises(CapabilityError, match=r"bert\.gguf writes no text: leave out reproducible=True"):
         edgespec.load(path, threads=TEST_THREADS, reproducible=True)
     with pytest.raises(CapabilityError, match=r"draft bert\.gguf .* cannot draft"):
         edgespec.load(target_path, draft=path, threads=TEST_THREADS)

@@ -81,7 +81,7 @@ def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path,
 
 
 def test_a_device_on_which_nothing_agrees_is_refused(tiny_graph_path):
-    with load(tiny_graph_path) as engine, pytest.raises(CapabilityError, match="--provider cpu"):
+    with load(tiny_graph_path) as engine, pytest.raises(CapabilityError, match="provider='cpu'"):
         passes = Faulty(engine._separate._passes, never_right)
         device_limits(passes, [tiny_graph_path], "never right", engine.vocabulary.size, ROWS)
 

@@ -184,6 +184,8 @@ def break_json(folder: Path, name: str, **changes: Any) -> None:
             "is a XForCausalLM; supported for GGUF: Llama",
         ),
         (lambda f: break_json(f, "config.json", rope_scaling={"type": "yarn"}), "rotary scaling 'yarn'"),
+        (lambda f: break_json(f, "config.json", rms_norm_eps="x"), "config.json has an impossible setting: .*'x'"),
+        (lambda f: break_json(f, "config.json", rms_norm_eps=1e99), "a setting that GGUF cannot hold"),
         (lambda f: break_json(f, "config.json", vocab_size=4000), r"\(4096, 64\), config.json implies \(4000, 64\)"),
         (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
         (

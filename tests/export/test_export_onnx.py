@@ -308,6 +308,14 @@ def _scramble(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 5000)
 
 
+def _configured(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
 def _forget_architecture(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["architectures"]
@@ -325,6 +333,16 @@ def _forget_architecture(folder: Path) -> None:
         (_truncate, "truncated"),
         (_scramble, "not a safetensors file"),
         (_forget_architecture, "lacks 'architectures'"),
+        (_configured(num_hidden_layers=None), "has no num_hidden_layers; a whole number above 0 is needed"),
+        (_configured(num_hidden_layers=0), "has num_hidden_layers 0; a whole number above 0"),
+        (_configured(num_attention_heads="x"), "num_attention_heads"),
+        (_configured(hidden_size=None, head_dim=None), "has no hidden_size"),
+        (_configured(rms_norm_eps={}), "its rms_norm_eps is {}, a number was expected"),
+        (
+            _configured(architectures=["NewForCausalLM"]),
+            "is a NewForCausalLM; supported for ONNX: Llama.*GPT2LMHeadModel",
+        ),
+        (_configured(architectures=["NewForCausalLM"]), "llama.cpp's own convert_hf_to_gguf.py"),
     ],
 )
 def test_a_damaged_folder_is_refused(

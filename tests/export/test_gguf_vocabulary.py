@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections import Counter
@@ -155,6 +156,39 @@ def test_the_end_of_a_turn_is_a_control_token_whatever_the_file_says(tmp_path: P
         for special in (False, True):
             ids = theirs.encode("a<|im_end|>b", parse_special=special)
             assert ours.encode("a<|im_end|>b", parse_special=special) == ids
+
+
+NAMES = ["<|im_end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "[EOS]", "<|end|>", "<EOT>", "[e~[",
+         "<|fim_prefix|>", "<SUF>", "<fim_middle>", "[PAD]", "<|repo_name|>", "<|flush|>", "<|x|>"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED])
+@pytest.mark.parametrize(
+    "names", [*([name] for name in NAMES), [], ["<|end|>", "<|return|>", "<|call|>"], ["<|tool_response>", "<turn|>"]]
+)
+def test_tokens_have_the_kind_that_llama_cpp_gives_them_by_name(tmp_path: Path, names: list[str], kind: int) -> None:
+    """`</s>` too, token 212 of Gemma, which is HTML beside Gemma 4's marks alone."""
+    found = words("abc", **dict.fromkeys(names, (-1.0, kind)))
+    kinds = [2, CONTROL, kind] + [BYTE] * 256 + [each for _, each in found.values()]
+    path = written(tmp_path, found, token_type=kinds, eos_token_id=1)
+    ours = converted(path)
+    with VocabularyFile(path) as theirs:
+        assert ours.pieces == theirs.pieces and ours.end_ids == theirs.end_ids
+        for name, special in itertools.product([*names, "</s>"], (False, True)):
+            text = f"a{name}b"
+            assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special), name
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_file_itself_puts_the_begin_of_a_text_in_front(tmp_path: Path, adds: bool) -> None:
+    """As transformers reads it, which knows nothing of a GGUF's entries."""
+    tokenizers = pytest.importorskip("tokenizers", reason="reads what is written: scripts/run.py install onnx")
+    path = written(tmp_path, words("abc"), add_bos_token=adds)
+    converted(path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "onnx" / "tokenizer.json"))
+    assert (tokenizer.encode("abc").ids[0] == 1) is adds
+    pair = tokenizer.encode("abc", "cab").ids
+    assert pair.count(1) == 2 * adds and tokenizer.decode(pair).replace(" ", "") == "abccab"
 
 
 def test_tokens_without_a_name_print_nothing(tmp_path: Path) -> None:

@@ -161,6 +161,26 @@ def test_the_folders_own_files_come_along(tmp_path: Path):
         assert engine.vocabulary.chat_template == "{{ messages }}"
 
 
+def test_a_tag_that_llama_cpp_takes_for_a_control_token_is_one_in_the_graphs_tokenizer(tmp_path: Path):
+    """Gemma's `</s>`, token 212, which its tokenizer.json calls an ordinary one."""
+    source = write_checkpoint(tmp_path / "tiny", "smollm2")
+    path = source / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    ids = tokenizer["model"]["vocab"]
+    plain = max(ids, key=ids.__getitem__)
+    ids["</s>"] = ids.pop(plain)
+    tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if plain not in str(pair)]
+    path.write_text(json.dumps(tokenizer))
+    (tmp_path / "out").mkdir()
+    convert_hub(open_hub(source), tmp_path / "out", "fp32")
+    (added,) = [
+        token
+        for token in json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"]
+        if token["content"] == "</s>"
+    ]
+    assert added["special"] and added["id"] == tokenizer["model"]["vocab"]["</s>"]
+
+
 def test_rows_come_in_their_order_whatever_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = open_hub(DEMO / "hf" / "target")
     name = "model.layers.3.mlp.down_proj.weight"
@@ -174,7 +194,7 @@ def test_rows_come_in_their_order_whatever_the_step(tmp_path: Path, monkeypatch:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("smollm2", {"architectures": ["MixtralForCausalLM"]}, "is a MixtralForCausalLM; allowed .* LlamaForCausalLM"),
+    ("smollm2", {"architectures": ["MixtralForCausalLM"]}, "is a MixtralForCausalLM; supported .* LlamaForCausalLM"),
     ("smollm2", {"hidden_act": "relu"}, "its hidden_act is 'relu'; allowed: 'silu'"),
     ("smollm2", {"quantization_config": {"quant_method": "awq"}}, "its quantization_config is"),
     ("smollm2", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "scaled by 'yarn'; .*--exporter builder"),

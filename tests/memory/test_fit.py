@@ -99,7 +99,7 @@ def test_without_a_budget_only_the_draft_gives_way() -> None:
     found = fitted(None, Limit("memory", room, "the limit of this container"), engine="llamacpp")
     assert set(whats(found)) <= {"draft", "draft context"} and found.given_up
     assert "the limit of this container" in found.note
-    with pytest.raises(CapabilityError, match=r"This would fit: .*-c \d+.* \(--memory auto chooses it\)"):
+    with pytest.raises(CapabilityError, match=r"This would fit: .*-c \d+.* \(memory= auto chooses it\)"):
         fitted(None, Limit("memory", alone.plan.own_bytes - 6 * MIB, "a limit"), engine="llamacpp", drafter="none")
 
 
@@ -295,10 +295,10 @@ def test_a_context_of_auto_gives_nothing_up_or_is_the_default() -> None:
 
 def test_auto_is_for_this_machines_memory() -> None:
     for options in ({"gpu_layers": "auto"}, {"gpu_layers": 4}, {"provider": "cuda"}, {"rpc": "host:1"}):
-        with pytest.raises(ConfigError, match="ctx-size auto is chosen by this machine's memory"):
+        with pytest.raises(ConfigError, match="context_length auto is chosen by this machine's memory"):
             LoadOptions(context_length="auto", **options)
     for wrong in ("max", "4k", -1, 15, True, 2.5):
-        with pytest.raises(ConfigError, match="ctx-size"):
+        with pytest.raises(ConfigError, match="context_length"):
             LoadOptions(context_length=wrong)  # type: ignore[arg-type]
 
 

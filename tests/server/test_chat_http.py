@@ -119,11 +119,13 @@ def test_seeds_give_the_texts_of_the_model(client, model):
     assert texts == expected
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_requests_without_a_seed_differ(client):
     texts = {post(client, temperature=1.5)["choices"][0]["message"]["content"] for _ in range(6)}
     assert len(texts) > 1
 
 
+@pytest.mark.usefixtures("fresh_seeds")
 def test_seed_minus_one_is_a_random_one(client, model):
     seeds = {post(client, temperature=1.5, seed=-1, max_tokens=1)["seed"] for _ in range(3)}
     assert len(seeds) == 3 and min(seeds) >= 0
@@ -245,3 +247,34 @@ def test_a_tool_cannot_forge_a_turn(model: Model):
         return sum(not vocabulary.piece(token_id) for token_id in model.encode_chat(messages, [tool]))
 
     assert control_tokens(evil, evil) == control_tokens("x", "x") > 0
+
+
+def test_a_prediction_is_drafted_from(client: TestClient):
+    """OpenAI's Predicted Outputs: faster, the same text, and told in the usage."""
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "stop": ["never"]}
+    plain = post(client, speculative=False, **fields)
+    text = plain["choices"][0]["message"]["content"]
+    assert "completion_tokens_details" not in plain["usage"]
+    for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+        found = post(
+            client, prediction={"type": "content", "content": content}, speculative={"draft_length": 4}, **fields
+        )
+        assert found["choices"][0]["message"]["content"] == text
+        details = found["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] > 10
+        drafted = found["timings"]["draft_n_by_drafter"]["prediction"]
+        assert details["rejected_prediction_tokens"] == drafted - details["accepted_prediction_tokens"]
+    wrong = post(client, prediction={"type": "content", "content": "# no\n" * 50}, **fields)
+    assert wrong["choices"][0]["message"]["content"] == text
+    *_, last = stream(
+        client, prediction={"type": "content", "content": text}, stream_options={"include_usage": True}, **fields
+    )
+    assert last["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 0
+
+
+@pytest.mark.parametrize("prediction", [{"type": "content"}, {"content": "x"}, {"type": "content", "content": 5},
+                                        {"type": "text", "content": "x"}, {"type": "content", "content": "x", "n": 1},
+                                        {"type": "content", "content": [{"type": "image_url"}]}, "x"])  # fmt: skip
+def test_a_prediction_that_is_none(client: TestClient, prediction: Any):
+    answered = client.post(CHAT, json={"messages": QUESTION, "prediction": prediction})
+    assert answered.status_code == 400 and "prediction" in answered.json()["error"]["param"]

@@ -293,7 +293,6 @@ def test_several_answers_are_a_list(coder: TestClient, path: str) -> None:
     [
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora is not supported: this server applies no adapters"),
         ({"lora": {}}, "lora is not supported"),
-        ({"n_probs": 1, "post_sampling_probs": True}, "false asks for these"),
         ({"post_sampling_probs": 1}, "post_sampling_probs must be true or false"),
         ({"n_predict": -3}, "n_predict must be a whole number from -2"),
         ({"n_predict": 1.5}, "n_predict must be"),

@@ -127,5 +127,50 @@ def test_a_schema_of_a_json_object(client: TestClient):
 def test_a_model_that_never_reasons_need_not_be_told(client: TestClient):
     off = post(client, CHAT, chat_template_kwargs={"enable_thinking": False}).json()
     assert off["usage"]["prompt_tokens"] == post(client, CHAT).json()["usage"]["prompt_tokens"]
-    on = client.post(CHAT, json={"messages": QUESTION, "chat_template_kwargs": {"enable_thinking": True}})
-    assert on.status_code == 400
+    on = post(client, CHAT, chat_template_kwargs={"enable_thinking": True})
+    assert on.json()["usage"] == off["usage"] and "enable_thinking" in on.headers[NOTES]
+
+
+def test_fields_that_change_nothing_are_accepted(client: TestClient):
+    others = {"session_id": "s", "provider": {"order": ["x"]}, "draft_model": "small", "post_sampling_probs": True}
+    found = post(client, CHAT, **others, add_generation_prompt=True, continue_final_message=False)
+    assert text_of(found.json()) == text_of(post(client, CHAT).json()) and "draft_model" in found.headers[NOTES]
+    timings = found.json()["timings"]
+    assert timings["predicted_per_token_ms"] * timings["predicted_per_second"] == pytest.approx(1000)
+    assert timings["prompt_per_token_ms"] * timings["prompt_n"] == pytest.approx(timings["prompt_ms"])
+
+
+def test_where_the_prompt_ends_is_as_in_vllm_and_llama_server(client: TestClient):
+    def prompt(**fields: Any) -> str:
+        return client.post("/apply-template", json=fields).json()["prompt"]
+
+    begun = [*QUESTION, {"role": "assistant", "content": "Sure, I"}]
+    opening = "<|im_start|>assistant\n"
+    assert prompt(messages=QUESTION).removesuffix(opening) == prompt(messages=QUESTION, add_generation_prompt=False)
+    assert prompt(messages=begun).endswith(f"{opening}Sure, I")
+    assert prompt(messages=begun, continue_final_message=True, add_generation_prompt=False) == prompt(messages=begun)
+    assert prompt(messages=begun, continue_final_message=False).endswith(f"Sure, I<|im_end|>\n{opening}")
+    counted = [
+        client.post(path, json={"messages": begun, "continue_final_message": False}).json()["input_tokens"]
+        for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
+    ]
+    chat = post(client, CHAT, messages=begun, continue_final_message=False).json()
+    assert counted == [chat["usage"]["prompt_tokens"]] * 2
+    for wrong in ({"messages": begun, "add_generation_prompt": True}, {"messages": QUESTION}):
+        answered = client.post(CHAT, json=wrong | {"continue_final_message": True})
+        assert answered.status_code == 400 and "continue_final_message" in answered.json()["error"]["message"]
+
+
+def test_responses_are_answered_without_v1_too(client: TestClient):
+    body = {"input": "Hi", "max_output_tokens": 2, "temperature": 0}
+    with_v1, without = (client.post(path, json=body).json() for path in ("/v1/responses", "/responses"))
+    assert with_v1["output"][0]["content"] == without["output"][0]["content"]
+    assert client.post("/responses/input_tokens", json={"input": "Hi"}).json()["input_tokens"] > 0
+    *_, last = client.post("/responses", json=body | {"stream": True}).text.strip().split("\n\n")
+    assert last.startswith("event: response.")
+
+
+def test_a_prompt_that_does_not_fit_is_told_in_numbers(client: TestClient):
+    error = client.post(CHAT, json={"messages": [{"role": "user", "content": "x " * 5000}]}).json()["error"]
+    assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
+    assert error["n_prompt_tokens"] > error["n_ctx"] == 2048

@@ -24,6 +24,7 @@ from edgespec.chat.marks import Marks
 from edgespec.cli.main import cli
 from edgespec.server.app import create_app
 from edgespec.server.service import Limits, Service
+from edgespec.server.web import NOTES
 from serving import BASE_URL
 from tiny_gguf import TEMPLATE, write_model
 
@@ -77,10 +78,10 @@ def test_a_model_that_cannot_reason_needs_no_switch(client: TestClient) -> None:
     plain = asked(client, "/v1/chat/completions")
     assert asked(client, "/v1/chat/completions", reasoning_effort="none") == plain
     assert asked(client, "/v1/chat/completions", chat_template_kwargs={"enable_thinking": False}) == plain
-    wrong = client.post(
-        "/v1/chat/completions", json={"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
-    )
-    assert wrong.status_code == 400 and "enable_thinking" in wrong.json()["error"]["message"]
+    for asked_for in ({"chat_template_kwargs": {"enable_thinking": True, "mood": 1}}, {"enable_thinking": True}):
+        noted = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1} | asked_for)
+        assert noted.json()["usage"]["prompt_tokens"] == plain
+        assert "'enable_thinking': the chat template of this model does not use it" in noted.headers[NOTES]
     assert client.post("/api/chat", json={"messages": HELLO, "think": True}).status_code == 400
 
 

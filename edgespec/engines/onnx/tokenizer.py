@@ -11,9 +11,10 @@ from edgespec.engines.limits import return_freed_memory
 from edgespec.errors import ModelFileError, PromptError
 from edgespec.formats.hub_folder import chat_template, read_optional_json
 from edgespec.installation import IMPORT_FAILURES, not_importable
-from edgespec.vocabulary import END_NAMES, FIM_END_NAMES, FimTokens, Vocabulary
+from edgespec.vocabulary import FIM_END_NAMES, FimTokens, Vocabulary, end_names
 
 _FIX = "export the model again"
+_OTHER_ENDS = ("<|eos|>", "<|EOT|>")  # which llama.cpp knows only where the file says so
 _LONG = 1 << 16  # characters
 
 
@@ -97,6 +98,9 @@ class TokenizerFile(Vocabulary):
         found = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
         return int(found) if found is not None else None
 
+    def _has(self, name: str) -> bool:
+        return self._named(name) is not None
+
     def _added(self, name: str) -> int | None:
         """A token that is no part of ordinary texts and has a row in the model."""
         found = self._named(name)
@@ -110,8 +114,8 @@ class TokenizerFile(Vocabulary):
         return ids[:1] == [self.bos_id]
 
     def _ends(self, settings: dict[str, Any], folder: Path) -> frozenset[int]:
-        named = {self._named(name) for name in END_NAMES}
-        if (strike := self._named("</s>")) not in self._control:  # Gemma 3's is HTML: the end of a crossed-out text
+        named = {self._named(name) for name in (*end_names(self._has), *_OTHER_ENDS)}
+        if (strike := self._named("</s>")) not in self._control:  # HTML, where no conversion has followed llama.cpp
             named.discard(strike)
         found = {self._named(settings.get("eos_token")), *named, *map(self._added, FIM_END_NAMES)}
         for name in ("generation_config.json", "config.json"):

@@ -7,6 +7,7 @@ OUTPUT_TYPES are made by `quantise`.
 from __future__ import annotations
 
 import math
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,9 +30,9 @@ from edgespec.formats.architectures.layers import (
     llama3_frequency_factors,
     rotary_settings,
 )
-from edgespec.formats.architectures.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply
+from edgespec.formats.architectures.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply, attention_factor
 from edgespec.formats.architectures.table import architecture_of
-from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights
+from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights, settings_of
 from edgespec.formats.files import atomic_file
 from edgespec.types import Progress, no_progress
 
@@ -90,20 +91,24 @@ def convert(
     Raises ModelFileError if the folder is incomplete or not supported, StateError if `output` cannot be written.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    found = architecture_of(checkpoint)
-    sizes = found.sizes(checkpoint)
-    plan = plan_tensors(checkpoint, found, sizes)
+    with settings_of(checkpoint.folder):
+        found = architecture_of(checkpoint)
+        sizes = found.sizes(checkpoint)
+        plan = plan_tensors(checkpoint, found, sizes)
+        attention_factor(checkpoint, found, sizes)  # which may be impossible: found before anything is written
     tensors: Tensors = {
         tensor: (planned.shape, partial(_weights, checkpoint, found, sizes, planned))
         for tensor, planned in plan.items()
     }
 
     def describe(writer: gguf.GGUFWriter) -> None:
-        write_hyperparameters(writer, checkpoint, found, sizes)
+        with settings_of(checkpoint.folder):
+            write_hyperparameters(writer, checkpoint, found, sizes)
         write_tokenizer(writer, checkpoint, sizes.vocabulary)
 
     about = About(found.name, name or checkpoint.folder.name, licence, describe)
-    tensors |= rotary_tensors(checkpoint, sizes)
+    with settings_of(checkpoint.folder):
+        tensors |= rotary_tensors(checkpoint, sizes)
     return write_gguf(output, about, tensors, output_type, progress=progress)
 
 
@@ -139,7 +144,10 @@ def write_gguf(
                 kind = gguf.GGMLQuantizationType.I64
                 writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
             writer.write_header_to_file()
-            writer.write_kv_data_to_file()
+            try:
+                writer.write_kv_data_to_file()
+            except (OverflowError, struct.error) as exc:
+                raise ModelFileError(f"{about.name} has a setting that GGUF cannot hold: {exc}") from exc
             writer.write_ti_data_to_file()
             for done, (name, (_, load)) in enumerate(tensors.items()):
                 progress(done, len(tensors), name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx import exporters
 from edgespec.export.onnx.source import Source, open_source
+from edgespec.formats.checkpoint import unsupported
 from edgespec.formats.files import atomic_folder
 from edgespec.installation import install_command
 from edgespec.types import Progress, no_progress
@@ -112,6 +113,13 @@ def choose_exporter(architecture: str, exporter: Exporter = "auto", quant: str =
     return "builder" if architecture in exporters.ARCHITECTURES else "transformers"
 
 
+def check_architecture(name: object, architecture: str, exporter: str) -> None:
+    """Raise ModelFileError for a model that no exporter is known to write; one that is named may try it."""
+    known = dict.fromkeys((*WRITABLE, *exporters.ARCHITECTURES, *exporters.TRACED))
+    if exporter == "auto" and architecture not in known:
+        raise unsupported(name, architecture, "ONNX", known)
+
+
 def require_exporter(exporter: Exporter) -> None:
     """Raise CapabilityError if a package of the exporter is missing. Optimum has an environment of its own."""
     own = {"builder": ("onnxruntime_genai",), "transformers": ("onnxscript",)}.get(exporter, ())
@@ -121,6 +129,7 @@ def require_exporter(exporter: Exporter) -> None:
 
 
 def _choose(source: Source, exporter: Exporter, quant: str) -> Exporter:
+    check_architecture(source.folder, source.architecture, exporter)
     chosen = choose_exporter(source.architecture, exporter, quant)
     if chosen == "builder" and source.head_size % HEAD_MULTIPLE:
         raise ModelFileError(

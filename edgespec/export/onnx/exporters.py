@@ -34,6 +34,7 @@ ARCHITECTURES = (
     "PhiForCausalLM",
     "Phi3ForCausalLM",
 )
+TRACED = ("GPT2LMHeadModel",)  # by transformers' exporter
 TRACING_STEPS = ("tracing", "rewriting", "comparing", "quantising and writing")
 _LAYER = re.compile(r"Reading (?:decoder )?layer (\d+)")
 _STEPS_AROUND_LAYERS = 4  # embedding, final norm and head, saving, the files around the graph

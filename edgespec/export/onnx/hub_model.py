@@ -25,7 +25,7 @@ from edgespec.formats.architectures.layers import (
 )
 from edgespec.formats.architectures.rows import Architecture, Sizes, Tensor, read_sizes
 from edgespec.formats.architectures.table import ARCHITECTURES
-from edgespec.formats.checkpoint import BUFFERS, Checkpoint, full_config
+from edgespec.formats.checkpoint import BUFFERS, Checkpoint, full_config, settings_of, unsupported
 from edgespec.formats.onnx.llama_config import LlamaConfig
 
 HEAD = "lm_head.weight"
@@ -59,23 +59,20 @@ class HubModel:
 def open_hub(folder: Path) -> HubModel:
     """The model in a folder. Raises ModelFileError for one that is damaged or cannot be written as a graph."""
     reader = _reader(Checkpoint.open(folder))
-    try:
+    with settings_of(folder):
         return reader.read()
-    except (TypeError, ValueError, OverflowError) as exc:  # a setting of another type
-        raise ModelFileError(f"{folder / 'config.json'} has an impossible setting: {exc}") from exc
 
 
 def check_config(folder: Path) -> None:
     """Raise ModelFileError for a folder whose config.json tells that its model cannot be written as a graph."""
-    _reader(Checkpoint(folder, full_config(folder), {})).check_settings()
+    with settings_of(folder):
+        _reader(Checkpoint(folder, full_config(folder), {})).check_settings()
 
 
 def _reader(checkpoint: Checkpoint) -> _Reader:
     kind = checkpoint.architecture
     if kind not in WRITABLE:
-        raise ModelFileError(
-            f"{checkpoint.folder} is a {kind}; allowed for edgespec's own ONNX writer: {', '.join(WRITABLE)}"
-        )
+        raise unsupported(checkpoint.folder, kind, "ONNX by edgespec's own writer", WRITABLE)
     return _Reader(checkpoint, ARCHITECTURES[kind])
 
 

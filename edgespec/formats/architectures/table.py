@@ -21,7 +21,7 @@ from edgespec.formats.architectures.rows import (
     Tensor,
     read_gpt2_sizes,
 )
-from edgespec.formats.checkpoint import Checkpoint
+from edgespec.formats.checkpoint import Checkpoint, unsupported
 
 HEAD = {"lm_head.weight": Tensor("output.weight", "v d", is_optional=True)}
 LLAMA_OUTER = {
@@ -190,10 +190,7 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """The table of a checkpoint's architecture. Raises ModelFileError if it or one of its settings is not supported."""
     kind, config = checkpoint.architecture, checkpoint.config
     if kind not in ARCHITECTURES:
-        raise ModelFileError(
-            f"{checkpoint.folder} is a {kind}; supported for GGUF: {', '.join(ARCHITECTURES)}. llama.cpp's own "
-            "convert_hf_to_gguf.py knows more of them, and edgespec runs the files that it writes"
-        )
+        raise unsupported(checkpoint.folder, kind, "GGUF", ARCHITECTURES)
     found = ARCHITECTURES[kind]
     for key, allowed in {**found.must, "quantization_config": (None,)}.items():
         if config.get(key) not in allowed:

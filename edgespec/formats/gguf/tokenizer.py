@@ -16,7 +16,7 @@ from edgespec.formats.gguf.header import GgufHeader
 from edgespec.formats.gguf.piece_merges import merges_of, refused
 from edgespec.formats.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
 from edgespec.formats.gguf.values import GgufNumbers, GgufStrings
-from edgespec.vocabulary import END_NAMES
+from edgespec.vocabulary import retyped_names
 
 Json = dict[str, Any]
 # Other names of llama.cpp's for a splitter in PRE_TOKENIZERS (src/llama-vocab.cpp).
@@ -35,8 +35,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 BEGIN_WITH_BOS = ("llama-bpe", "tekken")  # where the file does not say, as in llama.cpp
 DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2}, "gpt2": {"bos": 11, "eos": 11}}  # llama.cpp's, where the file has none
-# Of these llama.cpp makes control tokens, whatever the file says; Gemma 3's </s> is HTML.
-CONTROL_NAMES = frozenset(END_NAMES) - {"</s>", "<|eos|>", "<|EOT|>"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -64,7 +62,21 @@ def tokenizer_json(header: GgufHeader) -> Json:
         for index, text in enumerate(texts)
         if text and kinds[index] in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
+    made["post_processor"] = _with_bos(header, texts, made["post_processor"])
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
+
+
+def _with_bos(header: GgufHeader, texts: list[str], others: Json | None) -> Json | None:
+    """What puts the begin of a text in front, for programs that leave that to tokenizer.json."""
+    settings, _ = _settings(header)
+    if not settings["add_bos_token"]:
+        return others
+    bos = settings["bos_token"]
+    whole = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    second = [{"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    special = {bos: {"id": bos, "ids": [texts.index(bos)], "tokens": [bos]}}
+    template = {"type": "TemplateProcessing", "single": whole, "pair": whole + second, "special_tokens": special}
+    return template if others is None else {"type": "Sequence", "processors": [others, template]}
 
 
 def splitter_of(header: GgufHeader) -> str:
@@ -152,7 +164,11 @@ def _kinds(header: GgufHeader, texts: list[str]) -> list[int]:
     given = [int(kind) for kind in found.items] if isinstance(found, GgufNumbers) else [NORMAL] * len(texts)
     if len(given) != len(texts):
         raise ModelFileError(f"the GGUF has {len(texts)} tokens and {len(given)} kinds of tokens; it is damaged")
-    return [CONTROL if text in CONTROL_NAMES else kind for text, kind in zip(texts, given, strict=True)]
+    known = {*texts}
+    retyped = dict.fromkeys(retyped_names(known.__contains__), CONTROL)
+    retyped |= {"<|end|>": USER_DEFINED} if {"<|return|>", "<|call|>"} <= known else {}
+    retyped |= {"</s>": NORMAL} if "<|tool_response>" in known else {}
+    return [retyped.get(text, kind) for text, kind in zip(texts, given, strict=True)]
 
 
 def _settings(header: GgufHeader) -> tuple[Json, Json]:

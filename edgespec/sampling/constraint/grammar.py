@@ -18,6 +18,7 @@ from edgespec.errors import ConfigError
 from edgespec.installation import install_command, is_importable
 from edgespec.sampling.constraint.library import Library, on_stack, tried
 from edgespec.sampling.constraint.schema import cleaned, place_of, with_cleaned_schemas
+from edgespec.sampling.constraint.words import in_plain_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -227,7 +228,8 @@ def _mismatch(schema: str, answer: str) -> str:
 
 
 def _short(problem: str) -> str:
-    """An error of the library without the middle of a long pattern; the reason is at its end."""
+    """An error of the library in plain words, without the middle of a long pattern; the reason is at its end."""
+    problem = in_plain_words(problem)
     return problem if len(problem) <= _MOST_SAID else f"{problem[: _MOST_SAID // 2]} ... {problem[-_MOST_SAID // 2 :]}"
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ConfigError
 from edgespec.sampling.constraint.grammar import Checked, Grammar, compiled
 from edgespec.sampling.constraint.library import Library
+from edgespec.sampling.constraint.words import in_plain_words
 from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -193,7 +194,7 @@ class Constraint:
         if thread_time() - began_s > _MOST_STEP_S:
             raise ConfigError("the grammar cannot be followed any further: it takes too long; use a simpler one")
         if self._matcher.is_error():
-            problem = self._matcher.get_error().strip().split("\n")[0][:_MOST_SAID]
+            problem = in_plain_words(self._matcher.get_error().strip().split("\n")[0])[:_MOST_SAID]
             raise ConfigError(f"the grammar cannot be followed any further: {problem}; use a simpler schema or grammar")
 
 
