@@ -3,7 +3,9 @@
     python scripts/lab/measure_default.py MODEL [MODEL ...] --data DATA [--draft FILE] [--prompts N] [--tokens N]
 
 DATA is the folder with spec_bench_dev.jsonl.xz. MODEL is a GGUF, an ONNX folder or a pair. The base line is plain
-decoding in the fastest mode (`--no-reproducible --drafter none`), whole answers with the reading of the prompt. Every
+decoding in the fastest mode (`--no-reproducible --drafter none`), for a GGUF in llama.cpp; whole answers with the
+reading of the prompt. Beside a GGUF's stands plain decoding on our kernels, with whose texts those of the default are
+compared. Every
 prompt is answered `--repeat` times by each setting, by turns, from empty caches and without the texts before; the
 fastest answer of each counts, since disturbances only make it longer. The fastest mode may write other texts, which end
 elsewhere: all settings are timed to the last token of the shortest answer, and the share of equal texts is told. What
@@ -12,7 +14,7 @@ automatic decoding learns of costs and drafters stays, as in use, from an empty 
 `--reproducible`, both in reproducible mode.
 `--natural-end` lets answers end where the model ends them; text past the end often repeats itself, which flatters
 lookups. `--loop` adds llama-cpp-python's own loop around `Llama.eval` for GGUF files, on the same device. `--alone`
-adds the default without the draft of `--draft`.
+adds the default without the draft of `--draft`. `--edits` asks for changes of a function of the standard library.
 
     python scripts/lab/measure_default.py TARGET --draft DRAFT --alone --gpu-layers -1 --data DATA
 """
@@ -28,6 +30,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from time import perf_counter
@@ -36,6 +39,7 @@ from typing import Any
 import numpy as np
 
 import edgespec
+from code_edits import edits
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.errors import PromptError
 
@@ -110,11 +114,16 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
     drafts = {"draft": chosen.draft, "draft_gpu_layers": chosen.draft_gpu_layers} if chosen.draft else {}
     options = GenerateOptions(max_tokens=chosen.tokens, ignore_eos=not chosen.natural_end)
     with fresh_home(), ExitStack() as stack:
+        plain: dict[str, Any] = {"reproducible": False, "drafter": "none"}
+        if is_gguf := path.endswith(".gguf"):
+            plain["engine"] = "llamacpp"
         models = {
-            "fastest plain": edgespec.load(path, **shared, reproducible=False, drafter="none"),
-            "plain again": edgespec.load(path, **shared, reproducible=False, drafter="none"),
+            "fastest plain": edgespec.load(path, **shared, **plain),
+            "plain again": edgespec.load(path, **shared, **plain),
             "default": edgespec.load(path, **shared, **drafts),
         }
+        if is_gguf:
+            models["plain on kernels"] = edgespec.load(path, **shared, drafter="none")
         if chosen.alone:
             models["default alone"] = edgespec.load(path, **shared)
         if chosen.reproducible:
@@ -129,13 +138,14 @@ def measure(path: str, chosen: argparse.Namespace) -> None:
             threads = first.target.facts.threads
             settings["llama-cpp-python"] = own_loop(target, chosen.tokens, threads, chosen.context, chosen.gpu_layers)
         asked = []
-        for kind, text in prompts_of(chosen.data, 3 * chosen.prompts):
+        for kind, text in (edits if chosen.edits else partial(prompts_of, chosen.data))(3 * chosen.prompts):
             try:
                 ids = first.encode_chat([{"role": "user", "content": text}])
             except PromptError:  # a model without a chat template
                 ids = first.encode(text)
             asked.append((kind, ids[: chosen.prompt_tokens]))
-        report(path, settings, asked[: chosen.prompts], chosen.repeat)
+        own = "plain on kernels" if is_gguf else "fastest plain"
+        report(path, settings, asked[: chosen.prompts], chosen.repeat, own)
 
 
 def seconds_to(last: int, answers: list[Tokens]) -> float:
@@ -143,7 +153,8 @@ def seconds_to(last: int, answers: list[Tokens]) -> float:
     return min(answer[last - 1][1] for answer in answers)
 
 
-def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[int]]], repeats: int) -> None:
+def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[int]]], repeats: int, own: str) -> None:
+    """`own`: the setting whose texts the others are compared with."""
     taken: dict[str, list[float]] = defaultdict(list)
     same: dict[str, int] = defaultdict(int)
     timed = 0
@@ -159,7 +170,7 @@ def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[i
         texts = {name: [token_id for token_id, _ in each[0]] for name, each in answers.items()}
         for name in settings:
             taken[name].append(seconds_to(last, answers[name]))
-            same[name] += texts[name] == texts["fastest plain"]
+            same[name] += texts[name][:last] == texts[own][:last]
         found = "  ".join(f"{name} {taken['fastest plain'][-1] / taken[name][-1]:.2f}" for name in settings)
         print(f"  {kind:14} {len(ids):4} prompt tokens, {last} new  {found}", flush=True)
     base = taken["fastest plain"]
@@ -169,7 +180,7 @@ def report(path: str, settings: dict[str, Answer], asked: list[tuple[str, list[i
         error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
         print(
             f"  {name:20} {sum(base) / sum(each):.3f}x of all time, mean of prompts {mean(ratios):.3f} +- {error:.3f}, "
-            f"worst {min(ratios):.2f}; {same[name]} of {len(asked)} texts as plainly"
+            f"worst {min(ratios):.2f}; {same[name]} of {len(asked)} texts as {own}"
         )
 
 
@@ -190,6 +201,7 @@ def main() -> None:
     parser.add_argument("--gpu-layers", type=int, default=0, help="of the target, -1: all (default %(default)s)")
     parser.add_argument("--draft-gpu-layers", type=int, help="of the draft (default: placed like the target)")
     parser.add_argument("--provider", default="auto", help="of ONNX models (default %(default)s)")
+    parser.add_argument("--edits", action="store_true", help="ask for changes of code instead of Spec-Bench's prompts")
     parser.add_argument("--loop", action="store_true", help="measure llama-cpp-python's own loop too")
     chosen = parser.parse_args()
     for path in chosen.models:
