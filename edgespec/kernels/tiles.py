@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgespec.kernels.library import library_path
 
-__all__ = ["LAYOUT_VERSION", "TYPES", "choose_path", "held", "lookup", "pack", "packed_bytes", "path", "product"]
+__all__ = ["TYPES", "choose_path", "held", "lookup", "pack", "packed_bytes", "path", "product"]
 
 #: GGML's name of a type -> its number.
 TYPES = {
@@ -32,7 +32,6 @@ TYPES = {
     "BF16": 30,
 }
 ABI_VERSION = 1
-LAYOUT_VERSION = 1  # of what `pack` writes, which exports keep in files: increase it when that changes
 
 
 @cache

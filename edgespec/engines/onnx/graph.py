@@ -26,9 +26,8 @@ from edgespec.engines.onnx.rewriting import (
 )
 from edgespec.engines.onnx.weights import weight_bytes
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.onnx.tiles import DOMAIN
+from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.kernels.tiles import LAYOUT_VERSION
 
 if TYPE_CHECKING:
     from edgespec.engines.onnx.source import Source

@@ -99,7 +99,7 @@ def smoothed(
 
 
 def check_form(quant: str) -> None:
-    """Raise ConfigError unless a graph can be written in this type, CapabilityError without the kernels that it needs."""
+    """Raise ConfigError unless a graph can be written in this type, CapabilityError without its kernels."""
     if quant not in FORMS:
         raise ConfigError(f"edgespec's own writer does not write the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
     if quant in TILED and library_path() is None:

@@ -14,9 +14,9 @@ from onnx import helper
 
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
 from edgespec.formats.onnx.nodes import Nodes
-from edgespec.kernels.tiles import LAYOUT_VERSION
 
 DOMAIN, PRODUCT, LOOKUP = "edgespec", "TiledMatMul", "TiledLookup"
+LAYOUT_VERSION = 1  # of what the kernels pack, which exports keep in files: increase it when that changes
 
 
 class TiledWeights(Protocol):
