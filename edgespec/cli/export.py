@@ -36,8 +36,9 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     "quants",
     multiple=True,
     metavar="Q",
-    help="Type of the weights, such as q4_k_m, int8 or w8a8; for both formats give it twice, or as gguf=Q and onnx=Q.  "
-    "[default: q8_0 and int8]",
+    help="Type of the weights, such as q4_k_m, int8 or w8a8; for both formats give it twice, or as gguf=Q and onnx=Q. "
+    "ONNX: q8_0 and q4_k_m run on edgespec's own processor kernels; int8, w8a8, int4, fp16 and fp32 on any ONNX "
+    "Runtime, int8, int4 and fp16 also on GPUs.  [default: q8_0 and int8]",
 )
 @click.option(
     "--draft",

@@ -20,6 +20,7 @@ from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx.convert import FORMS
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.onnx.gguf_weights import kept_in_more
+from edgespec.export.onnx.writer import check_form
 from edgespec.export.plan import BITS, PROGRAM_BYTES, SPARE, Needs
 from edgespec.export.request import ExportRequest
 from edgespec.export.resources import check_room, human
@@ -69,7 +70,7 @@ def convert_pair(request: ExportRequest, reporter: Reporter) -> tuple[dict[str, 
 
 
 def _check_options(request: ExportRequest) -> None:
-    """Raise ConfigError for what a GGUF cannot give."""
+    """Raise ConfigError for what a GGUF cannot give, CapabilityError without the kernels for a type."""
     source = Path(request.source).name
     if request.formats != ("onnx",):
         raise ConfigError(f"{source} is a GGUF already: give --to onnx to convert it")
@@ -90,6 +91,7 @@ def _check_options(request: ExportRequest) -> None:
     for role in ("target", "draft"):
         if (quant := request.quant_of(role, "onnx")) not in FORMS:
             raise ConfigError(f"--quant {quant} cannot be made of a GGUF; allowed: {', '.join(FORMS)}")
+        check_form(quant)
 
 
 def _require_packages(request: ExportRequest) -> None:

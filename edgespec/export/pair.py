@@ -155,7 +155,11 @@ def _check_exporter(request: ExportRequest, role: str, model: Model) -> None:
     require_exporter(exporter)
     if exporter == "edgespec":
         from edgespec.export.onnx.hub_model import check_config, open_hub
+        from edgespec.export.onnx.tiled_weights import require_quantiser
+        from edgespec.export.onnx.writer import check_form
 
+        check_form(request.quant_of(role, "onnx"))
+        require_quantiser(request.quant_of(role, "onnx"))
         check_config(model.source.folder)
         if not model.source.missing:
             open_hub(model.source.folder)

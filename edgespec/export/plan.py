@@ -14,6 +14,7 @@ from typing import Any
 
 from edgespec.errors import ModelFileError
 from edgespec.export.hub import Source
+from edgespec.export.onnx.convert import TILED
 from edgespec.export.reference import has_transformers
 from edgespec.export.request import ExportRequest, Format
 from edgespec.formats.architectures.table import is_tied
@@ -59,8 +60,8 @@ class Facts:
         bits = BITS.get(quant, WIDEST_BITS)
         if wanted == "gguf":
             return round(self.num_parameters * bits / 8 * SPARE)
-        # ONNX graphs have a separate embedding table, which only w8a8 quantises.
-        wide = self.table_parameters * {"fp16": 2, "w8a8": 1.1}.get(quant, 4)
+        # ONNX graphs have a separate embedding table, which only w8a8 and tiles quantise.
+        wide = self.table_parameters * {"fp16": 2, "w8a8": 1.1, **dict.fromkeys(TILED, 1.1)}.get(quant, 4)
         return round((self.num_parameters * bits / 8 + wide) * SPARE) + self.rotary_bytes
 
     def temporary_bytes(self, wanted: Format, quant: str) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from edgespec.config.habits import did_you_mean
 from edgespec.errors import ConfigError, UsageError
 from edgespec.export.onnx import EXPORTERS, GROUP_SIZES, ONNX_QUANTS
-from edgespec.export.onnx.convert import FORMS, GROUPED, Exporter, choose_exporter
+from edgespec.export.onnx.convert import FORMS, GROUPED, TILED, Exporter, choose_exporter
 from edgespec.formats.manifest import sha256_of
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ class ExportRequest:
             raise ConfigError(f"--threads {self.threads} is not possible: give 1 or more")
         if "onnx" not in self.quants and (self.exporter != "auto" or self.group_size is not None):
             raise ConfigError("--exporter and --group-size are for ONNX: give --to onnx or --to both")
+        if self.group_size is not None and (quant := self.quants["onnx"]) in TILED:
+            raise ConfigError(f"--group-size is not for {quant}, whose groups are fixed: omit it")
         if self.grouped is not None and not self.is_grouping_possible:
             raise ConfigError(
                 "--in-groups is for the ONNX type w8a8 and edgespec's own writer: give --to onnx --quant w8a8, and no "
@@ -265,7 +267,7 @@ def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> 
     """Quantisation by format, from values such as `q4_k_m` or `onnx=int8`; formats without a value are absent.
 
     Raises ConfigError for an unknown name (suggests the closest one), a format that is not exported, and a second
-    value for a format.
+    value for a format. A name that both formats have is GGUF's, a second one then ONNX's.
     """
     known = {wanted: known_quants(wanted) for wanted in formats}
     chosen: dict[Format, str] = {}
@@ -275,9 +277,10 @@ def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> 
         owners = [f for f in formats if name in known[f] and (not separator or f == prefix)]
         if not owners:
             raise _unknown_quant(flag, text, prefix, name, known)
-        if owners[0] in chosen:
-            raise ConfigError(f"{flag} names {owners[0]} twice, {chosen[owners[0]]} and {name}: keep one")
-        chosen[owners[0]] = name
+        owner = next((f for f in owners if f not in chosen), owners[0])
+        if owner in chosen:
+            raise ConfigError(f"{flag} names {owner} twice, {chosen[owner]} and {name}: keep one")
+        chosen[owner] = name
     return chosen
 
 

@@ -99,7 +99,9 @@ def test_quantisations_are_sorted_by_the_format_that_knows_them():
     assert parse_quants("--quant", ["int4", "Q4_K_M"], both) == {"onnx": "int4", "gguf": "q4_k_m"}
     assert parse_quants("--quant", ["gguf=f16"], both) == {"gguf": "f16"}
     assert parse_quants("--quant", [], both) == {}
-    assert not set(GGUF_QUANTS) & set(ONNX_QUANTS)  # else a bare name would be ambiguous
+    assert parse_quants("--quant", ["q8_0"], both) == {"gguf": "q8_0"}  # which both have
+    assert parse_quants("--quant", ["q4_k_m", "q8_0"], both) == {"gguf": "q4_k_m", "onnx": "q8_0"}
+    assert parse_quants("--quant", ["onnx=q8_0"], both) == {"onnx": "q8_0"}
 
 
 def test_a_draft_takes_the_type_that_serves_it():

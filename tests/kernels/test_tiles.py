@@ -1,9 +1,12 @@
 """Products and rows of tiles: right for every type; a row has the same bits whatever is beside it, on every path."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from edgespec.formats.onnx.tiles import LAYOUT_VERSION
 from edgespec.kernels import tiles
 from tiled import FLOATS, SCALES, SMALL_BLOCKS, Floats, activation_block, bits, dequantised, packed, random_rows
 
@@ -145,3 +148,13 @@ def test_arrays_of_another_size_are_refused() -> None:
 
 def test_kinds_of_this_file_are_all_that_the_kernels_have() -> None:
     assert set(FLOATS) | set(SCALES) | {"BF16"} == set(tiles.TYPES)
+
+
+def test_layout_of_tiles_in_files_has_a_version() -> None:
+    """Where this digest changes, exported files hold something else: increase LAYOUT_VERSION with it."""
+    digest = hashlib.sha256()
+    for kind in tiles.TYPES:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        rows = np.resize(np.arange(113, dtype=np.uint8), (19, 512 // block * size))
+        digest.update(packed(kind, rows, 512).tobytes())
+    assert (LAYOUT_VERSION, digest.hexdigest()[:16]) == (1, "81bc79cec3736510")

@@ -16,7 +16,7 @@ from typing import Any
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.machine import is_apple_silicon
 from edgespec.errors import CapabilityError
-from edgespec.installation import build_command
+from edgespec.installation import build_command, install_command
 
 _KINDS = ("cpu", "gpu", "integrated gpu", "accelerator")  # ggml_backend_dev_type
 _PARTS = ("ggml-base", "ggml", "ggml-rpc")  # of the library, where Windows looks into each
@@ -53,7 +53,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
         libraries = (ctypes.CDLL(str(part)) for part in parts if part.is_file())
         found = next(filter(None, (getattr(each, name, None) for each in libraries)), None)
     if found is None:
-        raise CapabilityError(f"this build of llama.cpp does not export {name}, so its devices cannot be chosen")
+        raise CapabilityError(f"this build of llama.cpp does not export {name}: {install_command('llamacpp')}")
     found.restype, found.argtypes = result, list(arguments)
     return found
 

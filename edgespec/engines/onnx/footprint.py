@@ -36,10 +36,10 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tensors import external_entry
-from edgespec.formats.onnx.tiles import PRODUCT
+from edgespec.formats.onnx.tiles import LOOKUP, PRODUCT
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
-_LOOKUPS = ("Gather", "GatherBlockQuantized")
+_LOOKUPS = ("Gather", "GatherBlockQuantized", LOOKUP)
 _SCALES_COPIES = 2
 # Linux maps 16 pages around the one that is read. A text of n tokens has about 1.7 n^.78 different ones.
 _TOUCHED_BYTES = 32 << 10
@@ -59,7 +59,7 @@ _INT8 = 3
 class Products:
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
     `signed` of integer products, `looked_up` of tables of rows, `only_looked_up` without what products share with them.
-    `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer.
+    `rotary`: of tables by position; `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer.
     """
 
     packed: int
@@ -68,6 +68,7 @@ class Products:
     signed: int
     looked_up: int
     only_looked_up: int
+    rotary: int
     inner: int
     width: int
     heads: int
@@ -92,11 +93,15 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     unused = (most - outputs) * graph.vocabulary_size
     loading = _loading_bytes(products)
     files = sum(file.stat().st_size for file in source.mapped)
-    touched = min(products.looked_up, _TOUCHED_BYTES * settings.context_length) if files else 0
+    # Tiles are used where they lie: in their file, where those of products are read anyway, or in our own memory.
+    looked_up = products.only_looked_up if graph.has_tiles else products.looked_up
+    touched = min(looked_up, _TOUCHED_BYTES * settings.context_length) if files else 0
     mapped = max(files - products.packed - products.only_looked_up, 0) + touched
     packed = products.packed
-    if graph.has_tiles:  # they are used where they lie: in their file, or in memory of the process's own
-        mapped, packed = (files, 0) if files else (0, graph.weight_bytes + source.rotary_bytes(cells))
+    if graph.has_tiles and not files:
+        packed = graph.weight_bytes + source.rotary_bytes(cells)
+    elif graph.has_tiles and graph.max_positions:
+        mapped -= int(products.rotary * max(1 - cells / graph.max_positions, 0))  # positions that never occur
     vocabulary, reading = _tokenizer_bytes(source, graph.vocabulary_size)
     found = Footprint(
         mapped=mapped,
@@ -166,15 +171,19 @@ def _products(graph: Graph) -> Products:
     scales: dict[str, int] = {}
     signed: dict[str, int] = {}
     looked_up: dict[str, int] = {}
+    rotary: dict[str, int] = {}
+    tiles: set[str] = set()
     sizes = [(1, 1)]
     heads = 0
     for node in found.node:
         if node.op_type == ATTENTION:
             heads = max(heads, attribute(node, "num_heads", 0))
+            rotary |= {name: tensor_bytes(tensors[name]) for name in node.input[7:9] if name in tensors}
         if node.op_type in _LOOKUPS:
             looked_up |= {name: tensor_bytes(tensors[name]) for name in node.input if name in tensors}
         if node.op_type == PRODUCT:
             sizes += _tiled_sizes(node)
+            tiles |= tensors.keys() & set(node.input[2:])
             continue
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
         if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
@@ -186,7 +195,7 @@ def _products(graph: Graph) -> Products:
             scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
         sizes.append(_sizes(node, weights))
     places = {name: _place(tensor) for name, tensor in tensors.items()}
-    in_products = {places[name] for name in (*packed, *scales)}
+    in_products = {places[name] for name in (*packed, *scales, *tiles)}
     inner = [size for size in sizes if size[1] != graph.vocabulary_size]
     return Products(
         sum(packed.values()),
@@ -195,6 +204,7 @@ def _products(graph: Graph) -> Products:
         sum(signed.values()),
         sum(looked_up.values()),
         sum(size for name, size in looked_up.items() if places[name] not in in_products),
+        sum(rotary.values()),
         max(max(size) for size in inner),
         max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
         heads,

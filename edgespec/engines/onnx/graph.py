@@ -26,7 +26,8 @@ from edgespec.engines.onnx.rewriting import (
 )
 from edgespec.engines.onnx.weights import weight_bytes
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.onnx.tiles import PRODUCT
+from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION
+from edgespec.kernels.library import library_path, why_missing
 
 if TYPE_CHECKING:
     from edgespec.engines.onnx.source import Source
@@ -101,10 +102,11 @@ def read_graph(
     `cache_scales` by input name, [heads, head size] each: keys and values are stored as int8 times these. `cells`: the
     capacity of the caches. `hidden_states`: make the input of the head an output, too, and before it the inputs
     of `state_layers`. Raises ModelNotFound, ModelFileError for a file that is not such a graph, CapabilityError without
-    `onnx` or for layers it lacks.
+    `onnx` or the kernels that the graph needs, or for layers it lacks.
     """
     model, path = source.graph(cells), source.path
     graph = model.graph
+    has_tiles = _has_tiles(graph, path)
     if LOGITS not in {value.name for value in graph.output} & {name for node in graph.node for name in node.output}:
         raise ModelFileError(f"{path} is not a causal language model: it has no output 'logits'. Export it again")
     attention = [node for node in graph.node if node.op_type == ATTENTION]
@@ -141,9 +143,25 @@ def read_graph(
         hidden_size=hidden_size if isinstance(hidden_size, int) else None,
         weight_bytes=weight_bytes(graph),
         is_half=is_half,
-        has_tiles=any(node.op_type == PRODUCT for node in graph.node),
+        has_tiles=has_tiles,
         cells=cells,
     )
+
+
+def _has_tiles(graph: Any, path: Path) -> bool:
+    """Whether our kernels multiply. Raises CapabilityError without them, ModelFileError for tiles of another layout."""
+    layouts = {attribute(node, "layout") for node in graph.node if node.domain == DOMAIN}
+    if layouts and (missing := why_missing() if library_path() is None else ""):
+        raise CapabilityError(
+            f"{path} runs on edgespec's own kernels, which this installation lacks: {missing}. Or export the model as "
+            "int8 or w8a8, which need none"
+        )
+    if other := layouts - {LAYOUT_VERSION}:
+        raise ModelFileError(
+            f"{path} has its weights in tiles of layout {max(other)}, these kernels read layout {LAYOUT_VERSION}: "
+            "export it again"
+        )
+    return bool(layouts)
 
 
 def _attention_of(attention: list[Any], layer: int, path: Path) -> Any:

@@ -32,6 +32,7 @@ from edgespec.engines.onnx.plugins import failures, plugin_devices
 from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import install_command
 from edgespec.kernels.library import library_path
 from edgespec.kernels.tiles import held
@@ -135,8 +136,9 @@ def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
 
 def reason(name: str, graph: bytes, said: str) -> str:
     """Why `graph` cannot run on `name`, of which ONNX Runtime `said` something."""
-    if WHOLE_PRODUCT.encode() in graph:
-        return "w8a8 runs on processors only; export it with --quant int4, int8 or fp16"
+    for operator, what in ((WHOLE_PRODUCT, "w8a8 runs"), (PRODUCT, "edgespec's own kernels run")):
+        if operator.encode() in graph:
+            return f"{what} on processors only; export it with --quant int4, int8 or fp16"
     if name != "cuda":
         return said
     if missing := load_cuda():

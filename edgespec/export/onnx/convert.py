@@ -24,12 +24,13 @@ from edgespec.types import Progress, no_progress
 if TYPE_CHECKING:
     from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
 
-Quant = Literal["int4", "int8", "w8a8", "fp16", "fp32"]
+Quant = Literal["int4", "int8", "w8a8", "q8_0", "q4_k_m", "fp16", "fp32"]
 Exporter = Literal["auto", "edgespec", "builder", "transformers", "optimum"]
-ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "w8a8", "fp16", "fp32")
+ONNX_QUANTS: tuple[Quant, ...] = ("int4", "int8", "w8a8", "q8_0", "q4_k_m", "fp16", "fp32")
 EXPORTERS: tuple[Exporter, ...] = ("auto", "edgespec", "builder", "transformers", "optimum")
 # What edgespec's own writer writes: types, and architectures by Hugging Face's names.
-FORMS = ("w8a8", "int8", "int4", "fp32")
+TILED = ("q8_0", "q4_k_m")  # for our own kernels
+FORMS = ("w8a8", "int8", "int4", "fp32", *TILED)
 WRITABLE = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
     *("Qwen3ForCausalLM", "SmolLM3ForCausalLM", "Gemma3ForCausalLM"),
@@ -105,10 +106,12 @@ def _check_options(quant: str, group_size: int, exporter: str) -> None:
 
 
 def choose_exporter(architecture: str, exporter: Exporter = "auto", quant: str = "int8") -> Exporter:
-    """The exporter for an architecture and a type of weights."""
+    """The exporter for an architecture and a type of weights. Raises ConfigError for one that lacks the type."""
+    if quant in TILED and exporter not in ("auto", "edgespec"):
+        raise ConfigError(f"the exporter {exporter!r} does not write {quant}, edgespec's own does: omit --exporter")
     if exporter != "auto":
         return exporter
-    if architecture in WRITABLE and quant in FORMS:
+    if quant in TILED or (architecture in WRITABLE and quant in FORMS):
         return "edgespec"
     return "builder" if architecture in exporters.ARCHITECTURES else "transformers"
 

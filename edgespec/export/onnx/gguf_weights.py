@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.source import GgufTiles
 from edgespec.errors import ModelFileError
 from edgespec.formats.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
 from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.gguf.model import GgufModel
-from edgespec.formats.gguf.weights import GgufTensors, rows_of
+from edgespec.formats.gguf.weights import rows_of
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
@@ -23,8 +24,8 @@ SHORT, ROWS_JOINED = 2048, 4  # rows of so many weights are decoded as if so man
 WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a CPU's cache holds
 
 
-class GgufWeights(GgufTensors):
-    """`RowWeights` and `StoredBlocks` of an opened model.
+class GgufWeights(GgufTiles):
+    """`RowWeights`, `StoredBlocks` and `TiledWeights` of an opened model.
 
     Raises ModelFileError for a type that the package gguf cannot decode.
     """

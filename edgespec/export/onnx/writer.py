@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from edgespec.engines.machine import physical_cores, products_saturate
-from edgespec.errors import ConfigError
+from edgespec.engines.onnx.source import GgufTiles
+from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.onnx.activations import RecordedProducts, largest_inputs
-from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, FORMS, GROUPED
+from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, FORMS, GROUPED, TILED
 from edgespec.export.onnx.smoothing import SmoothedWeights
+from edgespec.export.onnx.tiled_weights import QuantisedTiles
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.drafted import ReducedHead
 from edgespec.formats.onnx.forms import Blocks, Form, Mixed, Plain, QuantisedRows, RowWeights, WholeNumbers
@@ -22,6 +24,8 @@ from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import NO_PROPERTIES, write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
+from edgespec.formats.onnx.tiles import Tiles
+from edgespec.kernels.library import library_path, why_missing
 from edgespec.types import Progress, no_progress
 
 
@@ -40,10 +44,11 @@ def write_graph(
 
     The head has the tokens `config.drafted` where these are given. `grouped`: kinds of matrices that w8a8 keeps in
     groups, as `Mixed` takes them; `smooths` False leaves its weights as they are, for which no text is run.
-    Raises ConfigError for a type that is not in `FORMS`, OSError, and what `weights` raises.
+    Raises OSError, and what `check_form`, `QuantisedTiles` and `weights` raise.
     """
     check_form(quant)
     stored = weights if isinstance(weights, StoredBlocks) else None
+    own_tiles = weights if isinstance(weights, GgufTiles) else None
     if config.drafted:
         weights = ReducedHead(weights, config.drafted)
     report = _Report(progress, config.num_layers + 2, num_graphs=2 if quant == "w8a8" and smooths else 1)
@@ -52,7 +57,12 @@ def write_graph(
         weights = smooth = smoothed(config, weights, folder, report, grouped=grouped)
         if smooth.hidden_scales is not None:
             properties = written(smooth.hidden_scales)
-    write_llama(folder, config, _form(weights, stored, quant, group_size, grouped), report, properties)
+    form: Callable[[Nodes], Form]
+    if quant in TILED:
+        form = partial(Tiles, QuantisedTiles(weights, quant, config.num_layers, own_tiles))
+    else:
+        form = _form(weights, stored, quant, group_size, grouped)
+    write_llama(folder, config, form, report, properties)
     return folder / MODEL
 
 
@@ -89,9 +99,14 @@ def smoothed(
 
 
 def check_form(quant: str) -> None:
-    """Raise ConfigError unless a graph can be written in this type."""
+    """Raise ConfigError unless a graph can be written in this type, CapabilityError without its kernels."""
     if quant not in FORMS:
         raise ConfigError(f"edgespec's own writer does not write the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
+    if quant in TILED and library_path() is None:
+        raise CapabilityError(
+            f"{quant} is for edgespec's own kernels, which this installation lacks: {why_missing()}. Or export int8 or "
+            "w8a8, which need none"
+        )
 
 
 def _form(

@@ -16,6 +16,7 @@ from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
 from edgespec.formats.onnx.nodes import Nodes
 
 DOMAIN, PRODUCT, LOOKUP = "edgespec", "TiledMatMul", "TiledLookup"
+LAYOUT_VERSION = 1  # of what the kernels pack, which exports keep in files: increase it when that changes
 
 
 class TiledWeights(Protocol):
@@ -57,6 +58,7 @@ class Tiles:
             K=width,
             N=tokens,
             type=self._weights.type_number(EMBEDDING),
+            layout=LAYOUT_VERSION,
         )
 
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
@@ -73,6 +75,7 @@ class Tiles:
             domain=DOMAIN,
             K=shapes[0][1],
             types=[self._weights.type_number(source) for source in sources],
+            layout=LAYOUT_VERSION,
         )
         # A keyword of this name is the node's own.
         self._nodes.operators[-1].attribute.append(helper.make_attribute("outputs", [rows for rows, _ in shapes]))

@@ -1,0 +1,214 @@
+"""Exports for our own kernels: their tiles hold the very blocks of a GGUF, or those that llama.cpp would make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
+
+import edgespec
+from demo import DEMO, TEST_THREADS
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx import graph as graphs
+from edgespec.engines.onnx.footprint import footprint
+from edgespec.engines.onnx.sessions import reason
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.export.gguf import export_gguf
+from edgespec.export.onnx import tiled_weights, writer
+from edgespec.export.onnx.convert import TILED, choose_exporter
+from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
+from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+from edgespec.export.onnx.from_hub import convert_hub
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.tiled_weights import mixed_kind
+from edgespec.formats.manifest import read_pair
+from edgespec.formats.onnx import DATA
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD
+from edgespec.formats.onnx.llama import rotary_bytes
+from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION, PRODUCT
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
+from edgespec.types import Batch
+from gguf_conversions import agreement, answer, export
+from tiny_checkpoints import write_checkpoint
+from tiny_graphs import IDS, Floats, mean_kl
+
+TARGET, CHECKPOINT = DEMO / "demo-target-q8_0.gguf", DEMO / "hf" / "target"
+NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="llama.cpp, which is not installed, quantises")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(library_path() is None, reason="the kernels have not been built"),
+]
+
+
+def graph(source: Path, folder: Path, quant: str, vocabulary: DraftVocabulary | None = None) -> Path:
+    folder.mkdir()
+    if source.is_dir():
+        return convert_hub(open_hub(source), folder, quant, vocabulary=vocabulary)
+    return convert_gguf(open_gguf(source), folder, quant, vocabulary=vocabulary)
+
+
+def logits(path: Path) -> Floats:
+    """Of the file on our kernels, whether it is an export or a GGUF."""
+    with OnnxEngine.load(path, context_length=64, threads=TEST_THREADS) as engine:
+        assert engine.facts.is_exact  # reproducible by default
+        return engine.forward(Batch.chain(IDS)).copy()
+
+
+def data_of(path: Path) -> bytes:
+    return (path.parent / DATA).read_bytes()
+
+
+def test_the_blocks_of_a_gguf_are_kept(tmp_path: Path):
+    path = graph(TARGET, tmp_path / "made", "q8_0")
+    np.testing.assert_array_equal(logits(path), logits(TARGET))
+    assert len(data_of(path)) < 1.1 * TARGET.stat().st_size  # a tied head is stored once
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize("case", ["demo", "llama", "qwen2", "qwen3", "gemma3"])
+def test_q4_k_m_is_that_of_llama_cpp(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows of 256, with more bits and without, and rows of 64. A file that has these blocks needs no quantiser."""
+    source, theirs = CHECKPOINT if case == "demo" else write_checkpoint(tmp_path / case, case), tmp_path / "theirs.gguf"
+    export_gguf(source, theirs, "q4_k_m", threads=TEST_THREADS)
+    ours = graph(source, tmp_path / "ours", "q4_k_m")
+    np.testing.assert_allclose(logits(ours), logits(theirs), atol=2e-6)  # a GGUF has Gemma's scales in 32 bits
+    monkeypatch.setattr("edgespec.installation.has_engine", lambda _: False)
+    kept = graph(theirs, tmp_path / "kept", "q4_k_m")
+    assert data_of(kept) == data_of(ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "wanted"),
+    [
+        (HEAD, 512, "Q6_K"),
+        (EMBEDDING, 512, "Q4_K"),
+        ("model.layers.9.mlp.down_proj.weight", 512, "Q6_K"),
+        ("model.layers.10.mlp.down_proj.weight", 512, "Q4_K"),
+        ("model.layers.79.mlp.down_proj.weight", 512, "Q6_K"),
+        ("model.layers.10.self_attn.v_proj.weight", 512, "Q5_K"),  # of 80 layers
+        ("model.layers.10.self_attn.v_proj.weight", 576, "Q5_1"),
+        ("model.layers.9.self_attn.v_proj.weight", 576, "Q8_0"),
+        ("model.layers.10.mlp.up_proj.weight", 576, "Q5_0"),
+        ("model.layers.10.mlp.up_proj.weight", 580, "F16"),
+    ],
+)
+def test_types_are_chosen_as_llama_cpp_does(name: str, inputs: int, wanted: str):
+    assert mixed_kind(name, inputs, 80, "q4_k_m", is_head=name == HEAD) == wanted
+    assert mixed_kind(name, inputs, 80, "q8_0", is_head=name == HEAD) == ("Q8_0" if inputs % 32 == 0 else "F16")
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("quant", ["q8_0", pytest.param("q4_k_m", marks=NEEDS_LLAMA)])
+def test_a_type_loses_little_of_a_checkpoint(case: str, quant: str, tmp_path: Path):
+    source = write_checkpoint(tmp_path / case, case)
+    with OnnxEngine.load(graph(source, tmp_path / "exact", "fp32"), context_length=64, threads=TEST_THREADS) as engine:
+        exact = engine.forward(Batch.chain(IDS)).copy()
+    assert mean_kl(logits(graph(source, tmp_path / "made", quant)), exact) < {"q8_0": 0.006, "q4_k_m": 0.2}[quant]
+
+
+def test_a_draft_keeps_some_rows_of_the_head(tmp_path: Path):
+    whole = logits(graph(TARGET, tmp_path / "whole", "q8_0"))
+    some = logits(graph(TARGET, tmp_path / "some", "q8_0", DraftVocabulary(512)))
+    has_row = some[0] > -1e29
+    assert has_row.sum() == 512
+    np.testing.assert_array_equal(some[:, has_row], whole[:, has_row])
+
+
+@pytest.mark.parametrize("source", [TARGET, CHECKPOINT], ids=["gguf", "checkpoint"])
+def test_a_pair_runs_and_its_plan_counts_the_mapped_file(source: Path, tmp_path: Path):
+    result = export(source, tmp_path / "pair", "--quant", "q8_0", "--derive", "early-exit:4")
+    assert result.exit_code == 0, result.output
+    pair = read_pair(tmp_path / "pair")
+    assert pair.figures["check"]["target"]["onnx"]["mean_kl"] < 0.005
+    assert agreement(pair) > 0.2
+    assert answer(tmp_path / "pair")["text"] == answer(TARGET)["text"]
+    files = pair.target.stat().st_size + len(data_of(pair.target))
+    whole, half = (footprint(pair.target, ModelUse(context_length=length)).mapped for length in (2048, 1024))
+    assert whole == files
+    assert whole - half == pytest.approx(rotary_bytes(open_hub(CHECKPOINT).config) / 2, rel=0.1)
+    with edgespec.load(tmp_path / "pair") as runtime:
+        assert runtime.reproducible
+
+
+def test_tiles_of_another_layout_are_refused(tmp_path: Path):
+    path = graph(TARGET, tmp_path / "made", "q8_0")
+    model = onnx.load(path, load_external_data=False)
+    for node in model.graph.node:
+        for item in node.attribute:
+            if node.domain == DOMAIN and item.name == "layout":
+                item.i = LAYOUT_VERSION + 1
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelFileError, match=f"tiles of layout {LAYOUT_VERSION + 1}, .* export it again"):
+        OnnxEngine.load(path)
+
+
+def test_without_the_kernels_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = graph(TARGET, tmp_path / "made", "q8_0")
+    for module in (graphs, writer):
+        monkeypatch.setattr(module, "library_path", lambda: None)
+        monkeypatch.setattr(module, "why_missing", lambda: "they are not built: run this")
+    opened: list[Callable[[], object]] = [lambda: OnnxEngine.load(path), lambda: footprint(path, ModelUse())]
+    for call in (*opened, lambda: graph(TARGET, tmp_path / "none", "q8_0")):
+        with pytest.raises(CapabilityError, match=r"edgespec.s own kernels.* not built: run this\. Or export .*int8"):
+            call()
+    result = export(CHECKPOINT, tmp_path / "pair", "--quant", "q8_0")
+    assert result.exit_code != 0 and "they are not built: run this" in result.stderr
+    assert not (tmp_path / "pair").exists()
+
+
+def test_without_llama_cpp_another_type_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("edgespec.installation.has_engine", lambda engine: engine != "llamacpp")
+    for source in (CHECKPOINT, TARGET):
+        result = export(source, tmp_path / "pair", "--quant", "q4_k_m", "--no-check")
+        assert result.exit_code != 0
+        assert "quantising to q4_k_m needs llama.cpp" in result.stderr and "or export q8_0" in result.stderr
+
+
+def test_weights_that_half_precision_does_not_hold_are_refused():
+    with pytest.raises(ModelFileError, match="too large for F16"):
+        _Large().pack(HEAD, np.empty(7 * 32, np.uint8))[0]()
+
+
+class _Large(tiled_weights.QuantisedTiles):
+    def __init__(self) -> None:
+        super().__init__(self, "q8_0", 1)
+
+    is_tied = False
+
+    def vector(self, name: str) -> Floats:
+        raise NotImplementedError(name)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        return 3, 7
+
+    def rows(self, name: str) -> list[Floats]:
+        return [np.full(self.shape(name), 1e6, np.float32)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--exporter", "builder"], "the exporter 'builder' does not write q8_0"),
+        (["--group-size", "32"], "--group-size is not for q8_0"),
+        (["--in-groups", "none"], "--in-groups is for the ONNX type w8a8"),
+    ],
+)
+def test_options_of_other_types_are_refused(arguments: list[str], said: str, tmp_path: Path):
+    result = export(CHECKPOINT, tmp_path / "pair", "--quant", "q8_0", *arguments)
+    assert result.exit_code != 0 and said in result.stderr
+
+
+def test_only_our_own_writer_writes_tiles():
+    for quant in TILED:
+        assert choose_exporter("PhiForCausalLM", quant=quant) == "edgespec"
+        with pytest.raises(ConfigError, match="omit --exporter"):
+            choose_exporter("LlamaForCausalLM", "transformers", quant)
+    assert "processors only" in reason("webgpu", PRODUCT.encode(), "an operator is missing")
