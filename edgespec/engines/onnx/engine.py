@@ -150,7 +150,7 @@ class OnnxEngine(BookedEngine):
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if graph.has_tiles and reproducible:
-            engine._pin_exact(widest)
+            engine._pin_exact()
         elif reproducible is None and engine.facts.can_pack and not settings.reproducible:
             engine.facts = fastest_facts(engine, key)
         elif reproducible is not False:
@@ -186,13 +186,13 @@ class OnnxEngine(BookedEngine):
         shares = shares and self._separate.has_batches and packs_alike(self, key)
         self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
 
-    def _pin_exact(self, widest: int) -> None:
+    def _pin_exact(self) -> None:
         """Reproducible mode on our kernels, which give a row the same bits beside any others: nothing is measured.
 
-        ONNX Runtime's attention gives a lone row other bits, so that row is padded to two. Rows of several sequences
-        then need passes of their own.
+        ONNX Runtime's attention gives a lone row other bits than it has beside any number of others, so that row is
+        padded to two. Rows of several sequences then need passes of their own.
         """
-        pinned = LEAST_ROWS, max(widest, LEAST_ROWS)
+        pinned = LEAST_ROWS, max(self.facts.max_batch, LEAST_ROWS)
         self.facts = replace(
             self.facts, width_classes=(pinned,), pinned_class=pinned, is_exact=True, can_pack=False, splits_passes=False
         )
