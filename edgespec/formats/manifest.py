@@ -20,7 +20,6 @@ from typing import Any
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.files import absolute, read_text, resolved
 from edgespec.installation import has_engine
-from edgespec.kernels.library import library_path
 
 MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1
@@ -237,7 +236,7 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     recommended = {k: manifest.get(tables["sampling"], f"sampling.{k}", (int, float)) for k in tables["sampling"]}
     by_engine = _read_files(manifest, tables, engine)
     engines = tuple(name for name, roles in by_engine.items() if "target" in roles)
-    runnable = [name for name in engines if has_engine(name) or (name == "llamacpp" and library_path())] or engines
+    runnable = [name for name in engines if has_engine(name)] or engines
     chosen = runnable[0] if engine == "auto" or engine not in engines else engine
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
     manifest.only(f"{HEADS}.", tables[HEADS], HEAD_KINDS)

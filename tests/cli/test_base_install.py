@@ -92,7 +92,8 @@ def test_the_kernels_were_compiled_and_load(base: Environment):
 
 
 def test_gguf_names_what_pip_finds(base: Environment):
-    done = base.run(base.edgespec, "generate", "-p", "hello", ROOT / "models/demo/demo-target-q8_0.gguf")
+    file = ROOT / "models/demo/demo-target-q8_0.gguf"
+    done = base.run(base.edgespec, "generate", "-p", "hello", "--engine", "llamacpp", file)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"-m pip install {ROOT}[llamacpp]" in line.replace("'", "").replace('"', "")

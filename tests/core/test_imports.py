@@ -23,8 +23,8 @@ PACKAGE = Path(edgespec.__file__).parent
 RANKS = {
     **dict.fromkeys(("errors", "closing"), -1),
     **dict.fromkeys(("installation", "reports", "vocabulary", "config.sizes", "config.endpoints", "formats.files"), 0),
-    **dict.fromkeys(("kernels",), 0.5),
     **dict.fromkeys(("types", "config", "formats", "contained"), 1),
+    **dict.fromkeys(("kernels",), 1.5),
     **dict.fromkeys(("config.settings", "chat", "engines"), 2),
     **dict.fromkeys(("sampling.noise", "sampling.stopping", "sampling.constraint"), 2),
     **dict.fromkeys(("config.sources", "sampling", "sampling.acceptance", "corpus"), 3),
