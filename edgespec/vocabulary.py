@@ -59,21 +59,6 @@ def retyped_names(has: Callable[[str], bool]) -> list[str]:
 
 FIM_END_NAMES = (*_FIM_PADS, *_FIM_NAMES["repository"], *_FIM_NAMES["file"])
 """A model that goes on with the next gap, file or repository has filled this one: these end an answer."""
-# Tokens that usually end a turn; configurations often name only the end of a text.
-END_NAMES = (
-    *(
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-    ),
-    *("</s>", "<eos>", "<end_of_turn>", "<|eos|>", "<|EOT|>", "<EOT>", "_<EOT>"),
-    f"<{_BAR}end{_BLANK}of{_BLANK}sentence{_BAR}>",
-)
 
 
 @dataclass(frozen=True, slots=True)

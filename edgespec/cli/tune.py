@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -20,7 +21,7 @@ from edgespec.config import EngineName, LoadOptions
 from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
-from edgespec.loading.registry import resolve
+from edgespec.loading.requirements import resolve_pair
 from edgespec.sampling import Sampling
 from edgespec.tuning.profiles import (
     DEFAULT_MODEL,
@@ -144,7 +145,7 @@ def _forget(model: str, path: Path | None) -> None:
 
 def _prepare(settings: Settings, models: Sequence[str], prompts: Prompts, max_tokens: int) -> Sweep:
     options = LoadOptions(**settings.part("load"))
-    pairs = {model: resolve(model, options.draft, options.engine, options.medium) for model in models}
+    pairs = {model: resolve_pair(replace(options, model=model)) for model in models}
     pair = pairs[models[0]]
     settings = settings.below(pair.recommended, f"recommended for {pair.name}")
     asked = TuneRequest(

@@ -22,7 +22,6 @@ from edgespec.formats.gguf.kind import gives_only_embeddings, has_mtp
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.installation import IMPORT_FAILURES, has_engine, not_importable
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.loading.shipped_heads import shipped_heads
 
 ONNX_CACHE_TYPES = (None, "f32", "int8")
 
@@ -41,6 +40,8 @@ def with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
 
 def _heads(options: LoadOptions, pair: ModelPair) -> Mapping[str, ModelFile]:
     """The pair's heads, or the shipped ones for its very target where nothing else drafts for it."""
+    from edgespec.loading.shipped_heads import shipped_heads  # imports numpy
+
     target = pair.files["target"]
     if pair.heads or pair.draft or options.heads or options.drafter not in ("auto", "eagle"):
         return pair.heads

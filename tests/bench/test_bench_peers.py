@@ -604,7 +604,7 @@ def test_the_script_runs_and_names_who_is_missing(tmp_path):
     [
         (("--peers", "vllm"), "no peer 'vllm'"),
         (("--python", "transformers"), "--python must be PEER=PATH"),
-        (("--threads", "many"), "--threads must be numbers"),
+        (("--threads", "many"), "must be numbers such as"),
         (("--prompts", "nowhere.jsonl"), "must hold one JSON object"),
     ],
 )

@@ -323,7 +323,7 @@ def test_the_small_pair_races_through_a_pipe_without_control_codes():
         (["--no", "--no-reproducible"], "onnx on cpu, .*fastest mode"),
         (["--no", "--engine", "llamacpp"], "llamacpp on cpu, .*reproducible"),
         (["--no", "--verify", "rejection"], "not reproducible"),
-        (["demo"], "llamacpp on cpu, .*fastest mode"),
+        (["demo", "--engine", "llamacpp"], "llamacpp on cpu, .*fastest mode"),
     ],
 )
 def test_our_own_pair_races_in_reproducible_mode(arguments: list[str], mode: str):

@@ -455,7 +455,7 @@ def test_other_weights_are_of_the_same_model(target_path, tiny_path, tmp_path):
         (["--max-prompts", "1"], "--max-prompts must be at least 2"),
         (["-n", "1"], "--max-tokens must be at least 2"),
         (["--ctx-size", "16"], "give a larger --ctx-size"),
-        (["--engine", "onnx"], "which 'onnx' cannot run"),
+        (["--engine", "onnx", "-ngl", "1"], "its layers go to the GPU"),
         (["--drafter", "model"], "needs a draft model"),
         (["--temp", "-1"], "temperature"),
     ],

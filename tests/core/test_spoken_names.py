@@ -59,7 +59,7 @@ def test_errors_of_either_side() -> None:
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
-        ({"type": "number", "minimum": 1e300, "maximum": 1e301}, "the range from 1e300 to 1e301 cannot be checked"),
+        ({"type": "number", "minimum": 1e300, "maximum": 1e301}, "minimum 1e+300 leaves only numbers behind 2**63"),
         ({"$ref": "http://a.example/b"}, "http://a.example/b is not in the schema, and nothing is fetched"),
     ],
 )

@@ -304,6 +304,7 @@ def started(monkeypatch):
     return calls
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_the_models_of_a_pair_share_one_child(tmp_path, started):
     one, other = (write_model(tmp_path / f"{name}.gguf", SHAPE) for name in ("one", "other"))
     options = LoadOptions(model=str(one), draft=str(other), reproducible=False, context_length=16)

@@ -119,6 +119,7 @@ def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(window
                 assert (found.token_ids, found.logprobs) == (wanted[name].token_ids, wanted[name].logprobs), name
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_the_watch_over_the_width_class_shortens_no_loaded_state(windowed: Path, monkeypatch: pytest.MonkeyPatch):
     """It reads the last rows again in another width, for which a loaded text cannot always be rolled back."""
     monkeypatch.setattr("edgespec.engines.watch.SHARE", 1.0)

@@ -263,6 +263,7 @@ def long_model(tmp_path: Path) -> str:
     return str(write_model(tmp_path / "long.gguf", metadata={"llama.context_length": 100_000}))
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_a_context_of_0_is_the_models_own(long_model: str) -> None:
     assert fitted(None, model=long_model).plan.context_length == 4096
     found = fitted(None, model=long_model, context_length=0)

@@ -199,6 +199,7 @@ def test_a_device_that_may_be_chosen_is_named(tmp_path: Path, monkeypatch: pytes
     assert not plan_of(engine="onnx", provider="cpu").device_note and not plan_of(engine="llamacpp").device_note
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_what_a_model_cannot_have_is_refused_before_anything_loads(tiny_path: Path) -> None:
     """Heads of 16 numbers do not fill a block of 32."""
     with pytest.raises(CapabilityError, match="has heads of 16 numbers, and a q8_0 cache holds blocks of 32"):

@@ -147,9 +147,12 @@ def test_the_command_line_prints_no_headers(path: Path, model: Model, tmp_path: 
 def test_reasoning_behind_a_text_begins_a_part_of_its_own(kind: str) -> None:
     """gpt-oss may say what it is about to do before it reasons."""
 
+    request = SimpleNamespace(options=GenerateOptions())
+    ticket_of = SimpleNamespace(seed=1, generation=SimpleNamespace(request=request))
+
     class Pieces:
         stats, finish_reason, calls, text, reasoning = Stats(), "stop", (), "Let me look. Done.", "Hm."
-        num_reasoning_tokens, splits_reasoning, ticket = 1, True, SimpleNamespace(seed=1)
+        num_reasoning_tokens, splits_reasoning, ticket = 1, True, ticket_of
         timings: ClassVar[dict[str, float]] = {}
 
         def matched_stop(self, stops: Any) -> None:

@@ -91,7 +91,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
     unused = (most - outputs) * graph.vocabulary_size
-    loading = _loading_bytes(products)
+    loading = _loading_bytes(products) + source.reading_bytes()
     files = sum(file.stat().st_size for file in source.mapped)
     # Tiles are used where they lie: in their file, where those of products are read anyway, or in our own memory.
     looked_up = products.only_looked_up if graph.has_tiles else products.looked_up

@@ -86,6 +86,10 @@ class Source(ABC):
         """The weights that a session of `graph(cells)` has to be given, by name."""
         return {}
 
+    def reading_bytes(self) -> int:
+        """What is in memory only while `arrays` are made."""
+        return 0
+
     def rotary_bytes(self, cells: int) -> int:
         """Size of rotary tables that are made for so many `cells`."""
         return 0
@@ -181,6 +185,10 @@ class GgufFile(Source):
 
     def rotary_bytes(self, cells: int) -> int:
         return rotary_bytes(replace(self._model.config, max_positions=cells))
+
+    def reading_bytes(self) -> int:
+        largest = max(tensor.num_bytes for tensor in self._model.header.tensors)
+        return usable_processors() * 2 * min(CHUNK_BYTES, largest)
 
     def tokenizer_bytes(self) -> int:
         return self._model.header.data_start * JSON_BYTES

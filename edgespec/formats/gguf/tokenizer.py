@@ -34,6 +34,7 @@ BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 BEGIN_WITH_BOS = ("llama-bpe", "tekken")  # where the file does not say, as in llama.cpp
+CHANNEL_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # llama.cpp always prints them
 DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2}, "gpt2": {"bos": 11, "eos": 11}}  # llama.cpp's, where the file has none
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -166,6 +167,7 @@ def _kinds(header: GgufHeader, texts: list[str]) -> list[int]:
         raise ModelFileError(f"the GGUF has {len(texts)} tokens and {len(given)} kinds of tokens; it is damaged")
     known = {*texts}
     retyped = dict.fromkeys(retyped_names(known.__contains__), CONTROL)
+    retyped |= dict.fromkeys(CHANNEL_NAMES, USER_DEFINED)
     retyped |= {"<|end|>": USER_DEFINED} if {"<|return|>", "<|call|>"} <= known else {}
     retyped |= {"</s>": NORMAL} if "<|tool_response>" in known else {}
     return [retyped.get(text, kind) for text, kind in zip(texts, given, strict=True)]
