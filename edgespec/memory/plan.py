@@ -30,6 +30,7 @@ MIB = 1 << 20
 # Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.
 _PYTHON = 27 * MIB, 17 * MIB
 _LIBRARIES = {"llamacpp": (9 * MIB, 7 * MIB), "onnx": (16 * MIB, 32 * MIB)}
+_CHILD = 24 * MIB  # the child process in which chat templates are rendered: 14 of its own, and its pages of files
 _CUDA = 340 * MIB  # what CUDA's libraries take of this machine's memory: measured on one of NVIDIA's H200, CUDA 13.0
 _STACK_BYTES = 8 << 20
 _SURVEYED_ROWS = 63
@@ -278,7 +279,7 @@ def _threads(options: LoadOptions, engines: set[str], models: int) -> int:
 def _process(engines: set[str]) -> Part:
     from edgespec.engines.llamacpp.library import has_cuda
 
-    sizes = [_PYTHON, *(_LIBRARIES[engine] for engine in engines)]
+    sizes = [_PYTHON, (_CHILD, 0), *(_LIBRARIES[engine] for engine in engines)]
     if "llamacpp" in engines and has_cuda():
         sizes.append((_CUDA, 0))
     return Part("Python and libraries", sum(own for own, _ in sizes), sum(mapped for _, mapped in sizes))
