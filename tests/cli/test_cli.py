@@ -302,7 +302,7 @@ def test_an_option_that_is_no_text(pair, flag):
 
 
 def test_what_a_budget_gave_up_is_said_where_the_prompt_does_not_fit(pair):
-    result = run("generate", *pair, "--engine", "llamacpp", "--memory", "60MiB", "-p", "many words " * 4000)
+    result = run("generate", *pair, "--engine", "llamacpp", "--memory", "84MiB", "-p", "many words " * 4000)
     assert_refused(result, "tokens but the context holds only")
     assert "note: memory: " in result.stderr
 
