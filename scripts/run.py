@@ -259,8 +259,8 @@ def kernels_run(command: str, arguments: list[str]) -> bool:
         build_kernels()
     except SystemExit:  # it has said why
         return False
-    command = [str(PYTHON), "-m", "edgespec.loading.engine_choice", *files]
-    return subprocess.run(command, check=False).returncode == 0  # not `run_python`, which becomes the command
+    asking = [str(PYTHON), "-m", "edgespec.loading.engine_choice", *files]
+    return subprocess.run(asking, check=False).returncode == 0  # not `run_python`, which becomes the command
 
 
 def split_option(argument: str) -> list[str]:

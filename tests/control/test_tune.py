@@ -358,7 +358,8 @@ def test_the_best_setting_is_what_later_runs_use(target_path, draft_path, prompt
 
 @pytest.mark.usefixtures("gains")
 def test_a_person_gets_a_table(target_path, prompts):
-    result = run("tune", str(target_path), "--prompts", str(prompts), "--drafter", "ngram", "-n", "4")
+    engine = ("--engine", "llamacpp")
+    result = run("tune", str(target_path), *engine, "--prompts", str(prompts), "--drafter", "ngram", "-n", "4")
     assert result.exit_code == 0, result.output
     for said in (
         "tokens/s",
