@@ -60,10 +60,10 @@ def _with_engine(options: LoadOptions, role: str, file: ModelFile, pair: ModelPa
     why = _why_not(options, role, file, pair)
     if not why:
         return replace(file, runs_on="onnx")
-    if _is_no_news(file.path):
-        return file
     if role == "target" and options.engine == "onnx":
         raise CapabilityError(f"--engine onnx cannot run {file.path.name}: {why}. Use --engine auto")
+    if _is_no_news(file.path):
+        return file
     return replace(file, note=f"llama.cpp runs {file.path.name}: {why}")
 
 
