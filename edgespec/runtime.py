@@ -19,7 +19,6 @@ from edgespec.control.draft_cost import DraftCost
 from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.limits import keep_one_arena
 from edgespec.engines.progress import reporting_to
 from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
 from edgespec.formats.gguf.header import keeping_headers
@@ -43,6 +42,7 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
 from edgespec.memory.report import MemoryReport
 from edgespec.memory.verdict import Room
+from edgespec.platform.memory import keep_one_arena
 from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampling
 from edgespec.types import Progress

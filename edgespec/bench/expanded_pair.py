@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from edgespec.bench.expanded_heads import expand_heads
 from edgespec.bench.expansion import LLAMA_1B, Expansion, Shape
-from edgespec.engines.machine import products_saturate
 from edgespec.errors import CapabilityError, ModelFileError, StateError
 from edgespec.export.manifest import write_manifest
 from edgespec.export.workspace import opened
 from edgespec.formats.manifest import HEADS, ModelFile, ModelPair, read_pair, sha256_of
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.llama_reader import LlamaGraph
+from edgespec.platform.machine import products_saturate
 from edgespec.types import Progress, no_progress
 
 Engine = Literal["onnx", "llamacpp"]

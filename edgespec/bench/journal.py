@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from edgespec.bench.record import Trial
 from edgespec.closing import Closing
-from edgespec.engines.disk_cache import cache_folder, key_of
 from edgespec.errors import ConfigError, StateError
+from edgespec.platform.disk_cache import cache_folder, key_of
 
 FORMAT = 1
 _START = b'{"edgespec_bench": '  # of the first line

@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from typing import get_args
 
 from edgespec.bench.expanded_pair import WEIGHT_TYPES, Engine, ExpandedPair
-from edgespec.engines.disk_cache import cache_folder
-from edgespec.engines.limits import free_memory
 from edgespec.errors import CapabilityError, ModelNotFound
 from edgespec.export import resources
 from edgespec.installation import install_command
 from edgespec.loading.registry import registered_folders
+from edgespec.platform.disk_cache import cache_folder
+from edgespec.platform.memory import free_memory
 
 PACKAGES: dict[Engine, tuple[str, ...]] = {
     "onnx": ("onnxruntime", "onnx", "tokenizers"),

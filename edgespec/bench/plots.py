@@ -9,7 +9,7 @@ from typing import Any
 
 from edgespec.bench.report import Report
 from edgespec.bench.style import VERDICT_COLOURS, colour
-from edgespec.formats.files import write_atomically, write_errors
+from edgespec.platform.files import write_atomically, write_errors
 
 _DPI = 110
 _LEAST_DRAFTED, _LEAST_TESTED, _LEAST_PASSES = 8, 5, 4  # with fewer the values are noise

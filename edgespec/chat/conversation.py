@@ -10,7 +10,7 @@ from pathlib import Path
 from edgespec.chat.history import checked_messages
 from edgespec.chat.message_forms import Message
 from edgespec.errors import PromptError, StateError
-from edgespec.formats.files import read_text, write_atomically
+from edgespec.platform.files import read_text, write_atomically
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
 _REASONING = "reasoning_content"  # field of an answer, as chat templates call it

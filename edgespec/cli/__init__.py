@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import click
 
 from edgespec.errors import EdgespecError
-from edgespec.formats.files import expanded
+from edgespec.platform.files import expanded
 
 # A model's text must not move the cursor, change the window title or answer for the user.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

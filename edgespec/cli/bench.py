@@ -28,9 +28,9 @@ from edgespec.config import keywords_of
 from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key
-from edgespec.engines.disk_cache import file_key
 from edgespec.errors import ConfigError
-from edgespec.formats.files import write_atomically
+from edgespec.platform.disk_cache import file_key
+from edgespec.platform.files import write_atomically
 from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
 from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, with_synthetic
 

@@ -21,9 +21,9 @@ from edgespec.config.settings import REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key, store_curve, store_draft_cost, store_file_curve
 from edgespec.engines.base import Engine
-from edgespec.engines.machine import machine_name
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import has_engine
+from edgespec.platform.machine import machine_name
 from edgespec.runtime import Model, load
 from edgespec.tuning import calibration as measuring
 from edgespec.tuning.calibration import Calibration, DraftCalibration

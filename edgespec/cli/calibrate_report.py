@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli import say
-from edgespec.engines.disk_cache import cache_folder
+from edgespec.platform.disk_cache import cache_folder
 from edgespec.tuning.calibration import Calibration, DraftCalibration
 from edgespec.tuning.chart import bar as drawn_bar
 

@@ -26,14 +26,14 @@ from edgespec.cli.status import Stages, waiting
 from edgespec.cli.terminal import note, reply, verbosity
 from edgespec.config import LoadOptions
 from edgespec.config.sources import Settings
-from edgespec.engines import disk_cache
-from edgespec.engines.machine import is_x86
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import has_engine, is_importable
 from edgespec.loading.registry import models_folder, registered_folders
 from edgespec.loading.requirements import resolve_pair
 from edgespec.loading.room import fits
+from edgespec.platform import disk_cache
+from edgespec.platform.machine import is_x86
 
 if TYPE_CHECKING:
     from edgespec.export.conversion_gain import Gain

@@ -27,8 +27,8 @@ from edgespec.corpus.learnt import LearntTexts
 from edgespec.corpus.store import DamagedError, vocabulary_key
 from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import ConfigError, StateError
-from edgespec.formats.files import resolved
 from edgespec.loading.opening import open_vocabulary
+from edgespec.platform.files import resolved
 from edgespec.runtime import load
 from edgespec.tuning.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
 from edgespec.tuning.profiles import DEFAULT_MODEL

@@ -23,7 +23,7 @@ from edgespec.export.training.request import (
     parse_init,
     require_libraries,
 )
-from edgespec.formats.files import write_errors
+from edgespec.platform.files import write_errors
 
 _SIZES = {
     "layers": "Layers of the draft.  [default: a quarter of the target's]",

@@ -17,7 +17,6 @@ import click
 
 from edgespec import __version__
 from edgespec.cli import command_lines, say, wrapped
-from edgespec.engines.machine import default_threads, physical_cores
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import ModelFile, read_pair
@@ -32,6 +31,7 @@ from edgespec.installation import (
 )
 from edgespec.kernels import library as kernels
 from edgespec.loading.registry import registered_folders
+from edgespec.platform.machine import default_threads, physical_cores
 
 PROBE_TIMEOUT_S = 60
 # Backends of llama.cpp for GPUs, and what each is for.

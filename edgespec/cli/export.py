@@ -16,7 +16,7 @@ from edgespec.cli import FilePath, say
 from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.terminal import note
-from edgespec.formats.files import exists, expanded, resolved
+from edgespec.platform.files import exists, expanded, resolved
 
 if TYPE_CHECKING:
     from edgespec.export.pair import Exported

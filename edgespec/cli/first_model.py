@@ -16,13 +16,13 @@ from edgespec.cli.pull import fetched
 from edgespec.cli.status import Stages
 from edgespec.cli.terminal import note, verbosity
 from edgespec.config.sources import Settings
-from edgespec.engines import disk_cache
-from edgespec.engines.machine import VNNI, instruction_sets, is_x86
 from edgespec.errors import EdgespecError
 from edgespec.installation import has_engine, install_command, is_importable
 from edgespec.loading.catalogue import entries
 from edgespec.loading.engine_choice import has_fast_kernels
 from edgespec.loading.registry import models_folder, registered_folders
+from edgespec.platform import disk_cache
+from edgespec.platform.machine import VNNI, instruction_sets, is_x86
 
 FIRST = "smollm2-135m"
 CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from

@@ -15,7 +15,7 @@ from edgespec.cli import has_escapes
 from edgespec.cli.terminal import note
 from edgespec.cli.terminal_mode import typed_unseen
 from edgespec.errors import ConfigError, PromptError
-from edgespec.formats.files import expanded, read_text, user_folder
+from edgespec.platform.files import expanded, read_text, user_folder
 
 FENCE = '"""'
 _COMMAND = re.compile(r"/[^/\s]*(\s|$)")  # and not the path of a file

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from edgespec.cli.terminal import counted, note
 from edgespec.errors import PromptError
-from edgespec.formats.files import MAX_TEXT_BYTES
+from edgespec.platform.files import MAX_TEXT_BYTES
 
 FIRST_BYTE_S, PATIENCE_S = 10.0, 1.0
 _INSTEAD = "< /dev/null answers without it"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from edgespec.bench.race import Lap, Mark
 from edgespec.cli import printable
-from edgespec.formats.files import write_atomically
+from edgespec.platform.files import write_atomically
 
 COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}
 OTHER_COLOUR = "green"

@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 
 from edgespec.config.endpoints import DEFAULT_PORT, is_loopback
-from edgespec.engines.machine import default_threads
 from edgespec.errors import ConfigError, EngineError
-from edgespec.formats.files import user_folder
 from edgespec.installation import require_engine
+from edgespec.platform.files import user_folder
+from edgespec.platform.machine import default_threads
 
 WARNING = (
     "WARNING: an RPC server has no password and no encryption, and its protocol is not safe against bad input: whoever "

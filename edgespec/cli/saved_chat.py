@@ -13,7 +13,7 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.terminal import counted, detail, note
 from edgespec.errors import EdgespecError, StateError
-from edgespec.formats.files import write_errors
+from edgespec.platform.files import write_errors
 
 STATE_SUFFIX = ".state"
 

@@ -27,10 +27,10 @@ from edgespec.config.settings import REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import CapabilityError, ConfigError, PromptError
-from edgespec.formats.files import exists
 from edgespec.loading.draft_hint import new_draft_hint
 from edgespec.loading.opening import has_chat_template, require_writer_file
 from edgespec.loading.requirements import resolve_pair
+from edgespec.platform.files import exists
 from edgespec.reports import Stats
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling

@@ -24,7 +24,7 @@ from edgespec.config.habits import did_you_mean
 from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, STRUCTURE, Setting
 from edgespec.config.sources import find
 from edgespec.errors import ConfigError, StateError
-from edgespec.formats.files import exists, expanded
+from edgespec.platform.files import exists, expanded
 
 # Settings of `load` that a generation can override as well.
 _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from edgespec.config import CACHE_TYPES, DRAFTERS, ENGINES, POOLINGS, PROVIDERS, REASONING_FORMATS, RULES
 from edgespec.config.habits import did_you_mean
 from edgespec.errors import ConfigError
-from edgespec.formats.files import expanded, read_text
+from edgespec.platform.files import expanded, read_text
 
 Part = Literal["load", "sampling", "generate", "session", "serve"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware", "Options"]

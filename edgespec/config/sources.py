@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.config.habits import did_you_mean
 from edgespec.config.settings import BY_KEY, ENVIRONMENT_PREFIX, PLACES, SETTINGS, Part, Setting
 from edgespec.errors import ConfigError
-from edgespec.formats.files import exists, expanded, is_file, read_text, user_folder
+from edgespec.platform.files import exists, expanded, is_file, read_text, user_folder
 
 _NAMED = ("model", "draft", "medium")  # a path, or the name that a model goes by here
 

@@ -19,10 +19,20 @@ from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
 from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
 from edgespec.control.prior import PriorCurve, guessed_plain_s
-from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
-from edgespec.engines.disk_cache import FileVersion, a_list, a_record, a_row, a_table, file_key, key_of, number, seconds
-from edgespec.engines.machine import processor
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import (
+    FileVersion,
+    a_list,
+    a_record,
+    a_row,
+    a_table,
+    file_key,
+    key_of,
+    number,
+    seconds,
+)
+from edgespec.platform.machine import processor
 from edgespec.types import Batch, TokenIds
 
 logger = logging.getLogger("edgespec")

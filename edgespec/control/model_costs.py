@@ -26,9 +26,9 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.spec import SPECS
-from edgespec.engines.disk_cache import FileVersion, file_key
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
+from edgespec.platform.disk_cache import FileVersion, file_key
 
 
 class ModelCosts:

@@ -24,11 +24,11 @@ from edgespec.drafters.factory import learnt_texts
 from edgespec.drafters.forced import FORCED, ForcedDrafter
 from edgespec.drafters.predicted import PREDICTION, PredictedDrafter
 from edgespec.drafters.spec import FALLBACK, SPECS, automatic, check_makeable, made
-from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
-from edgespec.engines.disk_cache import key_of, numbers
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import key_of, numbers
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 from edgespec.corpus.index import BYTES_PER_TOKEN, SuffixIndex, sorted_places
 from edgespec.corpus.store import DamagedError, bytes_of, digest_of, ids_of, reading, remove, texts_folder, writing
 from edgespec.errors import ConfigError, StateError
-from edgespec.formats.files import exists
+from edgespec.platform.files import exists
 from edgespec.types import TokenIds
 
 logger = logging.getLogger("edgespec")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.errors import ConfigError
-from edgespec.formats.files import exists, is_file, is_folder
+from edgespec.platform.files import exists, is_file, is_folder
 
 MAX_FILE_BYTES = 32 << 20
 _SNIFFED_BYTES = 8192

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from edgespec.corpus.store import DamagedError, bytes_of, digest_of, ids_of, reading, remove, texts_folder, writing
 from edgespec.errors import StateError
-from edgespec.formats.files import exists
+from edgespec.platform.files import exists
 from edgespec.types import TokenIds
 
 logger = logging.getLogger("edgespec")

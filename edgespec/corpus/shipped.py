@@ -12,8 +12,8 @@ import numpy as np
 
 from edgespec.corpus.index import SuffixIndex
 from edgespec.corpus.store import vocabulary_key
-from edgespec.formats.files import shipped_models
 from edgespec.formats.head_file import UNREADABLE_NPZ
+from edgespec.platform.files import shipped_models
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 

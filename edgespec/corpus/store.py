@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.errors import StateError
-from edgespec.formats.files import exists, user_folder
+from edgespec.platform.files import exists, user_folder
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 

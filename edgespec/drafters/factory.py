@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.errors import StateError
-from edgespec.formats.files import is_folder
+from edgespec.platform.files import is_folder
 
 if TYPE_CHECKING:
     from edgespec.corpus.index import SuffixIndex

@@ -10,9 +10,9 @@ import logging
 from dataclasses import dataclass
 
 from edgespec.engines.cached_text import CachedText
-from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EdgespecError
+from edgespec.platform.memory import return_freed_memory
 from edgespec.types import TokenIds
 
 logger = logging.getLogger("edgespec")

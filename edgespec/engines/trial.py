@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from edgespec.closing import Closing
-from edgespec.engines import disk_cache
-from edgespec.engines.disk_cache import file_key, key_of
-from edgespec.engines.machine import usable_processors
 from edgespec.engines.trial_child import OPENED, USED, Child, is_graph, start_child
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import quoted, require_engine
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import file_key, key_of
+from edgespec.platform.machine import usable_processors
 
 PROBE_VERSION = 2  # increase it when the trial finds more faults, so that files are tried again
 START_S = 60.0

@@ -26,12 +26,12 @@ from typing import IO, NoReturn
 
 from edgespec.closing import Closing
 from edgespec.engines.checks import fault_of
-from edgespec.engines.machine import has_address_limit
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import gives_only_embeddings
 from edgespec.installation import child_environment
+from edgespec.platform.machine import has_address_limit
 
 # Libraries with threads or devices of their own, which do not survive a fork.
 _UNFORKABLE = (b"libiomp", b"libomp", b"onnxruntime_pybind", b"libtorch", b"libcuda")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from edgespec.engines.disk_cache import MOST_SECONDS, Schema, a_list, a_record, a_row, number, text, whole
+from edgespec.platform.disk_cache import MOST_SECONDS, Schema, a_list, a_record, a_row, number, text, whole
 
 WidthClass = tuple[int, int]
 MOST_POSITIONS = 1 << 20

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from edgespec.engines import disk_cache, proof
+from edgespec.engines import proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.disk_cache import Schema, a_list, a_record, a_row, flag, key_of, text, whole
-from edgespec.engines.disk_cache import seconds as of_time
 from edgespec.engines.width_bits import Survey, WidthClass, without
 from edgespec.errors import CapabilityError
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import Schema, a_list, a_record, a_row, flag, key_of, text, whole
+from edgespec.platform.disk_cache import seconds as of_time
 
 logger = logging.getLogger("edgespec")
 METHOD = 4  # increase it when the test changes, so that older results are not used

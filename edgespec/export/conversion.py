@@ -27,13 +27,13 @@ from edgespec.export.resources import check_room, human
 from edgespec.export.stages import Artefact, Reporter, Stage, run_stages
 from edgespec.export.tokens import check_round_trip, check_same_names
 from edgespec.export.workspace import Workspace, check_output, opened
-from edgespec.formats.files import atomic_folder
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx.llama import rotary_bytes
 from edgespec.installation import has_engine, install_command, require_engine
+from edgespec.platform.files import atomic_folder
 from edgespec.types import Progress
 
 PACKAGES = ("gguf", "onnx", "tokenizers")

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.limits import free_memory
 from edgespec.export.accuracy import (
     BLOCK,
     ExportRefused,
@@ -40,6 +39,7 @@ from edgespec.export.reference import Reference, probe_ids
 from edgespec.export.resources import free_bytes, human
 from edgespec.export.tokens import PROBE_TEXTS
 from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.platform.memory import free_memory
 from edgespec.types import Progress, no_progress
 
 CHECK_CONTEXT = 320

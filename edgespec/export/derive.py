@@ -15,7 +15,7 @@ from edgespec.formats.architectures.layers import layer_kinds, rotated_layers
 from edgespec.formats.architectures.rows import Architecture
 from edgespec.formats.architectures.table import ARCHITECTURES, architecture_of
 from edgespec.formats.checkpoint import Checkpoint, Config, StoredTensor
-from edgespec.formats.files import atomic_folder
+from edgespec.platform.files import atomic_folder
 from edgespec.types import Progress, no_progress
 
 CHUNK_BYTES = 1 << 22

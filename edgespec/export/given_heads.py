@@ -13,10 +13,10 @@ from edgespec.export.accuracy import ExportRefused
 from edgespec.export.request import ExportRequest
 from edgespec.export.stages import Artefact, Stage
 from edgespec.export.workspace import Workspace
-from edgespec.formats.files import atomic_file
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEADS
 from edgespec.loading.opening import open_models
+from edgespec.platform.files import atomic_file
 from edgespec.types import Progress
 
 logger = logging.getLogger("edgespec")

@@ -18,7 +18,7 @@ from edgespec.errors import ModelFileError, UsageError
 from edgespec.export.reference import in_transformers
 from edgespec.export.tokens import read_tokenizer
 from edgespec.formats.checkpoint import Checkpoint
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 from edgespec.types import Progress, no_progress
 
 Importance = dict[str, NDArray[np.float32]]

@@ -12,8 +12,8 @@ import tomli_w
 
 from edgespec.config.checks import is_number
 from edgespec.errors import SamplingError
-from edgespec.formats.files import write_atomically
 from edgespec.formats.manifest import MANIFEST, MANIFEST_FORMAT
+from edgespec.platform.files import write_atomically
 from edgespec.sampling import Sampling
 
 # name in generation_config.json -> name in a manifest

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from edgespec.engines.limits import free_memory
 from edgespec.errors import CapabilityError
 from edgespec.export.plan import Needs
+from edgespec.platform.memory import free_memory
 
 
 def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: int = 0) -> None:

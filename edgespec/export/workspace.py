@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import UsageError
-from edgespec.formats.files import replace_folder, restore_folder, write_atomically, write_errors
 from edgespec.formats.manifest import MANIFEST, sha256_of
+from edgespec.platform.files import replace_folder, restore_folder, write_atomically, write_errors
 
 JOURNAL_FORMAT = 1
 _FIX = "choose another --output"

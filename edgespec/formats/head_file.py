@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.files import WRITE_FIX, atomic_file, is_file
 from edgespec.formats.head_manifest import FORMAT, HeadManifest, manifest_of
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.table import Table
+from edgespec.platform.files import WRITE_FIX, atomic_file, is_file
 
 Matrix = NDArray[np.float32]
 MANIFEST, SCALE = "manifest", ".scale"

@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.files import absolute, read_text, resolved
 from edgespec.installation import has_engine
+from edgespec.platform.files import absolute, read_text, resolved
 
 MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1

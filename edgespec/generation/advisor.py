@@ -15,14 +15,14 @@ from edgespec.control.advice import Evidence, advice
 from edgespec.control.length import ceiling
 from edgespec.control.measure import file_curve
 from edgespec.control.pool import DrafterPool
-from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine
 from edgespec.engines.conditions import Conditions
-from edgespec.engines.machine import physical_cores
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.registry import resolve
+from edgespec.platform import disk_cache
+from edgespec.platform.machine import physical_cores
 from edgespec.reports import RoundRecord, Stats
 
 OnRound = Callable[[RoundRecord], None]

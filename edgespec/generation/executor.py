@@ -23,8 +23,6 @@ from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
-from edgespec.engines.limits import return_freed_memory
-from edgespec.engines.machine import peak_rss_bytes
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
@@ -38,6 +36,8 @@ from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
 from edgespec.generation.turn import Claim, Turn
 from edgespec.memory.report import MemoryReport
+from edgespec.platform.machine import peak_rss_bytes
+from edgespec.platform.memory import return_freed_memory
 from edgespec.reports import Stats, TokenEvent
 from edgespec.sampling.acceptance import RULES
 from edgespec.vocabulary import Vocabulary

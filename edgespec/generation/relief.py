@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from edgespec.config import DrafterName
 from edgespec.config.sizes import as_size
 from edgespec.control.base import Controller
-from edgespec.engines.limits import return_freed_memory
 from edgespec.engines.parked import ParkedStates
 from edgespec.memory.watch import MemoryWatch
+from edgespec.platform.memory import return_freed_memory
 
 
 class Relief:

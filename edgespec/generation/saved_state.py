@@ -21,7 +21,7 @@ from edgespec.config.checks import as_path
 from edgespec.engines.cached_text import CachedText
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, StateError, shown
-from edgespec.formats.files import write_atomically
+from edgespec.platform.files import write_atomically
 from edgespec.types import TokenIds
 
 MAGIC = b"EDGESPEC SEQUENCE 2\n"

@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 
 from edgespec.errors import ConfigError
-from edgespec.formats.files import absolute, expanded, user_folder
 from edgespec.installation import build_kernels_command, cause_of
 from edgespec.kernels.build import BuildError, build, find_library
+from edgespec.platform.files import absolute, expanded, user_folder
 
 ABI_VERSION = 1  # of the functions that the library exports
 PACKAGE = Path(__file__).parent

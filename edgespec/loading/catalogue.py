@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.files import shipped_models
+from edgespec.platform.files import shipped_models
 
 CATALOGUE_FORMAT = 1
 CONVERTED = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgespec.engines import disk_cache
-from edgespec.engines.disk_cache import file_key, key_of
 from edgespec.formats.manifest import ModelFile, check_file
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import file_key, key_of
 
 
 def was_hashed(file: ModelFile) -> bool:

@@ -15,10 +15,10 @@ from pathlib import Path
 from time import sleep
 
 from edgespec.errors import DownloadError, StateError
-from edgespec.formats.files import is_file, write_errors
 from edgespec.formats.manifest import ModelFile, sha256_of
 from edgespec.loading.checksums import keep_hash
 from edgespec.loading.hub import HubFile, Overloaded, hub_errors, open_stream
+from edgespec.platform.files import is_file, write_errors
 
 logger = logging.getLogger("edgespec")
 OnBytes = Callable[[str, int, int], None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from edgespec.engines import disk_cache
 from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.gemma4_drafter import TARGET as GEMMA4
 from edgespec.formats.gguf.header import GgufHeader, read_header
@@ -14,6 +13,7 @@ from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import entries
 from edgespec.loading.registry import is_known
+from edgespec.platform import disk_cache
 
 # A draft pays where its passes are much cheaper than the target's; below half a gigabyte a target is too cheap itself.
 _LEAST_TARGET_BYTES, _LEAST_RATIO = 500 << 20, 4

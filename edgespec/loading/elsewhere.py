@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.files import (
+from edgespec.loading.hub import HubFile
+from edgespec.loading.hub_choice import choose, gguf_groups
+from edgespec.loading.reference import without_hub
+from edgespec.platform.files import (
     TEMPORARY,
     absolute,
     expanded,
@@ -29,9 +32,6 @@ from edgespec.formats.files import (
     user_folder,
     write_errors,
 )
-from edgespec.loading.hub import HubFile
-from edgespec.loading.hub_choice import choose, gguf_groups
-from edgespec.loading.reference import without_hub
 
 OLLAMA, LM_STUDIO, HUB = "Ollama", "LM Studio", "hub's cache"
 _OWN_HOST, _OWN_NAMESPACE, _USUAL_TAG = "registry.ollama.ai", "library", "latest"

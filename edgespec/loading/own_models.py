@@ -16,7 +16,6 @@ import tomli_w
 
 from edgespec.engines.trial import check_model_file
 from edgespec.errors import Busy, CapabilityError, ConfigError, ModelFileError, ModelNotFound, shown, shown_path
-from edgespec.formats.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.formats.manifest import (
     ENGINE_TABLES,
     MANIFEST,
@@ -31,6 +30,7 @@ from edgespec.loading.download import PART
 from edgespec.loading.hub import library
 from edgespec.loading.reference import check_name
 from edgespec.loading.registry import folder_of, model_in, models_folder, name_in, registered_folders
+from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 
 _LOCKS, UNFINISHED = ".locks", ".unfinished"
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from edgespec.errors import DownloadError
-from edgespec.formats.files import is_file, write_errors
 from edgespec.formats.manifest import ModelFile
 from edgespec.installation import joined, target_command
 from edgespec.loading import download
 from edgespec.loading.catalogue import Entry, Pieces
 from edgespec.loading.download import OnBytes
 from edgespec.loading.hub import HubFile
+from edgespec.platform.files import is_file, write_errors
 
 TIMEOUT_S = 3600
 _TEMPORARY = ".package-"

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelFileError, ModelNotFound
-from edgespec.formats.files import exists, expanded, is_file
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
@@ -27,6 +26,7 @@ from edgespec.loading.package_file import joined_file, package_file
 from edgespec.loading.reference import Reference, parse
 from edgespec.loading.registry import registered_folders
 from edgespec.loading.room import fits
+from edgespec.platform.files import exists, expanded, is_file
 
 OnNote = Callable[[str], None]
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")

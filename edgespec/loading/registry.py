@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown, shown_path
-from edgespec.formats.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 from edgespec.formats.gguf.split import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
@@ -26,6 +25,7 @@ from edgespec.loading.elsewhere import path_elsewhere
 from edgespec.loading.hub import REPO
 from edgespec.loading.hub_choice import NO_MODEL
 from edgespec.loading.reference import Reference, parse, without_hub
+from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 
 logger = logging.getLogger("edgespec")
 _LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows

@@ -14,7 +14,6 @@ from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError
-from edgespec.formats.files import expanded
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.kind import has_mtp
@@ -22,6 +21,7 @@ from edgespec.formats.gguf.split import is_early_exit
 from edgespec.formats.manifest import HEAD_KINDS, ModelPair
 from edgespec.loading.engine_choice import with_engines
 from edgespec.loading.registry import resolve
+from edgespec.platform.files import expanded
 
 
 def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:

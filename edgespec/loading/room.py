@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.engines.limits import free_memory
+from edgespec.platform.memory import free_memory
 
 _BESIDE_WEIGHTS = 1.1  # weights with caches and buffers, over the weights alone
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from edgespec.engines.disk_cache import file_key, get, key_of, put, text
 from edgespec.errors import EdgespecError, ModelFileError
-from edgespec.formats.files import is_file, shipped_models
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.head_file import read_head_manifest
 from edgespec.formats.manifest import sha256_of
+from edgespec.platform.disk_cache import file_key, get, key_of, put, text
+from edgespec.platform.files import is_file, shipped_models
 
 logger = logging.getLogger("edgespec")
 SHIPPED = "eagle.npz"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgespec.errors import EdgespecError
-from edgespec.formats.files import expanded
+from edgespec.platform.files import expanded
 
 # Bytes in memory for a weight of 8 bits in the file. Medusa's heads are float32; of EAGLE's layer there are 8 bits and
 # scales; its vocabulary is there like that, too, and in half precision, from which inputs are looked up.

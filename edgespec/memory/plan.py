@@ -16,7 +16,6 @@ from edgespec.config.sizes import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.footprint import Footprint
-from edgespec.engines.machine import default_threads, is_apple_silicon
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.head_reader import head_kind_of
@@ -25,6 +24,7 @@ from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, head_paths
 from edgespec.loading.uses import draft_use, target_use
 from edgespec.memory.heads import heads_bytes
+from edgespec.platform.machine import default_threads, is_apple_silicon
 
 MIB = 1 << 20
 # Python, our modules and the libraries, (own, mapped) bytes: measured on CPython 3.11, Linux.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.engines.limits import own_bytes
-from edgespec.engines.machine import peak_rss_bytes
 from edgespec.memory.fit import Fitted, GivenUp
 from edgespec.memory.plan import Plan
 from edgespec.memory.verdict import Room, Verdict
 from edgespec.memory.watch import MemoryWatch
+from edgespec.platform.machine import peak_rss_bytes
+from edgespec.platform.memory import own_bytes
 
 
 @dataclass(frozen=True, slots=True)

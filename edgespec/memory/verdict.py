@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgespec.config.sizes import MemoryBudget, as_size, parse_budget
-from edgespec.engines.limits import Limit, free_memory, limits, own_bytes
 from edgespec.memory.plan import Plan
+from edgespec.platform.memory import Limit, free_memory, limits, own_bytes
 
 Fit = Literal["fits", "pages", "refused"]
 BUDGET = "the budget"

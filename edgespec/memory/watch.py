@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import monotonic
 from weakref import WeakSet
 
-from edgespec.engines.limits import count_plan, drop_plan, least_free, own_bytes
+from edgespec.platform.memory import count_plan, drop_plan, least_free, own_bytes
 
 _LOOK_EVERY_S = 1.0
 LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the process

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from edgespec.engines.limits import return_freed_memory
 from edgespec.errors import shown
+from edgespec.platform.memory import return_freed_memory
 from edgespec.server.answer import Answer
 from edgespec.server.exchange import Exchange, Read, compact
 from edgespec.server.fields import Fields, parse_object

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError
-from edgespec.formats.files import atomic_file
 from edgespec.installation import install_command
+from edgespec.platform.files import atomic_file
 from edgespec.tuning.calibration import Calibration, DraftCalibration
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -18,11 +18,11 @@ from typing import Any
 import tomli_w
 
 from edgespec.config.sources import Settings, find
-from edgespec.engines.machine import machine_name
 from edgespec.errors import ConfigError, ModelFileError, StateError
-from edgespec.formats.files import expanded, is_file, read_text, resolved, user_folder, write_atomically
 from edgespec.formats.manifest import MANIFEST
 from edgespec.loading.registry import folder_of, model_in
+from edgespec.platform.files import expanded, is_file, read_text, resolved, user_folder, write_atomically
+from edgespec.platform.machine import machine_name
 
 PROFILE_FORMAT = 1
 TUNED = ("engine", "drafter", "draft_length", "exit_layer", "threads")  # the settings that a profile may hold

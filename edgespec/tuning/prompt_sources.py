@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ConfigError, PromptError
-from edgespec.formats.files import read_text
 from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.platform.files import read_text
 from edgespec.tuning.datasets import (
     GSM8K_FILE,
     SGD_DEV_FILE,

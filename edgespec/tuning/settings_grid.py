@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from edgespec.config import DrafterName, DraftLength, EngineName, LoadOptions, keywords_of
 from edgespec.drafters.spec import HEADS, MEDIUM, MTP_LAYERS, SPECS
-from edgespec.engines.machine import physical_cores
 from edgespec.errors import CapabilityError
 from edgespec.loading.requirements import target_has_mtp
+from edgespec.platform.machine import physical_cores
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
 

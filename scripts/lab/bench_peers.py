@@ -25,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from edgespec.errors import ConfigError, EdgespecError
-from edgespec.formats.files import write_atomically
 from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.platform.files import write_atomically
 from peers.base import Request
 from peers.child import PEERS
 from peers.competition import Competition

@@ -22,7 +22,7 @@ from pathlib import Path
 from code_edits import edits
 from demo_training.corpus import BOS, TURN_START, turn
 from edgespec.errors import EdgespecError
-from edgespec.formats.files import write_atomically
+from edgespec.platform.files import write_atomically
 from edgespec.tuning.prompt_sources import read_data
 from edgespec.tuning.workload import BenchPrompt, choose
 from measure_default import prompts_of

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import EdgespecError
+from edgespec.platform.disk_cache import cache_folder
 from expansion.pair import Builder
 from expansion.request import DRAFT_ROLES, FORMATS, BenchRequest
 from expansion.shapes import SHAPES

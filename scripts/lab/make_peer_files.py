@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from edgespec.errors import EdgespecError
 from edgespec.export.manifest import write_manifest
-from edgespec.formats.files import atomic_folder
 from edgespec.formats.manifest import HEADS, read_pair
+from edgespec.platform.files import atomic_folder
 from expansion.checkpoint import genai_config
 from expansion.pair import entry_of
 from expansion.real import RealBench

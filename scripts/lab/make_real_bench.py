@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import ConfigError, EdgespecError
+from edgespec.platform.disk_cache import cache_folder
 from expansion.real import AS_IS, DEEP_SHAPES, RealBench, compared
 
 

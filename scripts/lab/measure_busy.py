@@ -25,7 +25,7 @@ from typing import Any
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.machine import physical_cores
+from edgespec.platform.machine import physical_cores
 
 LIGHT = """import time
 while True:

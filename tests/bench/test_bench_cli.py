@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 import edgespec
 from edgespec.bench.runner import needs_second_model
 from edgespec.cli.main import cli
-from edgespec.engines.disk_cache import cache_folder
 from edgespec.installation import install_command
+from edgespec.platform.disk_cache import cache_folder
 from waiting import until
 
 KEYS = {

@@ -209,7 +209,7 @@ def test_missing_disk_or_memory_is_refused_before_work(tmp_path: Path, monkeypat
         Builder(BenchRequest("little", ("q8_0",)), DEMO, tmp_path / "out").build()
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(room, "free_bytes", lambda place: 10**15)
-    monkeypatch.setattr("edgespec.engines.limits.free_memory", lambda: 10**6)
+    monkeypatch.setattr("edgespec.platform.memory.free_memory", lambda: 10**6)
     with pytest.raises(CapabilityError, match=r"not enough memory: .* leave int8, w8a8 and int4 out"):
         check_needs(graph, tmp_path)
 

@@ -37,8 +37,8 @@ from edgespec.config.sources import Settings
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.control.length import expected_speedup
-from edgespec.engines.disk_cache import cache_folder
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, ModelNotFound, PromptError
+from edgespec.platform.disk_cache import cache_folder
 from edgespec.reports import RoundRecord, Stats, TokenEvent
 from edgespec.tuning.profiles import new_profile, profile_path, save_profile
 from edgespec.tuning.verify import Divergence

@@ -24,9 +24,9 @@ import edgespec
 from edgespec.cli import piped, terminal
 from edgespec.cli.main import COMMANDS, cli
 from edgespec.errors import PromptError
-from edgespec.formats.files import shipped_models
 from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import swap_command
+from edgespec.platform.files import shipped_models
 from tiny_gguf import Shape, write_model
 
 KEYS = {

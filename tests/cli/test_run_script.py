@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from edgespec.formats.files import user_folder
 from edgespec.installation import BACKENDS
+from edgespec.platform.files import user_folder
 
 PROJECT = """[project]
 [project.optional-dependencies]

@@ -23,8 +23,8 @@ from edgespec.control.measure import (
     store_curve,
     target_curve,
 )
-from edgespec.engines.disk_cache import cache_folder
 from edgespec.engines.table import TableEngine
+from edgespec.platform.disk_cache import cache_folder
 from edgespec.types import Batch, Logits
 
 STEPS = {1: 1.0, 2: 1.4, 4: 1.5, 5: 2.5, 8: 2.6}

@@ -13,9 +13,9 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec.cli.main import cli
 from edgespec.errors import ModelNotFound, StateError
-from edgespec.formats.files import shipped_models
 from edgespec.loading.elsewhere import found_elsewhere, path_elsewhere
 from edgespec.loading.registry import resolve
+from edgespec.platform.files import shipped_models
 
 DEMO = shipped_models() / "demo"
 WEIGHTS = "application/vnd.ollama.image.model"

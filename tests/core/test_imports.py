@@ -22,7 +22,7 @@ PACKAGE = Path(edgespec.__file__).parent
 # A part of a subpackage that ranks below the rest of it has a line of its own: it is a component too.
 RANKS = {
     **dict.fromkeys(("errors", "closing"), -1),
-    **dict.fromkeys(("installation", "reports", "vocabulary", "config.sizes", "config.endpoints", "formats.files"), 0),
+    **dict.fromkeys(("installation", "reports", "vocabulary", "config.sizes", "config.endpoints", "platform"), 0),
     **dict.fromkeys(("types", "config", "formats", "contained"), 1),
     **dict.fromkeys(("kernels",), 1.5),
     **dict.fromkeys(("config.settings", "chat", "engines"), 2),
@@ -42,7 +42,7 @@ RANKS = {
     **dict.fromkeys(("__main__",), 15),
 }
 ENGINES_MAY_USE = {"closing", "errors", "installation", "config.endpoints", "types", "vocabulary", "engines"}
-ENGINES_MAY_USE |= {"formats", "formats.files", "kernels"}
+ENGINES_MAY_USE |= {"formats", "platform", "kernels"}
 DRAFTERS_MAY_USE = {
     "errors",
     "types",
@@ -50,7 +50,7 @@ DRAFTERS_MAY_USE = {
     "sampling",
     "sampling.noise",
     "formats",
-    "formats.files",
+    "platform",
     "drafters",
 }
 BASES = {
@@ -72,7 +72,7 @@ SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus draf
 # what puts engines and drafters together, or reads their files
 ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "memory", "control.pool"}
 # of the machine; they know no engine
-MEASURED = {"engines.conditions", "engines.disk_cache", "engines.limits", "engines.machine"}
+MEASURED = {"engines.conditions"}
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 
 

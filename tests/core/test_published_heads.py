@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from edgespec.cli.main import cli
-from edgespec.formats.files import shipped_models
 from edgespec.formats.hub_folder import eagle3_fix
+from edgespec.platform.files import shipped_models
 
 
 @pytest.fixture

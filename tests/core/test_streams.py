@@ -15,7 +15,8 @@ import edgespec
 from demo import heed_interrupts
 from edgespec.chat.conversation import Conversation
 from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError
-from edgespec.formats.files import (
+from edgespec.loading.registry import registered_folders, resolve
+from edgespec.platform.files import (
     MAX_TEXT_BYTES,
     exists,
     expanded,
@@ -24,7 +25,6 @@ from edgespec.formats.files import (
     read_text,
     resolved,
 )
-from edgespec.loading.registry import registered_folders, resolve
 from waiting import until
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="shells, pipes and links of POSIX")

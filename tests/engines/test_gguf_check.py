@@ -18,13 +18,13 @@ import pytest
 from edgespec.config import LoadOptions
 from edgespec.engines import trial, trial_child
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, weights
-from edgespec.engines.machine import usable_processors
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf import check as gguf_check
 from edgespec.formats.gguf import header as gguf_header
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header
 from edgespec.loading.opening import open_models
+from edgespec.platform.machine import usable_processors
 from edgespec.types import Batch
 from tiny_gguf import Shape, matrices, vocabulary, write_model
 from trials import faults, probe

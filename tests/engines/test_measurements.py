@@ -13,10 +13,10 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines import disk_cache
-from edgespec.engines import disk_cache as measurements
 from edgespec.engines.checks import fault_of
-from edgespec.engines.disk_cache import (
+from edgespec.platform import disk_cache
+from edgespec.platform import disk_cache as measurements
+from edgespec.platform.disk_cache import (
     a_list,
     a_record,
     a_row,

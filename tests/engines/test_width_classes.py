@@ -15,7 +15,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import disk_cache, progress, proof, sample_text, watch, width_bits, widths
+from edgespec.engines import progress, proof, sample_text, watch, width_bits, widths
 from edgespec.engines.base import EngineFacts
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
@@ -24,6 +24,7 @@ from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.platform import disk_cache
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx import OnnxEngine, sessions, unsigned
 from edgespec.errors import ModelFileError
 from edgespec.export.accuracy import compare, limits_of
 from edgespec.export.reference import Reference
+from edgespec.platform.machine import products_saturate
 from edgespec.types import Batch, Logits
 from lossless import PROMPTS
 from plain_demo import plain_demo

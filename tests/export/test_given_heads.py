@@ -16,7 +16,6 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.config import LoadOptions
-from edgespec.formats.files import shipped_models
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
@@ -25,6 +24,7 @@ from edgespec.loading.catalogue import entries
 from edgespec.loading.listing import drafted_from, pair_bytes
 from edgespec.loading.requirements import verifies_drafts
 from edgespec.loading.shipped_heads import SHIPPED, shipped_heads
+from edgespec.platform.files import shipped_models
 from gguf_conversions import export
 
 TARGET, HEADS = DEMO / "demo-target-q8_0.gguf", DEMO / "heads" / "eagle.npz"

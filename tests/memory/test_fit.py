@@ -16,7 +16,6 @@ from click.testing import CliRunner
 import edgespec
 from edgespec.cli.main import cli
 from edgespec.config import LoadOptions
-from edgespec.engines.limits import Limit
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.opening import open_vocabulary
@@ -24,6 +23,7 @@ from edgespec.loading.own_models import add
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, fit
 from edgespec.memory.verdict import Room
+from edgespec.platform.memory import Limit
 from tiny_gguf import Shape, write_model
 
 MIB = 1 << 20

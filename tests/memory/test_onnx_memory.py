@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from edgespec.config import LoadOptions
-from edgespec.engines.limits import own_bytes
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.footprint import footprint
-from edgespec.engines.untouched import untouched_zeros
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
+from edgespec.platform.memory import own_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 MB = 1_000_000
@@ -37,7 +37,7 @@ TOKENIZER_CHILD = """
 import sys
 from pathlib import Path
 import numpy, tokenizers
-from edgespec.engines.limits import own_bytes
+from edgespec.platform.memory import own_bytes
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 before = own_bytes()
 vocabulary = TokenizerFile(Path(sys.argv[1]), int(sys.argv[2]))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from edgespec.config import LoadOptions
-from edgespec.engines.limits import Limit
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -18,6 +17,7 @@ from edgespec.loading.requirements import resolve_pair, without_drafts
 from edgespec.memory.fit import COMFORTABLE_CONTEXT, Fitted, fit
 from edgespec.memory.plan import Plan, planned
 from edgespec.memory.verdict import Room
+from edgespec.platform.memory import Limit
 from llama_headers import LLAMA_8B, LLAMA_70B, write_header
 
 BUDGETS = 60

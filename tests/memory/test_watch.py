@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.engines.limits import own_bytes, return_freed_memory, spare_memory
 from edgespec.engines.onnx import waiting as session_waiting
 from edgespec.engines.onnx.waiting import Sessions
 from edgespec.engines.parked import ParkedStates
@@ -18,6 +17,7 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.table import TableEngine
 from edgespec.generation.relief import Relief
 from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch
+from edgespec.platform.memory import own_bytes, return_freed_memory, spare_memory
 from waiting import until
 
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
@@ -202,7 +202,7 @@ def test_a_second_model_in_the_process_costs_the_first_one_nothing() -> None:
 @pytest.mark.parametrize("platform", ["darwin", "linux"])
 def test_own_memory_is_known_beyond_linux_too(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("psutil")  # before its import sees another platform than it is on
-    monkeypatch.setattr("edgespec.engines.limits.sys.platform", platform)
+    monkeypatch.setattr("edgespec.platform.memory.sys.platform", platform)
     before = own_bytes()
     assert before is not None and before > 0
     taken = bytearray(os.urandom(1 << 16) * 1024)

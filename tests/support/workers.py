@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from edgespec.engines.limits import free_memory
-from edgespec.engines.machine import physical_cores
+from edgespec.platform.machine import physical_cores
+from edgespec.platform.memory import free_memory
 
 if sys.platform != "win32":
     import fcntl

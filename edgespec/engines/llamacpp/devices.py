@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.engines.llamacpp.library import library
-from edgespec.engines.machine import is_apple_silicon
 from edgespec.errors import CapabilityError
 from edgespec.installation import build_command, install_command
+from edgespec.platform.machine import is_apple_silicon
 
 _KINDS = ("cpu", "gpu", "integrated gpu", "accelerator")  # ggml_backend_dev_type
 _PARTS = ("ggml-base", "ggml", "ggml-rpc")  # of the library, where Windows looks into each

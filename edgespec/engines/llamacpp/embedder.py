@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.limits import spare_memory
 from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import RowBuffer
 from edgespec.engines.llamacpp.settings import (
@@ -29,6 +28,7 @@ from edgespec.engines.llamacpp.settings import (
     new_context,
 )
 from edgespec.errors import Cancelled, CapabilityError, EngineError
+from edgespec.platform.memory import spare_memory
 from edgespec.types import PoolingName, TokenIds
 
 LEAST_CELLS = 512  # texts of a context share as many, or what the longest of them needs

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines import disk_cache
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.disk_cache import a_record, file_key, flag, key_of
 from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
@@ -20,6 +18,8 @@ from edgespec.engines.proof import PREFIX
 from edgespec.engines.widths import METHOD, fastest_facts, is_known_free, packs_alike, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.split import model_files
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import a_record, file_key, flag, key_of
 from edgespec.types import Batch, Logits
 
 # llama.cpp's llama_pooling_type, as a file has it

@@ -24,7 +24,6 @@ from edgespec.engines.llamacpp.settings import (
     choose_context_length,
     has_streams,
 )
-from edgespec.engines.machine import instruction_sets, lacks_dot_products
 from edgespec.engines.model_use import MAX_BATCH, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf
@@ -32,6 +31,7 @@ from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.kind import gives_only_embeddings
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.values import GgufNumbers
+from edgespec.platform.machine import instruction_sets, lacks_dot_products
 
 _CACHE_BLOCK = 32
 # Rows of a matrix that are interleaved, and the instructions that the kernel needs, by type (ggml's repack.cpp).

@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.engines.limits import free_memory
 from edgespec.engines.llamacpp.devices import Device, gpus
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import GgufHeader
+from edgespec.platform.memory import free_memory
 
 LAYER = re.compile(r"blk\.(\d+)\.")
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"

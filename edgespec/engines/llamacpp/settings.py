@@ -18,9 +18,9 @@ from edgespec.engines.llamacpp.library import (
     uninterrupted,
 )
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
-from edgespec.engines.machine import default_threads
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.platform.machine import default_threads
 
 MAX_SEQUENCE_IDS = 256
 MAX_CELLS = 1 << 24

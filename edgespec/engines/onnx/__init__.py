@@ -2,8 +2,8 @@
 
 import sys
 
-from edgespec.engines.limits import require_left
 from edgespec.installation import IMPORT_FAILURES, not_importable
+from edgespec.platform.memory import require_left
 
 if "onnx" not in sys.modules:
     require_left("reading ONNX files", 24 << 20)  # it takes 9 MiB of data and 18 of addresses, and crashes without

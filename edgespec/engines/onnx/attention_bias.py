@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.rewriting import BIAS
-from edgespec.engines.untouched import untouched_zeros
 from edgespec.types import NO_PARENT
 
 

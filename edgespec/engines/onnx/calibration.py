@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgespec.engines.disk_cache import Schema, a_list, a_record, number
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
+from edgespec.platform.disk_cache import Schema, a_list, a_record, number
 from edgespec.types import TokenIds
 
 MARGIN = 1.25  # values are clipped at this multiple of the largest one seen

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from edgespec.engines.onnx.graph import MASK, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS
 from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.passes import Cells, Passes, PassRows, bytes_per_token, element_of
 from edgespec.engines.onnx.rewriting import POSITIONS
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.waiting import Sessions
-from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits
 

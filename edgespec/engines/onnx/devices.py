@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.engines import disk_cache
-from edgespec.engines.disk_cache import a_record, file_key, flag, key_of, whole
 from edgespec.engines.onnx.library import device_identity, version
 from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.errors import CapabilityError
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import a_record, file_key, flag, key_of, whole
 from edgespec.types import NO_PARENT, Logits, TokenIds
 
 METHOD = 1  # increase it when more is tried

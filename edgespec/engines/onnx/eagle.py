@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from edgespec.engines.head import HeadLayer, NewPairs, Pairs, States, frequencies_of, rotary_tables
 from edgespec.engines.onnx.eagle_graph import NEW_CACHE, Graph, fuse_graph, keys_graph, layer_graph, state_name
 from edgespec.engines.onnx.library import run_options, translated
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.sessions import open_session
-from edgespec.engines.untouched import untouched_zeros
 from edgespec.formats.head_file import HeadFile
 
 MOST_BOUND = 16  # pairs of a pass whose memory is kept

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.footprint import Footprint
-from edgespec.engines.machine import products_saturate
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
@@ -37,6 +36,7 @@ from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tensors import external_entry
 from edgespec.formats.onnx.tiles import LOOKUP, PRODUCT
+from edgespec.platform.machine import products_saturate
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
 _LOOKUPS = ("Gather", "GatherBlockQuantized", LOOKUP)

@@ -10,10 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgespec.engines import disk_cache
-from edgespec.engines.disk_cache import file_key, key_of
-from edgespec.engines.limits import return_freed_memory
-from edgespec.engines.machine import processor
 from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
@@ -30,6 +26,10 @@ from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.engines.proof import PREFIX
 from edgespec.engines.widths import METHOD
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import file_key, key_of
+from edgespec.platform.machine import processor
+from edgespec.platform.memory import return_freed_memory
 
 NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
 

@@ -20,10 +20,10 @@ from edgespec.engines.onnx.attention_bias import AttentionBias
 from edgespec.engines.onnx.graph import CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.rewriting import LENGTHS, POSITIONS, SEEN, TOTAL
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.waiting import Sessions
-from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits, TokenIds
 

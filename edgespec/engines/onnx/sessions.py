@@ -15,7 +15,6 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.machine import products_saturate
 from edgespec.engines.onnx.cuda import without_kernels
 from edgespec.engines.onnx.edge import without_flash
 from edgespec.engines.onnx.library import (
@@ -36,6 +35,7 @@ from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import install_command
 from edgespec.kernels.library import library_path
 from edgespec.kernels.tiles import held
+from edgespec.platform.machine import products_saturate
 
 _TRIED_SIZE = 64
 Arrays = Mapping[str, NDArray[Any]]

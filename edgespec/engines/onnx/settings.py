@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.engines.machine import default_threads, is_x86
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.engines.onnx.edge import edge_of
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.widths import MAX_PADDED_WIDTH
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.formats.hub_folder import read_json
+from edgespec.platform.machine import default_threads, is_x86
 
 LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32", "int8")

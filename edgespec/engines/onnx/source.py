@@ -23,14 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.disk_cache import cache_folder, file_key, key_of
-from edgespec.engines.machine import usable_processors
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig
 from edgespec.engines.onnx.tokenizer import tokenizer_file
 from edgespec.engines.onnx.weights import check_weight_files
-from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
-from edgespec.formats.files import write_atomically
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import once
 from edgespec.formats.gguf.model import KINDS, GgufModel, read_model
@@ -42,6 +39,9 @@ from edgespec.formats.onnx.tensors import MemoryWriter
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
 from edgespec.kernels import tiles
+from edgespec.platform.disk_cache import cache_folder, file_key, key_of
+from edgespec.platform.files import write_atomically
+from edgespec.platform.machine import usable_processors
 
 if TYPE_CHECKING:
     from edgespec.engines.onnx.graph import Graph

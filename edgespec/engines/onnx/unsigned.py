@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.machine import usable_processors
-from edgespec.engines.untouched import untouched_zeros
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tensors import read_tensor
+from edgespec.platform.machine import usable_processors
 
 # Inputs of the product: codes, weights, scale of codes, scales of weights, zero point of codes, that of the weights.
 _WEIGHTS, _ZERO_POINT = 1, 5

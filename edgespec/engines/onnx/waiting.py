@@ -14,13 +14,13 @@ from collections.abc import Callable
 from time import monotonic, perf_counter
 from typing import Any
 
-from edgespec.engines.limits import keep_one_arena, return_freed_memory, spare_memory
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.sessions import open_session
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.errors import EdgespecError
+from edgespec.platform.memory import keep_one_arena, return_freed_memory, spare_memory
 
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
 ROOM = 1.5  # times the weights: what nobody may have planned for before they are held twice

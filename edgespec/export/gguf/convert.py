@@ -33,7 +33,7 @@ from edgespec.formats.architectures.layers import (
 from edgespec.formats.architectures.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply, attention_factor
 from edgespec.formats.architectures.table import architecture_of
 from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights, settings_of
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 from edgespec.types import Progress, no_progress
 
 OutputType = Literal["f32", "f16", "bf16", "q8_0"]

@@ -18,11 +18,11 @@ from typing import BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.formats.architectures.table import ARCHITECTURES
-from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, TensorInfo
 from edgespec.formats.gguf.split import COUNT, FILES, ID, NUMBER, TENSORS
 from edgespec.formats.gguf.values import ARRAY, NUMBER_OF_TYPE, STRING, GgufNumbers
+from edgespec.platform.files import atomic_file
 from edgespec.types import Progress, no_progress
 
 ALIGNMENT = 32

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening, uninterrupted
-from edgespec.engines.machine import physical_cores
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert
 from edgespec.export.importance import read_importance
 from edgespec.formats.checkpoint import Checkpoint
-from edgespec.formats.files import atomic_file
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.platform.files import atomic_file
+from edgespec.platform.machine import physical_cores
 from edgespec.types import Progress, no_progress
 
 # Name -> llama.cpp's file type number (llama_ftype).

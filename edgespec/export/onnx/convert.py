@@ -17,8 +17,8 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx import exporters
 from edgespec.export.onnx.source import Source, open_source
 from edgespec.formats.checkpoint import unsupported
-from edgespec.formats.files import atomic_folder
 from edgespec.installation import install_command
+from edgespec.platform.files import atomic_folder
 from edgespec.types import Progress, no_progress
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.files import write_atomically
 from edgespec.installation import IMPORT_FAILURES, not_importable
+from edgespec.platform.files import write_atomically
 
 try:
     import onnx

@@ -15,10 +15,10 @@ from edgespec.errors import ModelFileError
 from edgespec.export.onnx.datafile import Stored
 from edgespec.export.onnx.graph import read_graph, write_graph
 from edgespec.export.onnx.tied import find_lookup, look_up_blocks
-from edgespec.formats.files import atomic_file
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.tensors import DataWriter
 from edgespec.formats.onnx.w8a8 import CONSTANTS, GROUP_SIZES, Products, quantise_columns, quantise_rows
+from edgespec.platform.files import atomic_file
 
 LEAST_SIDE = 32  # smaller products are not worth the additional operators
 Progress = Callable[[int, int], None]

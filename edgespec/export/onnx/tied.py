@@ -14,8 +14,8 @@ import onnx
 from edgespec.engines.onnx.head import attribute
 from edgespec.errors import ModelFileError
 from edgespec.export.onnx.graph import read_graph, write_graph
-from edgespec.formats.files import atomic_file
 from edgespec.formats.onnx import DATA
+from edgespec.platform.files import atomic_file
 
 COPY_BYTES = 16 * 2**20
 

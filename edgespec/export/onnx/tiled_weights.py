@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.llamacpp.devices import function
-from edgespec.engines.machine import usable_processors
 from edgespec.engines.onnx.source import GgufTiles
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, RowWeights
 from edgespec.formats.onnx.tiles import q8_0
 from edgespec.installation import require_engine
 from edgespec.kernels import tiles
+from edgespec.platform.machine import usable_processors
 
 FILE_TYPES = {"q8_0": 7, "q4_k_m": 15}  # llama.cpp's numbers, general.file_type in a GGUF
 # What llama.cpp takes for rows that are no multiple of 256, and for those that are none of 32.

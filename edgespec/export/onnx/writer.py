@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from edgespec.engines.machine import physical_cores, products_saturate
 from edgespec.engines.onnx.source import GgufTiles
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.onnx.activations import RecordedProducts, largest_inputs
@@ -26,6 +25,7 @@ from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.kernels.library import library_path, why_missing
+from edgespec.platform.machine import physical_cores, products_saturate
 from edgespec.types import Progress, no_progress
 
 

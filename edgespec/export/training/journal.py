@@ -17,7 +17,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.training.request import flag
-from edgespec.formats.files import write_atomically, write_errors
+from edgespec.platform.files import write_atomically, write_errors
 
 SUFFIX, REQUEST, ROUNDS = ".partial", "request.json", "rounds.csv"
 RESUME_FIX = "the last finished round is kept: fix this, then run the same command again"

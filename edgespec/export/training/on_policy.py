@@ -28,7 +28,7 @@ from edgespec.export.training.request import DistillRequest
 from edgespec.export.training.target import TOKENIZER_FILE, TargetFacts
 from edgespec.export.training.trainer import LOGIT_COPIES, Advance, Trainer, temperatures
 from edgespec.export.training.writing import write
-from edgespec.formats.files import write_errors
+from edgespec.platform.files import write_errors
 
 TIMED_TOKENS = 4
 STATE_COPIES = 5  # copies of the student in float32: itself, the best one, two gradient moments, one spare

@@ -11,7 +11,7 @@ from torch import nn
 
 from edgespec.export.training.journal import RESUME_FIX
 from edgespec.export.training.muon import Muon
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 
 DOMAINS = ("dialogue", "code", "arithmetic")
 

@@ -22,9 +22,9 @@ from demo_training.vocabulary import mark_id, save_hf_tokenizer, special_ids
 from edgespec.export.gguf import convert
 from edgespec.export.manifest import write_manifest
 from edgespec.export.onnx import export_onnx
-from edgespec.formats.files import atomic_file
 from edgespec.formats.manifest import sha256_of
 from edgespec.loading.registry import GRAPH
+from edgespec.platform.files import atomic_file
 
 CONTEXT_LENGTH = 2048  # the longest window of the training schedule
 LICENCE = "CC-BY-SA-4.0"

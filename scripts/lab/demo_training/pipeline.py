@@ -21,7 +21,7 @@ from demo_training.network import Network, NetworkShape
 from demo_training.pretrain import BatchSchedule, TokenStream, pretrain, split_documents
 from demo_training.streams import load_streams
 from demo_training.vocabulary import mark_id, train_tokenizer
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 
 STAGES = ("tokenizer", "target", "distill", "pack")
 EDITS = "edits"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from demo_training.corpus import load_corpus
 from demo_training.pretrain import TokenStream
 from demo_training.vocabulary import encode_documents
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 
 HELD_OUT_DOCUMENTS = 60  # per domain: enough for a curve, few enough to score every five minutes
 

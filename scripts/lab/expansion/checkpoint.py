@@ -15,8 +15,8 @@ import numpy as np
 from edgespec.bench.expanded_tensors import Floats, TensorPlan
 from edgespec.bench.expansion import Expansion
 from edgespec.errors import ModelFileError
-from edgespec.formats.files import atomic_file, write_atomically
 from edgespec.formats.manifest import sha256_of
+from edgespec.platform.files import atomic_file, write_atomically
 
 Progress = Callable[[int, int, str], None]
 

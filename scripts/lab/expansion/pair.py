@@ -23,9 +23,9 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.bench.expanded_heads import expand_heads
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.files import atomic_file, atomic_folder, write_atomically
 from edgespec.formats.manifest import HEADS, MANIFEST, ModelFile, ModelPair, read_pair, sha256_of
 from edgespec.installation import install_command
+from edgespec.platform.files import atomic_file, atomic_folder, write_atomically
 from edgespec.types import no_progress
 from expansion.checkpoint import NoisyExpansion, expand
 from expansion.request import (

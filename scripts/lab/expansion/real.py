@@ -25,7 +25,6 @@ from typing import Any
 
 from edgespec.bench.expanded_weights import ExpandedCheckpoint, ExpandedWeights
 from edgespec.bench.expansion import Expansion, Shape
-from edgespec.engines.machine import products_saturate
 from edgespec.errors import ConfigError
 from edgespec.export.gguf import convert
 from edgespec.export.gguf.quantise import FILE_TYPES, quantise
@@ -36,7 +35,6 @@ from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.smoothing import SmoothedWeights
 from edgespec.export.onnx.writer import smoothed
 from edgespec.formats.checkpoint import Checkpoint
-from edgespec.formats.files import atomic_folder
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from edgespec.formats.head_file import read_head_file, write_head_file
@@ -46,6 +44,8 @@ from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.nodes import Nodes
+from edgespec.platform.files import atomic_folder
+from edgespec.platform.machine import products_saturate
 from expansion.checkpoint import genai_config, write_tensors
 from expansion.heads import expanded_heads, spread
 from expansion.pair import entry_of

@@ -113,8 +113,8 @@ def needs_of(request: BenchRequest) -> Needs:
 
 def check_needs(needs: Needs, output: Path) -> None:
     """Raise CapabilityError when disk or memory do not suffice."""
-    from edgespec.engines.limits import free_memory
     from edgespec.export.resources import free_bytes, human
+    from edgespec.platform.memory import free_memory
 
     place = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if needs.disk_bytes > (free := free_bytes(place)):

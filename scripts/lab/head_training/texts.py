@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 
 HELD_OUT = 0.01
 SPREAD = 12.0  # tokens by which lengths are blurred, so that the batches of two epochs differ

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgespec.export.training.muon import Muon
-from edgespec.formats.files import atomic_file
+from edgespec.platform.files import atomic_file
 from head_training.llama import Llama
 from head_training.network import Distance, Head
 from head_training.texts import Batch, Batches, Texts

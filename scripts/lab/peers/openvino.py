@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.errors import CapabilityError
-from edgespec.formats.files import atomic_folder
+from edgespec.platform.files import atomic_folder
 from peers.base import Answer, Arrivals, Files, Library, Peer, Request, Slots
 from peers.files import ROLES
 

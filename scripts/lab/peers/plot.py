@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgespec.formats.files import atomic_file
 from edgespec.installation import install_command
+from edgespec.platform.files import atomic_file
 from peers.base import Library
 from peers.report import Row
 

@@ -1,4 +1,4 @@
-"""What this process may still take: free memory of the machine, of its control groups, and of its resource limits."""
+"""Memory: what the machine, control groups and resource limits leave to this process."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.engines.limits import Limit, allowed_processors, free_memory, limits, own_bytes
+from edgespec.platform.memory import Limit, allowed_processors, free_memory, limits, own_bytes
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and control groups")
@@ -121,7 +121,7 @@ def test_this_process() -> None:
 
 
 def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it() -> None:
-    code = "from edgespec.engines.machine import peak_rss_bytes; print(peak_rss_bytes())"
+    code = "from edgespec.platform.machine import peak_rss_bytes; print(peak_rss_bytes())"
     held = bytearray(os.urandom(1 << 20) * 256)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert MIB < int(done.stdout) < len(held)
@@ -131,7 +131,7 @@ def test_the_peak_is_this_programs_and_not_that_of_the_one_that_started_it() -> 
 def test_a_closed_model_leaves_no_memory_with_the_allocator() -> None:
     code = """
 import edgespec
-from edgespec.engines.limits import own_bytes, return_freed_memory
+from edgespec.platform.memory import own_bytes, return_freed_memory
 
 with edgespec.load("demo", engine="onnx", threads=1, context_length=2048) as model:
     model.generate("a bus " * 500, options=edgespec.GenerateOptions(max_tokens=1))

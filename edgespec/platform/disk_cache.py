@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import StateError
-from edgespec.formats.files import resolved, user_folder, write_atomically
+from edgespec.platform.files import resolved, user_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 Schema = Callable[[Any], bool]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.errors import ConfigError, StateError
-from edgespec.formats.files import atomic_file, atomic_folder, home_folder, user_folder, write_atomically, write_errors
 from edgespec.loading.registry import models_folder
+from edgespec.platform.files import atomic_file, atomic_folder, home_folder, user_folder, write_atomically, write_errors
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -148,7 +148,7 @@ def test_a_replacement_that_fails_between_its_renames_is_undone(
 HOLD_OPEN = """
 import sys
 from pathlib import Path
-from edgespec.formats.files import atomic_folder
+from edgespec.platform.files import atomic_folder
 with atomic_folder(Path(sys.argv[1])) as folder:
     (folder / "a").write_text("half")
     print("ready", flush=True)
@@ -227,7 +227,7 @@ def test_a_file_that_somebody_reads_for_a_moment_is_replaced_after_it(tmp_path: 
             raise refusal
         return rename(self, target)
 
-    monkeypatch.setattr("edgespec.formats.files._IN_USE_S", 2.0)
+    monkeypatch.setattr("edgespec.platform.files._IN_USE_S", 2.0)
     monkeypatch.setattr(Path, "replace", refused)
     write_atomically(tmp_path / "a", "one")
     assert (tmp_path / "a").read_text(encoding="utf-8") == "one"
@@ -238,7 +238,7 @@ def test_a_file_that_stays_in_use_is_an_error(tmp_path: Path, monkeypatch) -> No
     def refused(self: Path, target: Path) -> Path:
         raise PermissionError(errno.EACCES, "Access is denied")
 
-    monkeypatch.setattr("edgespec.formats.files._IN_USE_S", 0.05)
+    monkeypatch.setattr("edgespec.platform.files._IN_USE_S", 0.05)
     monkeypatch.setattr(Path, "replace", refused)
     with pytest.raises(StateError, match="Access is denied"):
         write_atomically(tmp_path / "a", "one")
