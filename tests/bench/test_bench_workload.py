@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from demo_training import corpus
-from edgespec.engines.table import LetterVocabulary
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.sampling import Sampling
@@ -26,6 +25,7 @@ from edgespec.tuning.workload import (
     random_text,
     with_synthetic,
 )
+from table_engine import LetterVocabulary
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
 

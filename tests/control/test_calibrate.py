@@ -17,12 +17,12 @@ import edgespec
 from demo import heed_interrupts
 from edgespec.cli.main import cli
 from edgespec.control.cost import ContextCost
-from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
 from edgespec.tuning import calibration as measuring
 from edgespec.tuning.calibration import Sample
 from edgespec.tuning.chart import bar
+from table_engine import TableEngine
 
 STAIRS = {1: 0.010, 2: 0.014, 3: 0.014, 4: 0.014, 5: 0.022, 6: 0.0221, 8: 0.0222, 16: 0.06}
 

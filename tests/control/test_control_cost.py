@@ -23,9 +23,9 @@ from edgespec.control.measure import (
     store_curve,
     target_curve,
 )
-from edgespec.engines.table import TableEngine
 from edgespec.platform.disk_cache import cache_folder
 from edgespec.types import Batch, Logits
+from table_engine import TableEngine
 
 STEPS = {1: 1.0, 2: 1.4, 4: 1.5, 5: 2.5, 8: 2.6}
 

@@ -19,9 +19,9 @@ from edgespec.control.draft_cost import guessed_draft_cost
 from edgespec.control.measure import cost_key, known_curve, known_draft_cost, store_curve
 from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines.table import TableEngine
 from edgespec.reports import RoundRecord
 from edgespec.types import Batch, Logits, Verdict
+from table_engine import TableEngine
 
 
 def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> PriorCurve:

@@ -8,8 +8,8 @@ import pytest
 
 from edgespec.chat.call_ids import wants_short_ids
 from edgespec.chat.template import encode_messages
-from edgespec.engines.table import LetterVocabulary
 from edgespec.errors import PromptError
+from table_engine import LetterVocabulary
 
 # As Mistral's templates check ids, writing `c` for a call, `r` for its result and `x` for another one.
 CHECK = (

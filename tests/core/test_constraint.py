@@ -20,7 +20,6 @@ from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError, EngineError, SamplingError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -35,6 +34,7 @@ from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft
 from laws import ALPHA_1E6, chi_square_score
 from lossless import SAMPLINGS
+from table_engine import TableEngine
 
 pytest.importorskip("llguidance")
 SIZE = 7
@@ -266,8 +266,8 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
             '{"type": "number", "multipleOf": 1000.003}',
             "multipleOf 1000.003 is too large, at most 100000",
         ),
-        ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}', "common multiple of all multipleOf"),
-        ("json_schema", '{"multipleOf": 9973, "$ref": "#/x", "x": {"multipleOf": 9967}}', "common multiple"),
+        ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}', "product of all multipleOf"),
+        ("json_schema", '{"multipleOf": 9973, "$ref": "#/x", "x": {"multipleOf": 9967}}', "product of all"),
         ("grammar", 'start: "a" %json {"type": "integer", "multipleOf": 1048576}', "multipleOf 1048576"),
     ],
 )

@@ -18,7 +18,6 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import PromptError
 from edgespec.generation import run_state
 from edgespec.generation.decode import alone, autoregressive, speculative
@@ -28,6 +27,7 @@ from edgespec.sampling import NoTokenLeft, Sampler, Sampling
 from edgespec.sampling.acceptance import RULES, Rule, coupled
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Evidence, Logits, TokenIds, Verdict
+from table_engine import TableEngine
 
 PROMPT = np.array([0, 1, 2], np.int32)
 

@@ -20,10 +20,10 @@ from edgespec.drafters.mapped import MappedSequence, VocabularyMap
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import EngineError
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Logits, TokenIds
+from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenHead, random_heads
 
 VOCABULARY = 10

@@ -16,7 +16,6 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.head import Confidences, States
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler, Sampling
@@ -25,6 +24,7 @@ from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, Logits, TokenIds, Verdict
+from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenBlock, OpenHead
 
 pytest.importorskip("llguidance")

@@ -21,7 +21,6 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import Stats
@@ -31,6 +30,7 @@ from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 from lossless import PLAIN, VOCABULARY
+from table_engine import TableEngine
 from tiny_heads import drafter_of as heads_drafter
 from tiny_heads import table_heads
 

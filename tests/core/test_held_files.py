@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from time import monotonic
 
 import numpy as np
 import pytest
@@ -20,9 +18,6 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EngineError
 from edgespec.types import Batch
-
-if sys.platform == "linux":
-    import fcntl
 
 
 def test_files_changed_in_place_are_detected_renamed_ones_not(tmp_path: Path) -> None:
@@ -40,73 +35,6 @@ def test_files_changed_in_place_are_detected_renamed_ones_not(tmp_path: Path) ->
     with pytest.raises(EngineError, match="weights was changed while the model was in use"):
         held.check()
     held.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a reader hold writers back")
-def test_whoever_truncates_a_file_in_mid_pass_waits_for_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(b"x" * 100)
-    held, probe = HeldFiles([path]), os.open(path, os.O_RDONLY)
-    truncating = [sys.executable, "-c", "import os, sys; os.truncate(sys.argv[1], 0); print('done')", str(path)]
-    with held:
-        if not held._leased:
-            pytest.skip("this file system gives no leases")
-        with subprocess.Popen(truncating, stdout=subprocess.PIPE) as writer:
-            until_s = monotonic() + 30
-            while fcntl.fcntl(held._leased[0], fcntl.F_GETLEASE) == fcntl.F_RDLCK:  # until the writer waits
-                assert monotonic() < until_s and writer.poll() is None
-            assert os.fstat(probe).st_size == 100
-            held.__exit__(None, None, None)
-            assert writer.stdout is not None and writer.stdout.read() == b"done\n"
-    os.close(probe)
-    with pytest.raises(EngineError, match="was changed"), held:
-        pass
-    assert not held._leased
-    held.close()
-
-
-TRUNCATED_IN_MID_PASS = """
-import os, subprocess, sys, threading
-from pathlib import Path
-from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.errors import EngineError
-from edgespec.types import Batch
-
-path = Path(sys.argv[1])
-with LlamaCppEngine.load(path, threads=1, context_length=16, reproducible=False) as engine:
-    inner, writers = engine._decode, []
-    def decode(*given):  # the writer is there before the weights are read
-        writers.append(subprocess.Popen([sys.executable, "-c", f"import os; os.truncate({str(path)!r}, 4096)"]))
-        import fcntl
-        while fcntl.fcntl(engine._held._leased[0], fcntl.F_GETLEASE) == fcntl.F_RDLCK and writers[-1].poll() is None:
-            pass
-        return inner(*given)
-    engine._decode = decode
-    before = engine.forward(Batch.chain([1, 2, 3])).sum()
-    engine._decode = inner
-    writers[-1].wait()
-    try:
-        engine.forward(Batch.chain([4]))
-    except EngineError as exc:
-        print("refused", exc)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a reader hold writers back")
-def test_a_gguf_that_is_truncated_in_mid_pass_ends_the_next_pass_and_not_the_process(
-    tiny_path: Path, tmp_path: Path
-) -> None:
-    path = Path(shutil.copy(tiny_path, tmp_path / "model.gguf"))
-    with (held := HeldFiles([path])):
-        has_leases = bool(held._leased)
-    held.close()
-    if not has_leases:
-        pytest.skip("this file system gives no leases")
-    done = subprocess.run(
-        [sys.executable, "-c", TRUNCATED_IN_MID_PASS, str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done
-    assert "refused" in done.stdout and "was changed" in done.stdout
 
 
 def num_open(path: Path) -> int:

@@ -10,9 +10,9 @@ import pytest
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from laws import ALPHA_1E6, law_score
 from lossless import PROMPTS, SAMPLINGS, VOCABULARY, make_drafter, run_once
+from table_engine import TableEngine
 
 
 @pytest.mark.parametrize("settings", SAMPLINGS)

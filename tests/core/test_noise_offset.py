@@ -19,7 +19,6 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.decode import autoregressive, speculative
@@ -31,6 +30,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.stopping import StopRules
 from lossless import PLAIN, make_drafter
+from table_engine import TableEngine
 
 LETTERS = 20
 ANSWER = 60

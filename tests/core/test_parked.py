@@ -12,9 +12,9 @@ import edgespec
 from edgespec import GenerateOptions, Model, Result, Sampling
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import EngineError, StateError
 from edgespec.types import TokenIds
+from table_engine import TableEngine
 
 
 def text_of(seed: int, length: int = 80) -> TokenIds:

@@ -14,11 +14,11 @@ from edgespec.chat.history import checked_messages
 from edgespec.chat.template import encode_rendered, render_chat
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.drafters.model import DraftTemperature
-from edgespec.engines.table import LetterVocabulary, TableEngine
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
 from edgespec.generation.inputs import checked_ids
 from edgespec.sampling import MAX_TEMPERATURE, Sampler, Sampling
 from head_tables import KINDS, VOCABULARY, request, table
+from table_engine import LetterVocabulary, TableEngine
 from tiny_heads import drafter_of, random_heads
 
 NOTHING = np.empty(0, np.int32)

@@ -16,7 +16,6 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -26,6 +25,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
 from laws import ALPHA_1E6, chi_square_score
+from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenBlock
 
 VOCABULARY = 10

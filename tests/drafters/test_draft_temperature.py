@@ -15,11 +15,11 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import DraftTemperature, ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import ConfigError
 from edgespec.sampling import Sampler
 from laws import ALPHA_1E6, chi_square_score
 from lossless import PLAIN, run_once
+from table_engine import TableEngine
 
 
 def scaled(target: TableEngine, factor: float) -> TableEngine:

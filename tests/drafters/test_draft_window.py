@@ -12,7 +12,6 @@ from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
@@ -20,6 +19,7 @@ from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 from lossless import PLAIN, VOCABULARY
+from table_engine import TableEngine
 
 TEXT = np.random.default_rng(5).integers(0, VOCABULARY, 2000).astype(np.int32)
 

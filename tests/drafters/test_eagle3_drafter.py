@@ -12,7 +12,6 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -22,6 +21,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds
 from laws import ALPHA_1E6, chi_square_score
+from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenHead
 
 VOCABULARY = 10

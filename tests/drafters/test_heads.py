@@ -26,7 +26,6 @@ from edgespec.drafters.blas import one_blas_thread
 from edgespec.drafters.eagle import AT_ONCE, EagleDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError, ModelNotFound
 from edgespec.export.training.heads_request import HeadsRequest
 from edgespec.formats.head_file import read_head_file, write_head_file
@@ -35,6 +34,7 @@ from edgespec.sampling import Sampler
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from laws import ALPHA_1E6, chi_square_score
 from lossless import GREEDY, PLAIN, PROMPTS, SAMPLINGS, run_once
+from table_engine import TableEngine
 from tiny_gguf import Shape, write_model
 from tiny_heads import drafter_of, random_heads, table_heads, write
 

@@ -16,12 +16,12 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Draft, Logits, Verdict
 from laws import ALPHA_1E6, chi_square_score
 from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once
+from table_engine import TableEngine
 
 SAMPLED = Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9)
 

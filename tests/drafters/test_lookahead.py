@@ -15,7 +15,6 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
@@ -24,6 +23,7 @@ from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds, Verdict
 from laws import ALPHA_1E6, law_score
 from lossless import GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once
+from table_engine import TableEngine
 
 
 def request(token_ids: TokenIds, most: int = 32, branches: int = 15) -> DraftRequest:

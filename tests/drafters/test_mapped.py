@@ -16,7 +16,6 @@ from edgespec.drafters.mapped import LACKS, MappedSequence, VocabularyMap, map_v
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
 from edgespec.loading.draft_vocabulary import LEAST_OVERLAP
 from edgespec.sampling import Sampler
@@ -24,6 +23,7 @@ from edgespec.vocabulary import Vocabulary
 from laws import ALPHA_1E6
 from lossless import PLAIN, run_once, score_of_pairs
 from reordered import write_reordered_gguf, write_reordered_onnx
+from table_engine import TableEngine
 from tiny_gguf import write_sentencepiece_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -25,9 +25,9 @@ from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.factory import learnt_texts
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from laws import ALPHA_1E6, chi_square_score
 from lossless import PROMPTS, SAMPLINGS, VOCABULARY, run_once
+from table_engine import TableEngine
 
 NUM_TEXTS = 12  # with 51, which take a minute, the laws were tested on 2e5 tokens
 QUESTION = "Find me a cheap Italian restaurant in San Jose for tonight."

@@ -20,8 +20,8 @@ from edgespec.corpus.database import Corpus, CorpusText, joined
 from edgespec.corpus.documents import Documents
 from edgespec.corpus.index import sorted_places
 from edgespec.corpus.store import texts_folder, vocabulary_key
-from edgespec.engines.table import LetterVocabulary
 from edgespec.errors import ConfigError, StateError
+from table_engine import LetterVocabulary
 from waiting import until
 
 SIZE = 1000

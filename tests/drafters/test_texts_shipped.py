@@ -13,8 +13,8 @@ from edgespec.corpus.database import joined
 from edgespec.corpus.index import sorted_places
 from edgespec.corpus.shipped import TEXT, _checked, shipped_text, write_shipped
 from edgespec.corpus.store import vocabulary_key
-from edgespec.engines.table import LetterVocabulary
 from edgespec.platform.files import shipped_models
+from table_engine import LetterVocabulary
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(shipped_models().glob(f"*/{TEXT}"))

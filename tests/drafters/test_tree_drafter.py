@@ -18,7 +18,6 @@ from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.rows import is_chain
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -29,6 +28,7 @@ from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits
 from laws import ALPHA_1E6, law_score
 from lossless import DEMO, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once, side_branches
+from table_engine import TableEngine
 
 TEXT = np.array([0, 1, 2, 3], np.int32)
 

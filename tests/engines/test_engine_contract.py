@@ -19,11 +19,11 @@ from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.model_use import MAX_BRANCHES
 from edgespec.engines.remote import RemoteEngine
-from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.types import Batch, Draft, Logits
 from gpu import is_software, needs_gpu
 from rpc import idle, needs_rpc, started
+from table_engine import TableEngine
 
 CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
 # Of the logits' standard deviation; the logits of another token are about 1 away. CUDA, where a row alone has another

@@ -13,9 +13,9 @@ from edgespec.engines.base import Engine
 from edgespec.engines.features import PROMPT_FEATURES, WINDOW, FeatureRows
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Draft, packed
+from table_engine import TableEngine
 
 Load = Callable[..., Engine]
 IDS = (np.arange(300) * 7 % 250).astype(np.int32)

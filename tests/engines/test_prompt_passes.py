@@ -17,9 +17,9 @@ from edgespec.engines import sample_text, widths
 from edgespec.engines.cached_text import CachedText
 from edgespec.engines.prompt_passes import PromptBlocks, runs
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.engines.watch import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds
+from table_engine import TableEngine
 
 OPENS, ENDS = (90, 91), frozenset({99})
 BLOCKS = PromptBlocks(4, OPENS, ENDS)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError, PromptError, UsageError
 from edgespec.types import Batch
 from edgespec.vocabulary import check_same_vocabulary
+from table_engine import TableEngine
 
 
 def test_logits_depend_on_the_last_tokens_and_nothing_else():

@@ -20,7 +20,6 @@ from edgespec.engines.base import EngineFacts
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -29,6 +28,7 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Logits
+from table_engine import TableEngine
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -19,7 +19,6 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.table import TableEngine
 from edgespec.errors import ConfigError
 from edgespec.export.accuracy import open_engine
 from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
@@ -32,6 +31,7 @@ from edgespec.formats.onnx.drafted import LACKS
 from edgespec.types import Batch
 from laws import ALPHA_1E6
 from lossless import PROMPTS, score_of_pairs
+from table_engine import TableEngine
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 
 DRAFT = DEMO / "hf" / "draft"

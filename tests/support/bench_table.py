@@ -7,10 +7,10 @@ from pathlib import Path
 
 from edgespec.config import LoadOptions
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engines.table import TableEngine
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.runtime import Model
 from edgespec.types import Batch, Logits
+from table_engine import TableEngine
 
 
 class Waiting(TableEngine):

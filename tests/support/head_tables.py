@@ -7,8 +7,8 @@ import numpy as np
 from edgespec import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.sampling import Sampler
+from table_engine import TableEngine
 
 KINDS = ("medusa", "eagle")
 VOCABULARY = 10

@@ -31,13 +31,13 @@ from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.base import EarlyExit
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Logits, TokenIds
+from table_engine import TableEngine
 from tiny_heads import OpenBlock, OpenHead, drafter_of, table_heads
 
 VOCABULARY = 5

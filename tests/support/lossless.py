@@ -13,7 +13,6 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.table import TableEngine
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
@@ -22,6 +21,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft
 from laws import chi_square_score
+from table_engine import TableEngine
 
 VOCABULARY = 10
 DEMO = ROOT / "models" / "demo" / "manifest.toml"

@@ -13,12 +13,12 @@ import pytest
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.config import LoadOptions
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engines.table import TableEngine
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.reports import Stats
 from edgespec.types import Batch, Logits
 from simulation import Clock
+from table_engine import TableEngine
 
 PASS_S, DRAFT_SHARE = 0.016, 0.1
 SAMPLING = Sampling(temperature=1.0, seed=5, top_k=0, top_p=1.0, min_p=0.0)

@@ -23,10 +23,10 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.chain import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.pass_request import Passes, at_once
-from edgespec.engines.table import TableEngine
 from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, TokenIds, Verdict
+from table_engine import TableEngine
 
 VOCABULARY = 4096
 TRACES = Path(__file__).parent / "data" / "traces.npz"

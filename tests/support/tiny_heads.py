@@ -11,11 +11,11 @@ from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import StateDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.head import BlockHead, CachedHead, Confidences, FeatureHead, HeadFacts, States
-from edgespec.engines.table import TableEngine
 from edgespec.errors import BatchError, Cancelled, ContextFull
 from edgespec.formats.head_file import HeadFile, write_head_file
 from edgespec.formats.head_manifest import HeadManifest
 from edgespec.types import Batch, Logits, TokenIds
+from table_engine import TableEngine
 
 LAYERS = 0, 2  # whose inputs an OpenHead reads
 LARGE = 100.0  # where SiLU is the identity, and a state is small beside a row

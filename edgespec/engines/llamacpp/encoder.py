@@ -69,8 +69,8 @@ class EncoderEngine(Engine):
     def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
         self._require_open()
         check_texts(texts, self.facts.context_length, self.vocabulary.size)
-        with self._held:
-            return self._embedder.embed(texts, pooling)
+        self._held.check()
+        return self._embedder.embed(texts, pooling)
 
     def forward(self, batch: Batch) -> Logits:
         self._refuse()

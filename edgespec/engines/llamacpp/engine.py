@@ -106,9 +106,8 @@ class LlamaCppEngine(BookedEngine):
         return engine
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
-        with self._held:
-            kept = self._run(batch, placed)
-        return self._logits(kept)
+        self._held.check()
+        return self._logits(self._run(batch, placed))
 
     def _run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Selection:
         """One pass, padded into the pinned class; the caller adds its rows to the sequences' lengths."""
@@ -177,8 +176,8 @@ class LlamaCppEngine(BookedEngine):
         check_texts(texts, self.facts.context_length, self.vocabulary.size)
         if self._embedder is None:
             self._embedder = Embedder(self._model, self._settings, self._cancel, self.facts.kv_bytes_per_token)
-        with self._held:
-            return self._embedder.embed(texts, pooling)
+        self._held.check()
+        return self._embedder.embed(texts, pooling)
 
     def load_head(
         self, kind: type[AnyHead], path: Path, *, context_length: int | None = None, gpu_layers: int = 0

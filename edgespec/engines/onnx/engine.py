@@ -6,7 +6,6 @@ pass.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,6 @@ from edgespec.engines.base import EarlyExit, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
 from edgespec.engines.envelope import StateStamp
 from edgespec.engines.held import HeldFiles
-from edgespec.engines.huge_pages import LEAST_BYTES, HugePages
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import cuda
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
@@ -53,8 +51,6 @@ class OnnxEngine(BookedEngine):
         self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
     ) -> None:
         self._options = run_options()
-        self._pages: HugePages | None = None
-        self._num_changes = 0  # passes that have begun, and passes that have ended
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         exported = graph
         passes, device, graph = open_passes(source, exported, settings, self._options)
@@ -125,7 +121,6 @@ class OnnxEngine(BookedEngine):
             config = source.config()
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
-        pages = HugePages() if graph.weight_bytes >= LEAST_BYTES and not graph.has_tiles else None
         settings = OnnxSettings.checked(graph, config, use)
         widest, reproducible = settings.measured_widths, use.reproducible
         if graph.has_tiles and reproducible is None:
@@ -155,21 +150,7 @@ class OnnxEngine(BookedEngine):
             engine.facts = fastest_facts(engine, key)
         elif reproducible is not False:
             engine._pin(key, widest, reproducible)
-        if pages is not None and engine.facts.device == "cpu":
-            engine._move_weights(pages)
         return engine
-
-    def _move_weights(self, pages: HugePages) -> None:
-        """Into huge pages, in idle moments."""
-        engine = weakref.ref(self)  # which ends where it is forgotten, too
-
-        def num_changes() -> int:
-            found = engine()
-            return 0 if found is None else found._num_changes
-
-        self._pages = pages
-        weakref.finalize(self, pages.stop)
-        pages.start(num_changes)
 
     def _pin(self, key: str, widest: int, reproducible: bool | None) -> None:
         """Keep to a width class, where there is one. Raises CapabilityError where one was asked for and there is none.
@@ -210,12 +191,8 @@ class OnnxEngine(BookedEngine):
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         if not self.facts.can_tree and any(part.is_tree for part in placed.values()):
             raise CapabilityError(self._chains_only())
-        self._num_changes += 1
-        try:
-            with self._held:
-                logits = self._caches.run(batch, placed)
-        finally:
-            self._num_changes += 1
+        self._held.check()
+        logits = self._caches.run(batch, placed)
         self._last_width = batch.width
         return logits
 
@@ -283,8 +260,6 @@ class OnnxEngine(BookedEngine):
         self._options.terminate = wanted
 
     def _free(self) -> None:
-        if self._pages is not None:
-            self._pages.stop()
         self._held.close()
         for sessions in self._sessions:
             sessions.close()

@@ -20,7 +20,6 @@ _FAR = 2**63 - 1024  # the largest double within int64: a bound behind it is a b
 _ALLOWED = f"at most {MOST} is allowed, not counting zeros at its end: take a smaller one, or check the answer yourself"
 _DIVISOR = "multipleOf"
 _MERGING = ("allOf", "anyOf", "oneOf", "$ref")  # what stands beside them holds in their parts, too
-_MOST_PRODUCT = 2**32  # the library multiplies two divisors in 32 bits
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 
 
@@ -78,36 +77,17 @@ def refuse_large_divisors(parts: Iterable[tuple[str, Mapping[str, Any]]], kind: 
 
     `parts`: (path, schema) of a schema and of all inside it.
     """
-    given: list[tuple[str, Decimal]] = []
+    given: list[Decimal] = []
     merges = False
     for path, part in parts:
         merges = merges or any(word in part for word in _MERGING)
         divisor = part.get(_DIVISOR)
-        if is_number(divisor) and 0 < divisor < math.inf:
-            given.append((path, Decimal(str(divisor))))
-    for path, each in given:
-        if _steps([each]) > MOST:
+        if not is_number(divisor) or not 0 < divisor < math.inf:
+            continue
+        given.append(Decimal(str(divisor)).normalize())
+        if int("".join(map(str, given[-1].as_tuple().digits))) > MOST:
             place = f"at {path}: " if path else ""
-            raise ConfigError(f"{kind} cannot be used: {place}{_DIVISOR} {each} is too large, {_ALLOWED}")
-    if merges and _steps([divisor for _, divisor in given]) > MOST:
-        raise ConfigError(f"{kind} cannot be used: the common multiple of all {_DIVISOR} is too large, {_ALLOWED}")
-
-
-def _steps(divisors: list[Decimal]) -> int:
-    """The common multiple of numbers as a whole number without zeros at its end; no further than needed."""
-    shift = max((-int(each.as_tuple().exponent) for each in divisors), default=0)
-    multiple = 1
-    for each in divisors:
-        whole = int(each.scaleb(shift))
-        if len(divisors) > 1 and multiple * whole >= _MOST_PRODUCT:
-            return MOST + 1
-        multiple = math.lcm(multiple, whole)
-        if (steps := _without_zeros(multiple)) > MOST:
-            return steps
-    return _without_zeros(multiple)
-
-
-def _without_zeros(number: int) -> int:
-    while number and number % 10 == 0:
-        number //= 10
-    return number
+            raise ConfigError(f"{kind} cannot be used: {place}{_DIVISOR} {divisor} is too large, {_ALLOWED}")
+    shift = max([0, *(-int(each.as_tuple().exponent) for each in given)])
+    if merges and len(given) > 1 and math.prod(int(each.scaleb(shift)) for each in given) > MOST:
+        raise ConfigError(f"{kind} cannot be used: the product of all {_DIVISOR} is too large, {_ALLOWED}")
