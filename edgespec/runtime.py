@@ -452,7 +452,6 @@ def load(
             pair = resolve_pair(chosen)
             if room.has_resource_limits:
                 keep_one_arena()
-                fit(chosen, pair, room)  # refuse what has no room for the stack of the trial's thread
             with start_trial(chosen, pair) as trial:
                 fitted = fit(chosen, pair, room)
                 if fitted.has_other_draft:  # which that trial does not know

@@ -7,7 +7,6 @@ each sequence before that sequence is used. Logits come back over a pipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -62,19 +61,16 @@ class RemoteEngine(BookedEngine):
             raise
 
     @classmethod
-    def load(
-        cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
-    ) -> Self:
+    def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> Self:
         """Load `path` onto the servers of `use`; `changes`: of it.
 
-        Without servers the child computes itself. `opened` is called before the child uses the file. Raises what
+        Without servers the child computes itself. Raises what
         `LlamaCppEngine.load` does, Unreachable for a server that does not answer, and CapabilityError where this build
         of llama.cpp has no RPC.
         """
         use = replace(use or ModelUse(), **changes)
         if use.endpoints:
             require_rpc("--rpc")
-        opened()
         return cls(path, use)
 
     def _start(self) -> Loaded:

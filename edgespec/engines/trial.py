@@ -1,25 +1,30 @@
-"""Checks files of unknown origin in a child process first, because a bad file can end the process that loads it.
+"""Tries files of unknown contents in a child process first, because a bad file can end the process that loads it.
 
-The child opens each file, uses it as an engine would, and finally reads all its weights. The load in this process stays
-one step behind: what the child has opened is opened here while the child goes on.
+The child (`python -m edgespec.engines.trial FILE...`) opens each file, uses it as an engine would and reads all its
+weights. It prints one JSON object per file: {"fault": null or the reason}. Files that passed are not tried again.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from edgespec.closing import Closing
-from edgespec.engines.trial_child import OPENED, USED, Child, is_graph, start_child
-from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.kind import gives_only_embeddings
 from edgespec.formats.gguf.split import model_files
 from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import quoted, require_engine
+from edgespec.installation import child_environment, quoted, require_engine
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
-from edgespec.platform.machine import usable_processors
+from edgespec.platform.machine import has_address_limit
 
 PROBE_VERSION = 2  # increase it when the trial finds more faults, so that files are tried again
 START_S = 60.0
@@ -42,9 +47,9 @@ def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
 
 
 class Trial(Closing):
-    """`check_model_files` in steps, so that a load waits for each only when it gets there itself.
+    """`check_model_files` in two steps: the constructor reads the headers and starts the child.
 
-    The constructor reads the headers and starts the child. Raises ModelNotFound and ModelFileError.
+    Raises ModelNotFound and ModelFileError.
     """
 
     def __init__(self, is_trusted: Mapping[Path, bool]) -> None:
@@ -52,38 +57,31 @@ class Trial(Closing):
             _check_header(path)
         keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
         self._keys = {path: key for path, key in keys.items() if not disk_cache.is_marked("probed", key)}
-        unknown = list(self._keys)
-        self._child: Child | None = None
-        if unknown:
-            self._child = start_child(unknown, timeout_s=_allowed_s(unknown))
-
-    def require_opened(self, path: Path) -> None:
-        """Wait until the child has opened this model; only then may it be opened here. Raises ModelFileError."""
-        self._require(path, OPENED)
-
-    def require_used(self, path: Path) -> None:
-        """Wait until the child has used it; only then make contexts and passes here. Raises ModelFileError."""
-        self._require(path, USED)
-
-    def _require(self, path: Path, step: int) -> None:
-        if self._child is not None and path in self._keys:
-            before = list(self._keys).index(path)
-            _require_none(self._child.results(before * USED + step))
+        self._child = start_child(list(self._keys)) if self._keys else None
 
     def require_sound(self) -> None:
-        """Wait until it has read the weights of all models too, and remember that. Raises ModelFileError."""
-        if self._child is not None:
-            _require_none(self._child.results((USED + 1) * len(self._keys)))
+        """Wait until the child has tried all models, and remember that. Raises ModelFileError."""
+        if self._child is None:
+            return
+        paths = list(self._keys)
+        for fault in results(self._child, paths, _allowed_s(paths)):
+            if fault is not None:
+                raise ModelFileError(fault)
         self.close()
         for path, key in self._keys.items():
             disk_cache.mark("probed", key, path)
-        self._keys = {}
 
     def close(self) -> None:
-        """End the child, whatever it is doing."""
+        """End the child, whatever it is doing. Closing twice is allowed."""
         if self._child is not None:
-            self._child.close()
+            self._child.kill()
+            self._child.communicate()
             self._child = None
+
+
+def is_graph(path: Path) -> bool:
+    """Whether it is an ONNX model; others are GGUF files."""
+    return path.suffix == ".onnx"
 
 
 def _check_header(path: Path) -> None:
@@ -93,12 +91,6 @@ def _check_header(path: Path) -> None:
     is_writable = check_gguf(path).architecture in WRITABLE
     convert = f"or convert it: edgespec export {quoted(str(path))} --to onnx" if is_writable else ""
     require_engine("llamacpp", path.name, convert)
-
-
-def _require_none(faults: Iterable[str | None]) -> None:
-    for fault in faults:
-        if fault is not None:
-            raise ModelFileError(fault)
 
 
 def _trial_key(path: Path) -> str:
@@ -130,14 +122,101 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 def _allowed_s(paths: Sequence[Path]) -> float:
-    """Time to read all files of these models from a slow disk, on a machine as busy as this one."""
-    files = (file for path in paths for file in _files(path))
-    return _programs_per_core() * (START_S + sum(file.stat().st_size for file in files) / READ_BYTES_PER_S)
+    """Time to read all files of these models from a slow disk."""
+    return START_S + sum(file.stat().st_size for path in paths for file in _files(path)) / READ_BYTES_PER_S
 
 
-def _programs_per_core() -> float:
-    """How many programs share a core, at least 1; also 1 where the system does not say (Windows)."""
+# -- the child and its handle in the parent
+
+
+def start_child(paths: Sequence[Path]) -> subprocess.Popen[bytes]:
+    """A child that tries `paths`; `results` waits for it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "edgespec.engines.trial", *map(str, paths)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=child_environment(),
+    )
+
+
+def results(child: subprocess.Popen[bytes], paths: Sequence[Path], allowed_s: float) -> list[str | None]:
+    """Wait for the child: the fault of each path, or None. Fewer if it ended early: the last one says how."""
+    is_late = False
     try:
-        return max(1.0, os.getloadavg()[0] / usable_processors())
-    except (AttributeError, OSError):
-        return 1.0
+        written = child.communicate(timeout=allowed_s)[0]
+    except subprocess.TimeoutExpired:
+        child.kill()
+        is_late, written = True, child.communicate()[0]
+    lines = (line.strip() for line in written.decode("utf-8", errors="replace").splitlines())
+    found = [json.loads(line)["fault"] for line in lines if line.startswith('{"fault"')]  # libraries print, too
+    if len(found) == len(paths):
+        return found
+    path = paths[len(found)]
+    if is_late:
+        fault = (
+            f"{path} could not be tried: loading it took more than {allowed_s:.0f} s in a trial process. Try again "
+            "when the machine is less busy; if it still takes that long, download or export the file again"
+        )
+    else:
+        fault = (
+            f"{path} is not a usable model: loading it ended a trial process (status {child.returncode}). Download or "
+            "export it again"
+        )
+    return [*found, fault]
+
+
+def _main(paths: Sequence[Path]) -> None:
+    """In the child."""
+    if sys.platform != "win32":
+        import resource
+
+        limit_s = int(_allowed_s(paths))
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is there
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))  # should the parent be killed
+    for path in paths:
+        print(json.dumps({"fault": _fault_of(path)}), flush=True)
+
+
+def _fault_of(path: Path) -> str | None:
+    """Use a model as the engine will. The reason when it cannot be used, else None."""
+    try:
+        if is_graph(path):
+            from edgespec.engines.onnx.opening import try_folder
+
+            try_folder(path, lambda: None)
+            return None
+        return _try_gguf(path)
+    except EdgespecError as exc:
+        return str(exc)
+
+
+def _try_gguf(path: Path) -> str | None:
+    from edgespec.engines.checks import fault_of
+    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.heads import head_class
+    from edgespec.engines.llamacpp.weights import try_weights
+    from edgespec.types import Batch
+
+    if (head := head_class(path)) is not None:
+        head.try_alone(path)
+        return None
+    read_weights = (lambda path: None) if has_address_limit() else try_weights
+    if gives_only_embeddings(read_header(path)):
+        from edgespec.engines.llamacpp.encoder import try_encoder
+
+        return try_encoder(path) or read_weights(path)
+    load = partial(LlamaCppEngine.load, path, context_length=16, max_batch=8, threads=1, reproducible=False)
+    with load(is_repacked=False) as engine:
+        ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
+        fault = fault_of(engine.forward(Batch.chain(ids[:2] or [0])))
+        if not fault:
+            engine.forward(Batch.chain([0], last_only=True))
+    if named := read_weights(path):  # says which tensors are damaged
+        return named
+    return f"{path} is not a usable model: {fault}. Download or export it again" if fault else None
+
+
+if __name__ == "__main__":
+    _main([Path(path) for path in sys.argv[1:]])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 from edgespec.config import LoadOptions
 from edgespec.engines.base import Engine
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.kind import gives_only_embeddings
@@ -31,7 +29,7 @@ def load_libraries(models: Iterable[ModelFile]) -> None:
         library()
 
 
-def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | None, trial: Trial) -> Engine:
+def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | None) -> Engine:
     """The target. `states`: layers whose inputs come with its hidden states; None: no hidden states are needed.
 
     Raises as `open_engine`.
@@ -43,45 +41,40 @@ def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | 
             "GGUF go to a GPU with -ngl"
         )
     use = replace(target_use(options, chosen), hidden_states=states is not None, state_layers=states or ())
-    return open_engine(options, file, use, trial)
+    return open_engine(options, file, use)
 
 
-def open_draft(options: LoadOptions, file: ModelFile, target: Engine, trial: Trial) -> Engine:
+def open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
     """A draft model for `target`. Raises as `open_engine`, and CapabilityError for one that cannot roll back."""
-    engine = open_engine(options, file, draft_use(options, file, target.facts.context_length), trial)
+    engine = open_engine(options, file, draft_use(options, file, target.facts.context_length))
     if not (engine.facts.can_rollback or engine.facts.has_checkpoints):
         engine.close()
         raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
     return engine
 
 
-def open_engine(options: LoadOptions, file: ModelFile, use: ModelUse, trial: Trial) -> Engine:
-    """The engine of a file, opened and used no sooner than `trial` has done so. Raises what the engine's `load` does.
-
-    And ConfigError for `options` that ONNX Runtime ignores.
-    """
-    found = _open(options, file, use, trial)
+def open_engine(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
+    """The engine of a file. Raises as the engine's `load`, and ConfigError for `options` that ONNX Runtime ignores."""
+    found = _open(options, file, use)
     if file.note:
         found.facts = replace(found.facts, notes=(*found.facts.notes, file.note))
     return found
 
 
-def _open(options: LoadOptions, file: ModelFile, use: ModelUse, trial: Trial) -> Engine:
-    trial.require_opened(file.path)
-    opened = partial(trial.require_used, file.path)
+def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
     if file.engine == "onnx":
         from edgespec.engines.onnx import OnnxEngine
 
         _check_for_onnx(options, use)
-        return OnnxEngine.load(file.path, use, opened=opened)
+        return OnnxEngine.load(file.path, use)
     if gives_only_embeddings(check_gguf(file.path)):
         from edgespec.engines.llamacpp.encoder import EncoderEngine
 
-        return EncoderEngine.load(file.path, use, opened=opened)
+        return EncoderEngine.load(file.path, use)
     from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.engines.remote import RemoteEngine
 
-    return (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use, opened=opened)
+    return (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use)
 
 
 def _check_for_onnx(options: LoadOptions, use: ModelUse) -> None:

@@ -65,15 +65,15 @@ def _open_models(
     load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
     heads = read_heads(options, pair, is_cut=chosen.is_cut)
     states = state_layers(heads.values()) if heads else None
-    target = open_target(options, chosen, states, trial)
+    trial.require_sound()
+    target = open_target(options, chosen, states)
     drafters: dict[DrafterName, Drafter] = {}
     try:
         for name in chosen.wanted:
-            drafters |= _opened(name, options, chosen, target, drafters, trial)
+            drafters |= _opened(name, options, chosen, target, drafters)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
         for check in weight_checks:
             check.result()
-        trial.require_sound()
     except BaseException:
         for drafter in drafters.values():
             drafter.close()
@@ -88,35 +88,33 @@ def _opened(
     chosen: Chosen,
     target: Engine,
     opened: dict[DrafterName, Drafter],
-    trial: Trial,
 ) -> dict[DrafterName, Drafter]:
     """The drafters with models for `name` that are not `opened` yet."""
     pair = chosen.pair
     if name == "early-exit":
         if chosen.is_cut:
             return {name: SharedStateDrafter(target, options.draft_temperature)}
-        engine = open_draft(options, pair.files["draft"], target, trial)
+        engine = open_draft(options, pair.files["draft"], target)
         return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
     if name == "mtp" and chosen.has_own_mtp:
         return {name: open_own_layers(options, target)}
     if name in HEAD_FILES:
-        trial.require_used(pair.files["draft"].path)
         return {name: open_head_file(options, pair.files["draft"], target)}
     # An exit is a draft model already: no second one is opened beside it.
     known = next((each for each in opened.values() if isinstance(each, ChainDrafter)), None)
-    small = known or _model_drafter(options, pair.files["draft"], target, trial)
+    small = known or _model_drafter(options, pair.files["draft"], target)
     found: dict[DrafterName, Drafter] = {} if known else {"model": small}
     if name != "hierarchical":
         return found
     with closed_on_failure(*found.values()):
-        medium = open_draft(options, pair.files["medium"], target, trial)
+        medium = open_draft(options, pair.files["medium"], target)
         with closed_on_failure(medium):
             check_same_vocabulary(target.vocabulary, medium.vocabulary)
             return found | {name: HierarchicalDrafter(small, medium, options.draft_temperature)}
 
 
-def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine, trial: Trial) -> ModelDrafter:
-    engine = open_draft(options, file, target, trial)
+def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
+    engine = open_draft(options, file, target)
     with closed_on_failure(engine):
         cache, note = draft_cache(target, engine, file.path.name)
     return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
@@ -138,7 +136,7 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
     else:
         options = replace(options, context_length=None)  # of any length: no text is read
         use = replace(target_use(options, Chosen(pair, None, ())), reproducible=False)
-        with open_engine(options, file, use, Trial({})) as engine:
+        with open_engine(options, file, use) as engine:
             yield pair, engine.vocabulary
 
 

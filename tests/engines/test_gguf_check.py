@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-import os
 import random
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edgespec.config import LoadOptions
-from edgespec.engines import trial, trial_child
+from edgespec.engines import trial
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, weights
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf import check as gguf_check
@@ -24,7 +19,6 @@ from edgespec.formats.gguf import header as gguf_header
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header
 from edgespec.loading.opening import open_models
-from edgespec.platform.machine import usable_processors
 from edgespec.types import Batch
 from tiny_gguf import Shape, matrices, vocabulary, write_model
 from trials import faults, probe
@@ -193,13 +187,10 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     stand_in = tmp_path / "python"
     stand_in.write_text(
         "#!/bin/sh\nshift 2\n"
-        'report() { echo "{\\"path\\": \\"$1\\", \\"fault\\": null}"; }\n'
-        'for file in "$@"; do\ncase $file in *deadly*) kill -6 $$ ;; esac\nreport "$file"; report "$file"\ndone\n'
-        'for file in "$@"; do report "$file"; done\n'
+        'for file in "$@"; do\ncase $file in *deadly*) kill -6 $$ ;; esac\necho "{\\"fault\\": null}"\ndone\n'
     )
     stand_in.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(stand_in))
-    monkeypatch.setattr(trial_child, "may_fork", lambda: False)
     found = faults([sound, deadly, last], timeout_s=30)
     assert found[0] is found[2] is None
     assert "ended a trial process (status -6)" in str(found[1])
@@ -214,91 +205,21 @@ def test_a_probe_reports_nan_weights_and_logits(tmp_path):
         probe(logits)
 
 
-def test_time_in_which_this_process_is_stopped_counts_for_nothing(sound, monkeypatch):
-    clock = itertools.count(0.0, 1000.0)  # as if it were stopped (Ctrl-Z) before every look at the clock
-    monkeypatch.setattr(trial_child, "monotonic", lambda: next(clock))
-    assert faults([sound], timeout_s=60) == [None]
-
-
-def test_a_busy_machine_is_given_more_time(tmp_path, monkeypatch):
-    untried = write_model(tmp_path / "model.gguf", SHAPE)
-
-    class Asked(Exception):
-        pass
-
-    def allowed_s(programs_per_core: float) -> float:
-        load = programs_per_core * usable_processors()
-        monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load), raising=False)
-        with pytest.raises(Asked) as asked:
-            trial.check_model_file(untried)
-        return float(asked.value.args[0])
-
-    def ask(paths: object, *, timeout_s: float) -> None:
-        raise Asked(timeout_s)
-
-    monkeypatch.setattr(trial, "start_child", ask)
-    assert allowed_s(0.1) == allowed_s(1) == pytest.approx(allowed_s(6) / 6)
-
-
 def test_a_probe_that_hangs_is_ended(tmp_path):
     path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
     with pytest.raises(ModelFileError, match=r"could not be tried: loading it took more than 5 s .* less busy"):
         probe(path, timeout_s=5)
 
 
-IN_A_FORK = """
-import json, sys
-from pathlib import Path
-from edgespec.engines import trial_child
-trial_child._start_program = None
-assert trial_child.may_fork()
-with trial_child.start_child([Path(sys.argv[2])], timeout_s=float(sys.argv[1])) as child:
-    print(json.dumps(child.results(3)[-1]))
-"""
-
-
-def in_a_fork(path: Path, *, timeout_s: float = 60, before: str = "") -> str | None:
-    """What a fork finds of `path`, in a process that llama.cpp is not yet loaded in."""
-    command = [sys.executable, "-c", before + IN_A_FORK, str(timeout_s), str(path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert not done.stderr
-    return json.loads(done.stdout)
-
-
-def test_a_fork_finds_what_a_process_of_its_own_finds(sound, tmp_path):
-    weights = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.nan)})
-    assert in_a_fork(sound) is None
-    assert "invalid data" in str(in_a_fork(weights))
-
-
-@pytest.mark.parametrize(("ending", "says"), [("os.abort()", "status -6"), ("os.kill(os.getpid(), 9)", "status -9")])
-def test_a_fork_that_a_file_ends_is_told_from_one_that_passes(sound, ending, says):
-    deadly = f"import os\nfrom edgespec.engines import trial_child\ntrial_child.try_model = lambda *_: {ending}\n"
-    assert says in str(in_a_fork(sound, before=deadly))
-
-
-def test_a_fork_that_hangs_is_ended(tmp_path):
-    path = write_model(tmp_path / "rwkv.gguf", SHAPE, metadata={"tokenizer.ggml.model": "rwkv"})
-    assert "took more than 3 s" in str(in_a_fork(path, timeout_s=3))
-
-
-def test_nothing_is_forked_beside_threads_or_an_engine_that_has_worked(sound):
-    LlamaCppEngine.load(sound, context_length=16, threads=1, reproducible=False).close()
-    assert not trial_child.may_fork()
-    before = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
-    with pytest.raises(subprocess.CalledProcessError):
-        in_a_fork(sound, before=before)
-
-
 @pytest.fixture
 def started(monkeypatch):
     """The files of every child that is started, which then works as ever."""
     calls: list[list[Path]] = []
-    start = trial_child.start_child
+    start = trial.start_child
 
-    def starting(paths, **how):
+    def starting(paths):
         calls.append(list(paths))
-        return start(paths, **how)
+        return start(paths)
 
     monkeypatch.setattr(trial, "start_child", starting)
     return calls
@@ -331,26 +252,13 @@ def test_a_trusted_file_is_not_probed(sound, started):
     assert not started
 
 
-def test_damaged_weights_end_a_load_that_has_opened_the_model(tmp_path):
+def test_damaged_weights_end_a_load(tmp_path):
     whole = matrices(SHAPE, len(TOKENS))["token_embd.weight"]
     damaged = whole.copy()
     damaged[-1] = math.nan  # of a token that no trial reads
     path = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"token_embd.weight": damaged, "output.weight": whole})
-    with trial.Trial({path: False}) as running:
-        running.require_used(path)
-        with pytest.raises(ModelFileError, match="invalid data"):
-            running.require_sound()
-    with pytest.raises(ModelFileError):
+    with pytest.raises(ModelFileError, match="invalid data"):
         open_models(LoadOptions(model=str(path), reproducible=False, context_length=16))
-
-
-def test_a_load_may_open_what_the_child_has_opened_and_waits_before_it_uses_it(sound, tmp_path):
-    path = write_model(tmp_path / "rope.gguf", SHAPE, tensors={"rope_freqs.weight": np.zeros(8, np.float32)})
-    with trial.Trial({sound: False, path: False}) as running:
-        running.require_used(sound)
-        running.require_opened(path)
-        with pytest.raises(ModelFileError, match="not numbers"):
-            running.require_used(path)
 
 
 @pytest.mark.parametrize("has_check", [True, False])
@@ -364,8 +272,7 @@ def test_damaged_weights_are_named_by_either_check(sound, tmp_path, monkeypatch,
 
 
 def test_a_trial_that_is_given_up_leaves_no_child(sound):
-    with trial.Trial({sound: False}) as running:
-        running.require_used(sound)
+    trial.Trial({sound: False}).close()
     again = trial.Trial({sound: False})  # nothing was remembered
     again.require_sound()
     again.require_sound()

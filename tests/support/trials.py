@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgespec.engines.trial_child import USED, order_of_reports, start_child
+from edgespec.engines.trial import results, start_child
 from edgespec.errors import ModelFileError
 
 
 def faults(paths: Sequence[Path], *, timeout_s: float) -> list[str | None]:
-    """What is wrong with each file, or None. After a file that ends its child, another one tries the rest again."""
-    found: dict[Path, str | None] = {}
-    waiting = list(paths)
-    while waiting:
-        with start_child(waiting, timeout_s=timeout_s) as child:
-            reports = child.results((USED + 1) * len(waiting))
-        if len(reports) == (USED + 1) * len(waiting):
-            found |= zip(waiting, reports[USED * len(waiting) :], strict=True)
-            break
-        deadly = order_of_reports(waiting)[len(reports) - 1]
-        found[deadly] = reports[-1]
-        waiting.remove(deadly)
-    return [found[path] for path in paths]
+    """What is wrong with each file, or None. After a file that ends its child, another one tries the rest."""
+    found: list[str | None] = []
+    while len(found) < len(paths):
+        waiting = paths[len(found) :]
+        found += results(start_child(waiting), waiting, timeout_s)
+    return found
 
 
 def probe(path: Path, *, timeout_s: float = 60) -> None:

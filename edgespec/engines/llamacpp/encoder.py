@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -39,9 +39,7 @@ class EncoderEngine(Engine):
         self._held = HeldFiles(model_files(path))
 
     @classmethod
-    def load(
-        cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
-    ) -> Self:
+    def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> Self:
         """Load `path`; as `LlamaCppEngine.load`. Raises CapabilityError for what an encoder cannot do as well."""
         use = replace(use or ModelUse(), **changes)
         if use.reproducible:
@@ -60,7 +58,6 @@ class EncoderEngine(Engine):
             is_repacked=use.is_repacked,
         )
         try:
-            opened()
             return cls(path, model, settings)
         except BaseException:
             library().llama_model_free(model)
@@ -142,9 +139,9 @@ def _facts(model: Any, settings: ContextSettings) -> EngineFacts:
     )
 
 
-def try_encoder(path: Path, opened: Callable[[], None]) -> str | None:
+def try_encoder(path: Path) -> str | None:
     """Use an encoder as a trial does, with little memory. The reason when it cannot be used, else None."""
-    with EncoderEngine.load(path, opened=opened, context_length=16, threads=1, is_repacked=False) as engine:
+    with EncoderEngine.load(path, context_length=16, threads=1, is_repacked=False) as engine:
         before, behind = engine.vocabulary.embedded_ends()
         ids = np.array([*before, *engine.vocabulary.encode("a b"), *behind][:16] or [0], np.int32)
         if not np.isfinite(engine.embed([ids], "mean")).all():

@@ -7,7 +7,7 @@ its own.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -86,21 +86,20 @@ class LlamaCppEngine(BookedEngine):
         use: ModelUse | None = None,
         *,
         servers: tuple[RpcServer, ...] = (),
-        opened: Callable[[], None] = lambda: None,
         **changes: Any,
     ) -> Self:
         """Load `path` and measure what it can do; `changes`: of `use`.
 
         `servers`: RPC servers whose devices this process has (see `RemoteEngine`), and which hold all layers unless
-        `gpu_layers` tells how many. `opened` is called when the file is open and before it is used. The widest pass of
-        a width class limits `facts.max_batch`, so that prompts are read inside it. Where reproducible mode would pad
-        single tokens with keys in f16, and no type was asked for, they are cached in q8_0.
+        `gpu_layers` tells how many. The widest pass of a width class limits `facts.max_batch`, so that prompts are read
+        inside it. Where reproducible mode would pad single tokens with keys in f16, and no type was asked for, they are
+        cached in q8_0.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
         """
         use = replace(use or ModelUse(), **changes)
-        engine = load_engine(cls, path, use, servers, opened)
+        engine = load_engine(cls, path, use, servers)
         with closed_on_failure(engine):
             engine.read_layers(use.state_layers)
         return engine

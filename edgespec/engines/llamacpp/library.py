@@ -33,7 +33,6 @@ _listeners: list[Callable[[str], None]] = []
 NO_ROOM, ABORTED = 1, 2  # results of llama_decode and llama_encode
 END = -1  # of a range of positions: to its end
 _NO_MEMORY = ("allocate memory", "Resource temporarily unavailable", "bad_alloc", "failed to allocate")
-_opened = 0  # models in this process
 _worker = 0  # the process that made the first context
 
 
@@ -60,15 +59,6 @@ def _close_at_exit() -> None:
 
         for file in (_utils.outnull_file, _utils.errnull_file):
             atexit.register(file.close)
-
-
-def is_loaded() -> bool:
-    return library.cache_info().currsize > 0
-
-
-def has_worked() -> bool:
-    """Whether a model was opened in this process, after which the library has threads."""
-    return _opened > 0
 
 
 def require_threads() -> None:
@@ -164,9 +154,7 @@ def open_model(
     is used: llama.cpp would send wide passes to one anyway. `is_repacked` False: the weights stay as they
     are in the file and are not copied for this CPU's kernels. `has_mtp`: load multi-token prediction layers too.
     """
-    global _opened
     llama = library()
-    _opened += 1
     params = llama.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     if not gpu_layers:

@@ -23,9 +23,7 @@ Made = TypeVar("Made", bound=Engine)
 Maker = Callable[[Path, OpenModel], Made]
 
 
-def load_engine(
-    make: Maker[Made], path: Path, use: ModelUse, servers: tuple[RpcServer, ...], opened: Callable[[], None]
-) -> Made:
+def load_engine(make: Maker[Made], path: Path, use: ModelUse, servers: tuple[RpcServer, ...]) -> Made:
     """What `make` gives for an open model, perhaps made several times to find its settings.
 
     Raises as `LlamaCppEngine.load`.
@@ -37,7 +35,7 @@ def load_engine(
     length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
     snapshots = state.snapshots_for(use.speculates) if state else 0
     checked = partial(ContextSettings.checked, context_length=length, servers=servers, snapshots=snapshots)
-    opener = ModelOpener(path, use, opened)
+    opener = ModelOpener(path, use)
     types_are_free = use.cache_type_k is use.cache_type_v is None and use.flash_attention is not False
     if use.reproducible and not use.gpu_layers and types_are_free:
         found = _open_unpadded(make, opener, checked(replace(use, cache_type_k="q8_0")))

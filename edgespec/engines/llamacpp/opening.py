@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +30,10 @@ class OpenModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelOpener:
-    """Opens `path`, as often as other settings of the context are tried. `opened` is called before the file is used."""
+    """Opens `path`, as often as other settings of the context are tried."""
 
     path: Path
     use: ModelUse
-    opened: Callable[[], None]
 
     def open(self, settings: ContextSettings) -> OpenModel:
         """Raises ModelFileError, CapabilityError."""
@@ -54,7 +52,6 @@ class ModelOpener:
             settings = replace(settings, max_branches=0, streams=True)
         cancel = CancelFlag()
         try:
-            self.opened()
             require_generator(model, self.path)
             return OpenModel(model, create_context(model, self.path, settings, cancel), settings, cancel)
         except BaseException:
