@@ -59,7 +59,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     0 unless --seed says otherwise. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     own = {name: given.pop(name) for name in _OWN}
-    settings = _checked(resolve_settings(given, model_name, config_file, speculates=True))
+    settings = _checked(resolve_settings(given, model_name, config_file))
     check_outputs(own["plot"], own["html_file"])
     found = _sources(own["prompts"], own["data"])
     session = open_session(settings)

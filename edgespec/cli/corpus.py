@@ -31,7 +31,6 @@ from edgespec.loading.opening import open_vocabulary
 from edgespec.platform.files import resolved
 from edgespec.runtime import load
 from edgespec.tuning.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
-from edgespec.tuning.profiles import DEFAULT_MODEL
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -164,7 +163,7 @@ def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool
 
 
 def _name_of(model: str | None) -> str:
-    return str(resolve({"model": model}).values.get("model", DEFAULT_MODEL))
+    return str(resolve({"model": model}).values.get("model", "demo"))
 
 
 @contextmanager

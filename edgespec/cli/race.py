@@ -36,7 +36,6 @@ from edgespec.config.settings import PRINTING, REMEMBERING, STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.errors import Cancelled, CapabilityError, ConfigError
 from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.tuning.profiles import with_profile
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
@@ -72,16 +71,13 @@ def command(
     mode, in which both sides write the same text, unless --no-reproducible is given. Exit code 1 when the texts
     differ in that mode.
     """
-    # without a profile yet: the pair may change, and takes the one of its own
-    settings = resolve_settings({**given, "no_profile": True}, model_name, config_file, speculates=True)
+    settings = resolve_settings(given, model_name, config_file)
     _check(settings.part("load"), settings.part("session"))
     if picture is not None:
         check_file("--svg", picture)
     text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
     is_own_choice = names_model(settings)
     settings = choose_pair(settings, expands)
-    if not given["no_profile"]:  # that of the pair which was chosen
-        settings = with_profile(settings, leaves_plain=True)
     session = open_session(settings) if is_own_choice else _open_demonstration(settings)
     if session.options.max_tokens is None:
         session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)

@@ -34,7 +34,7 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     otherwise, so that there is something to compare even where no draft pays. It checks the text; bench measures the
     speed. Exit code 0: identical, 1: some token differs. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
-    settings = resolve_settings(given, model_name, config_file, speculates=True)
+    settings = resolve_settings(given, model_name, config_file)
     settings = settings.below({"draft_length": DRAFT_LENGTH}, "what verify drafts")
     if settings.values.get("verify", "coupled") == "coupled":
         settings = settings.below({"reproducible": True}, "what verify checks")

@@ -33,14 +33,12 @@ from edgespec.bench.race_reasons import break_even, prices, proof, reasons, spee
 from edgespec.cli import race_pair, race_view
 from edgespec.cli.main import cli
 from edgespec.cli.race_view import Side, coloured, frame, legend, recorder, svg
-from edgespec.config.sources import Settings
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.control.length import expected_speedup
-from edgespec.errors import Cancelled, CapabilityError, ConfigError, ModelNotFound, PromptError
-from edgespec.platform.disk_cache import cache_folder
+from edgespec.engines.disk_cache import cache_folder
+from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, PromptError
 from edgespec.reports import RoundRecord, Stats, TokenEvent
-from edgespec.tuning.profiles import new_profile, profile_path, save_profile
 from edgespec.tuning.verify import Divergence
 
 GREEDY = Sampling(temperature=0.0)
@@ -377,37 +375,6 @@ def test_the_text_is_what_generate_says():
     answer = json.loads(CliRunner().invoke(cli, ["generate", *options]).stdout)
     found = json.loads(run(*options).stdout)
     assert found["speculative"]["token_ids"] == answer["token_ids"]
-
-
-def test_the_profile_of_the_raced_model_is_heeded():
-    path = profile_path("demo")
-    assert path is not None
-    save_profile(path, new_profile("demo", {"drafter": "none", "threads": 1, "engine": "llamacpp"}, 1.0, 1.0))
-    try:
-        result = run("--no", "-n", "8", "--json")
-        assert json.loads(result.stdout)["drafter"] == "auto"  # a race needs speculation
-        assert path.stem in result.stderr
-        assert path.stem not in run("--no", "-n", "8", "--no-profile").stderr
-    finally:
-        path.unlink()
-
-
-def test_a_pair_that_was_chosen_is_not_raced_with_the_demos_profile(monkeypatch: pytest.MonkeyPatch):
-    path = profile_path("demo")
-    assert path is not None
-    save_profile(path, new_profile("demo", {"drafter": "ngram", "threads": 1, "engine": "onnx"}, 1.0, 1.0))
-    seen: list[Settings] = []
-
-    def choose(settings: Settings, _: bool | None) -> Settings:
-        seen.append(settings)
-        raise ConfigError("seen enough")
-
-    monkeypatch.setattr("edgespec.cli.race.choose_pair", choose)
-    try:
-        assert "seen enough" in run("--yes", "-n", "8").stderr
-        assert not {"drafter", "engine"} & seen[0].values.keys()
-    finally:
-        path.unlink()
 
 
 @pytest.mark.parametrize(
