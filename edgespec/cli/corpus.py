@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.bench.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
 from edgespec.cli import FilePath, printable, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.status import waiting
@@ -30,7 +31,6 @@ from edgespec.errors import ConfigError, StateError
 from edgespec.loading.opening import open_vocabulary
 from edgespec.platform.files import resolved
 from edgespec.runtime import load
-from edgespec.tuning.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 

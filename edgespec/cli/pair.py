@@ -10,12 +10,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.bench.matching import Aim, Candidate, find_aim, has_run, rank
 from edgespec.cli.completion import models
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
 from edgespec.installation import quoted
 from edgespec.loading.room import fits
-from edgespec.tuning.matching import Aim, Candidate, find_aim, has_run, rank
 
 _WORTH = 1.02
 _WIDE = 1000  # characters

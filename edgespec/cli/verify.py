@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from edgespec.bench.verify import Comparison, Divergence, Report, comparisons
 from edgespec.cli import say
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
@@ -18,7 +19,6 @@ from edgespec.config.settings import REMEMBERING
 from edgespec.errors import ConfigError
 from edgespec.generation.totals import Totals
 from edgespec.reports import Stats
-from edgespec.tuning.verify import Comparison, Divergence, Report, comparisons
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4

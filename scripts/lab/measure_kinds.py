@@ -30,9 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.bench.prompts import SPEC_BENCH_FILE, BenchPrompt, read_data
 from edgespec.reports import Stats
-from edgespec.tuning.prompt_sources import SPEC_BENCH_FILE, read_data
-from edgespec.tuning.workload import BenchPrompt
 from measure_default import fresh_home
 
 OTHERS = ("dialogue", "code")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from edgespec.bench.own_text import LEAST_ANSWER, without_loop
 from edgespec.config import LoadOptions
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import sorted_places
 from edgespec.corpus.shipped import write_shipped
 from edgespec.corpus.store import vocabulary_key
 from edgespec.loading.opening import open_vocabulary
-from edgespec.tuning.own_text import LEAST_ANSWER, without_loop
 from head_training.texts import read
 
 

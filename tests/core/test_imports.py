@@ -36,7 +36,6 @@ RANKS = {
     **dict.fromkeys(("runtime",), 9),
     **dict.fromkeys(("",), 10),
     **dict.fromkeys(("export",), 11),
-    **dict.fromkeys(("tuning",), 12),
     **dict.fromkeys(("bench", "server"), 13),
     **dict.fromkeys(("cli",), 14),
     **dict.fromkeys(("__main__",), 15),
@@ -144,11 +143,7 @@ def test_only_the_runtime_imports_implementations():
         ):
             continue
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
-        allowed = (
-            BASES | MEASURED
-            if component(name) in ("control", "bench", "tuning", "generation", "server", "cli")
-            else BASES
-        )
+        allowed = BASES | MEASURED if component(name) in ("control", "bench", "generation", "server", "cli") else BASES
         assert used <= allowed, f"{name} imports {used - allowed}"
 
 
