@@ -9,7 +9,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from edgespec.engines.table import LetterVocabulary
 
 from demo_training import corpus
 from edgespec.bench import prompts as sources
@@ -25,6 +24,7 @@ from edgespec.bench.prompts import (
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.sampling import Sampling
+from table_engine import LetterVocabulary
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
 
