@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from edgespec.cli import FilePath
-from edgespec.cli.completion import models
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
+from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.habits import did_you_mean
 from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents

@@ -10,7 +10,7 @@ from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template_file import read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
-from edgespec.cli.run_command import continue_command
+from edgespec.cli.shell import continue_command
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import (
     configuration_line,

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from demo import DEMO
-from edgespec.bench.matching import find_aim, rank
 from edgespec.cli.main import cli
+from edgespec.cli.pair import find_aim, rank
 from edgespec.control.cost import CostCurve
 from edgespec.control.measure import store_file_curve
 from edgespec.loading.catalogue import Entry, SourceFile, entries

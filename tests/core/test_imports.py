@@ -137,7 +137,6 @@ def test_only_the_runtime_imports_implementations():
     rpc-server runs one without a model."""
     for name in MODULES:
         if {name, component(name)} & ASSEMBLING or name in (
-            "cli.library_facts",
             "cli.doctor",
             "cli.rpc_server",
         ):

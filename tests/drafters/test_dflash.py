@@ -14,7 +14,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.bench.matching import find_aim, rank
+from edgespec.cli.pair import find_aim, rank
 from edgespec.config import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.dflash import DFlashDrafter

@@ -1,14 +1,19 @@
-"""What a shell offers for MODEL and NAME when Tab is pressed: names of models, and files where these are taken too."""
+"""Models as a shell has them: what it offers when Tab is pressed, and the commands that run one, to be copied."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
 
+from edgespec.installation import quoted
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from edgespec.formats.manifest import ModelFile
 
 
 def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -42,3 +47,21 @@ def _beginning_with(incomplete: str, names: Iterable[str]) -> list[CompletionIte
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+
+
+def run_command(name: str, target: ModelFile | None) -> str:
+    """`name`: how the user names the model of the file `target`; without a file it is taken for one that chats."""
+    from edgespec.loading.opening import has_chat_template
+
+    chats = target is None or has_chat_template(target)
+    return f"edgespec chat {_quoted(name)}" if chats else continue_command(name)
+
+
+def continue_command(name: str) -> str:
+    """The command that continues a text without a chat template."""
+    return f"edgespec generate {_quoted(name)} --no-chat-template -p {quoted('Once upon a time')}"
+
+
+def _quoted(name: str) -> str:
+    """As a shell takes it; letters of any language need no quotation marks, which `shlex` puts around them."""
+    return name if re.fullmatch(r"[\w./:-]+", name) else quoted(name)
