@@ -9,14 +9,13 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
+#include "floats.h"
 #include "formats.h"
 
 namespace edgespec {
 namespace {
 
 // ---- activations
-inline float from_bits(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
-
 // Scale of a block, and 127 / its largest magnitude; no inverse if all codes are zeros.
 INLINE float scale_of(const float* x, int inputs, float* inverse) {
   const uint32_t top = largest_bits(x, inputs);
@@ -26,16 +25,23 @@ INLINE float scale_of(const float* x, int inputs, float* inverse) {
   *inverse = 127.f / from_bits(top);
   return from_bits(top) / 127.f;
 }
-void quantise(int inputs, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out) {
+void quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out) {
+  alignas(64) float gated[256];
   float inverse;
   int sums[2];
+  const auto block_at = [&](int64_t at, int count) {
+    if (!gate_kind) return x + at;
+    gate(gate_kind, x + at, x + k + at, count, gated);
+    return static_cast<const float*>(gated);
+  };
   if (inputs == 256) {
     Activations256* a = reinterpret_cast<Activations256*>(out) + row;
     for (int64_t at = 0; at < k; at += 256, a += rows) {
+      const float* block = block_at(at, 256);
       memset(a, 0, sizeof *a);
-      a->d = scale_of(x + at, 256, &inverse);
+      a->d = scale_of(block, 256, &inverse);
       if (inverse != 0) for (int s = 0; s < 8; s++) {
-        codes32(x + at + 32 * s, inverse, a->q + 32 * s, sums);
+        codes32(block + 32 * s, inverse, a->q + 32 * s, sums);
         for (int h = 0; h < 2; h++) { a->sums16[2 * s + h] = int16_t(sums[h]); a->minus32[2 * s + h] = -32 * sums[h]; }
         a->sums32[s] = int16_t(sums[0] + sums[1]);
       }
@@ -43,16 +49,18 @@ void quantise(int inputs, const float* x, int64_t k, int64_t row, int64_t rows, 
   } else if (inputs == 32) {
     Activations32* a = reinterpret_cast<Activations32*>(out) + row;
     for (int64_t at = 0; at < k; at += 32, a += rows) {
+      const float* block = block_at(at, 32);
       memset(a, 0, sizeof *a);
-      a->d = scale_of(x + at, 32, &inverse);
+      a->d = scale_of(block, 32, &inverse);
       if (inverse != 0) {
-        codes32(x + at, inverse, a->q, sums);
+        codes32(block, inverse, a->q, sums);
         sums[0] += sums[1];
         a->offsets[0] = -8 * sums[0]; a->offsets[1] = -16 * sums[0]; a->offsets[2] = -128 * sums[0];
       }
       a->d_sum = a->d * (inverse != 0 ? float(sums[0]) : 0);
     }
-  } else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
+  } else if (gate_kind) gate(gate_kind, x, x + k, k, reinterpret_cast<float*>(out) + row * k);
+  else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
 }
 
 // ---- products
