@@ -122,13 +122,14 @@ def test_the_choice_of_engines():
     def engine(**options):
         return resolve_pair(LoadOptions(model=str(TARGET), **options)).files["target"]
 
-    assert engine().engine == engine(engine="onnx").engine == engine(cache_type_k="int8", cache_type_v="int8").engine
+    assert engine().engine == engine(engine="onnx").engine == engine(cache_type_k="q8_0", cache_type_v="q8_0").engine
     assert engine().engine == "onnx" and not engine().note
     assert engine(engine="llamacpp").engine == "llamacpp"
     for options, reason in (
         ({"gpu_layers": 2}, "its layers go to the GPU"),
         ({"rpc": "127.0.0.1:1"}, "RPC"),
-        ({"cache_type_k": "q8_0"}, "no cache of the type q8_0"),
+        ({"cache_type_k": "q8_0"}, "in one type"),
+        ({"cache_type_k": "q4_0", "cache_type_v": "q4_0"}, "no cache of the type q4_0"),
         ({"pooling": "mean"}, "no embeddings"),
     ):
         found = engine(**options)

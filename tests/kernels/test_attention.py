@@ -1,4 +1,4 @@
-"""The operator Attention: right, and with the same bits however its rows come: alone, together, in trees, on any path."""
+"""The operator Attention: right, and the same bits however its rows come: alone, together, in trees, on any path."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ ATTRIBUTES = {
 
 @dataclass
 class Model:
-    """One attention operator and its cache, and the joined queries, keys and values of three texts [slots, n, width]."""
+    """One attention operator, its cache, and joined queries, keys and values of three texts [slots, n, width]."""
 
     kind: str = "F16"
     threads: int = 1

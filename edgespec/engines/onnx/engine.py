@@ -40,6 +40,7 @@ from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, p
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
+
 class OnnxEngine(BookedEngine):
     """One ONNX model. Make it with `load`. Logits stay valid until the next `forward`."""
 
@@ -123,7 +124,6 @@ class OnnxEngine(BookedEngine):
         settings = OnnxSettings.checked(graph, config, use)
         if graph.head_sizes:
             return _load_on_kernels(source, graph, settings, config, use, opened)
-        pages = HugePages() if graph.weight_bytes >= LEAST_BYTES else None
         widest, reproducible = settings.measured_widths, use.reproducible
         gives = use.state_layers or use.hidden_states
         key = "" if reproducible is False else widths_key(source, settings, first_choice(use.provider), widest, gives)

@@ -19,12 +19,12 @@ from edgespec.engines.held import HeldFiles
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import run_options, translated, version
+from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.engines.untouched import untouched_zeros
 from edgespec.errors import CapabilityError, StateError
 from edgespec.formats.onnx.tiles import CACHE, ROWS
 from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
@@ -138,7 +138,8 @@ class KernelEngine(BookedEngine):
             if len(self._bindings) >= MAX_BINDINGS:
                 self._bindings.clear()
             binding = self._bindings[width, count] = self._bind(width, count)
-        with self._held, translated(self._options):
+        self._held.check()
+        with translated(self._options):
             session.run_with_iobinding(binding, self._options)
         self._width = width
         return self._logits[: outputs.size]
@@ -242,5 +243,5 @@ def make_cache(kind: str, head_sizes: tuple[int, ...], slots: int, context_lengt
     chunks = num_chunks(context_length)
     size = cache_bytes(kind, head_sizes, slots, chunks)
     if size is None:
-        raise CapabilityError(f"the kernels have no cache of {kind.lower()} for heads of {head_sizes[0]} values: use f16")
+        raise CapabilityError(f"the kernels have no {kind.lower()} cache for heads of {head_sizes[0]} values: use f16")
     return KernelCache(untouched_zeros(size, np.uint8, huge_pages=True), kind, head_sizes, slots, chunks)
