@@ -35,7 +35,7 @@ from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION, PRODUCT
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch
-from gguf_conversions import agreement, answer, export
+from gguf_conversions import answer, export
 from tiny_checkpoints import write_checkpoint
 from tiny_graphs import IDS, Floats, mean_kl
 

@@ -9,7 +9,7 @@
 namespace edgespec {
 namespace {
 struct Lanes {
-  static constexpr int kRows = 8, kPairs = 8, kSums = 16, kAhead = 4096;
+  static constexpr int kRows = 8, kPairs = 8, kSums = 16, kAhead = 8192;
   static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
   using Bytes = __m512i;

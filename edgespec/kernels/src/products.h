@@ -79,6 +79,11 @@ template <Type kType> constexpr int kPasses = format(kType).is_signed() && !Lane
 template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
 template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make_integer_sequence<int, kCount>()); }
 
+// Fetches what is kAhead further, a little with each part of the work: many at once would keep the loads of that work
+// waiting. Into the second level: the first one is full of activations, and every line that is fetched into it drives one
+// out. Past the end at worst: a prefetch never faults.
+template <int kBytes> INLINE void fetch_ahead(const uint8_t* from) { UNROLL for (int at = 0; at < kBytes; at += 64) __builtin_prefetch(from + Lanes::kAhead + at, 0, 2); }
+
 // Adds one super-block to `v`.
 template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile, const Activations256* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
@@ -93,6 +98,7 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
     const Lanes::Scale scale[2] = {Lanes::first(pair), Lanes::second(pair)};
     unrolled<groups32>([&](auto h) ALWAYS_INLINE {
       const int at = p * groups32 + h;  // group of 32 inputs
+      fetch_ahead<f.tile_bytes() / 8>(tile + at * (f.tile_bytes() / 8));
       unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
         Lanes::Part part[kRows];
         unrolled<8>([&](auto j) ALWAYS_INLINE {
@@ -125,6 +131,7 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
   constexpr Format f = format(kType);
   constexpr int quads = Lanes::capacity(f.max_code()) < 8 ? Lanes::capacity(f.max_code()) : 8;  // of a part
   Lanes::Int sum[kRows];
+  fetch_ahead<f.tile_bytes()>(tile);
   UNROLL for (int r = 0; r < kRows; r++) sum[r] = f.offset ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
   unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
     [[maybe_unused]] Lanes::Part part[kRows];
@@ -180,9 +187,6 @@ template <Type kType> void product_of(const uint8_t* tiles, int64_t n, int64_t k
     for (int64_t b = 0; b < blocks; b += chunk) {
       const uint8_t* tile = tiles + (t * blocks + b) * f.tile_bytes();
       const int64_t count = blocks - b < chunk ? blocks - b : chunk;
-      // Into the second level: the first one is full of activations, and every line that is fetched into it drives one
-      // out. Eight rows took 1.5 times as long then. Past the end at worst: a prefetch never faults.
-      for (int64_t o = 0; o < count * f.tile_bytes(); o += 64) __builtin_prefetch(tile + Lanes::kAhead + o, 0, 2);
       for (int p = 0, r = 0; p < parts; p++) {  // groups of rows as even as possible
         const int size = (rows - r) / (parts - p);
         step_of<kType>(size, std::make_integer_sequence<int, Lanes::kRows>())(tile, count, activations + b * block_bytes + r * row_bytes, f.is_float() ? row_bytes : block_bytes, sums + r * kOutputs);
