@@ -185,14 +185,6 @@ class Executor:
     def forget(self) -> None:
         """Clear all caches. The caller must hold the turn."""
         self.parked.clear()
-        self._empty()
-
-    def set_aside(self) -> None:
-        """Clear the caches, but keep the first one's text for its continuation. The caller must hold the turn."""
-        self.parked.park(self.sequence)
-        self._empty()
-
-    def _empty(self) -> None:
         for sequence, pool in self._places:
             sequence.rollback(0)
             pool.empty()
