@@ -67,8 +67,6 @@ EXTRAS = {
     "serve": ["server"],
     "export": ["export"],
     "bench": ["bench"],
-    "distill": ["train"],
-    "train-heads": ["train"],
 }
 # Commands that read a GGUF themselves, if at all.
 ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")

@@ -43,8 +43,8 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
 @click.option(
     "--draft",
     metavar="HF",
-    help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE; for a "
-    "SOURCE.gguf another .gguf. Or HEADS.npz of train-heads; none: not those that edgespec has for SOURCE either.",
+    help="Folder or hub id of a draft with the same vocabulary; for a SOURCE.gguf another .gguf. Or HEADS.npz trained "
+    "for SOURCE; none: not those that edgespec has for SOURCE either.",
 )
 @click.option(
     "--draft-quant",

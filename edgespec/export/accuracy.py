@@ -37,16 +37,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.head import FeatureHead
-from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EdgespecError
 from edgespec.export.reference import Reference
 from edgespec.export.request import Format
-from edgespec.export.tokens import PROBE_TEXTS
 from edgespec.types import Batch
 
 DECIDED = 0.1  # of the logits' standard deviation
-HEAD_TOKENS = 96  # positions at which a head's logits are compared
 Rows = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]
 BLOCK = 32  # rows compared at once: 20 MB for a vocabulary of 150k, twice that as float64
 
@@ -166,32 +162,6 @@ def _compare_blocks(reference: Reference, found: Iterator[NDArray[np.float32]]) 
     )
     both = zip(wanted, found, strict=True)
     return _summed([_compare_rows(rows, others, spread, begins) for (rows, begins), others in both])
-
-
-def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparison:
-    """Compare the EAGLE-3 head in `path`, on an open target, with a reference implementation of it.
-
-    Closes both heads. Raises the errors of `load_head`.
-    """
-    from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
-
-    assert isinstance(target, LlamaCppEngine)
-    text_ids = target.vocabulary.encode("".join(PROBE_TEXTS.values()))
-    token_ids = np.array(text_ids[: min(HEAD_TOKENS, target.facts.context_length)], np.int32)
-    cached = CachedSequence(target)
-    with target.load_head(Eagle3Head, path) as head, reference:
-        cached.keep_layer_inputs(head.facts.layers)
-        cached.feed(token_ids)
-        features = cached.layer_inputs
-        assert features is not None
-        behind = range(1, token_ids.size)
-        wanted, found = (
-            np.stack([one.decode(token_ids[at : at + 1], states[at - 1 : at])[0].copy() for at in behind])
-            for one, states in ((one, one.encode(features)) for one in (reference, head))
-        )
-    drafted = np.isfinite(wanted[0])
-    wanted, found = wanted[:, drafted], found[:, drafted]
-    return _summed([_compare_rows(wanted, found, _spread([wanted]))])
 
 
 def _summed(blocks: Sequence[Rows]) -> Comparison:

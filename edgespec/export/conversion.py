@@ -83,8 +83,7 @@ def _check_options(request: ExportRequest) -> None:
     if request.draft is not None and not request.draft.lower().endswith(".gguf"):
         fix = eagle3_fix(Path(request.draft))
         raise ConfigError(
-            f"--draft {request.draft}: the draft of a GGUF must be a .gguf file, too, or heads of edgespec train-heads "
-            "(.npz)"
+            f"--draft {request.draft}: the draft of a GGUF must be a .gguf file, too, or trained heads (.npz)"
             if fix is None
             else fix
         )

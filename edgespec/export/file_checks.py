@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import EngineError, ModelFileError
-from edgespec.export.accuracy import ExportRefused, compare, compare_head, limits_of, open_engine
+from edgespec.export.accuracy import ExportRefused, compare, limits_of, open_engine
 from edgespec.export.conversion_check import FLOAT, Checked, Figures, Made, check_conversion
 from edgespec.export.maker import Maker, Model
 from edgespec.export.plan import STRAIGHT_GGUF
@@ -20,7 +20,6 @@ from edgespec.export.reference import Reference, has_transformers, reference_of
 from edgespec.export.request import ExportRequest
 from edgespec.export.stages import Artefact, Reporter
 from edgespec.export.workspace import Workspace
-from edgespec.formats.manifest import HEAD_KINDS
 from edgespec.installation import has_engine
 from edgespec.types import Progress
 from edgespec.vocabulary import check_same_vocabulary
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from edgespec.export.onnx.hub_model import HubModel
 
 CHECK_CONTEXT = 320
-SLOW_HEAD = "numpy, float32"
 EXACT_GGUF = "bf16"  # holds the range of any checkpoint
 OWN_TYPES: dict[str, OutputType] = {"BF16": "bf16", "F16": "f16"}
 
@@ -50,37 +48,16 @@ def check_stages(
     for role in ("target", "draft"):
         mine = [artefact for artefact in artefacts if artefact.role == role]
         if mine:
-            is_head = role == "draft" and maker.model_of(role).is_head
             with reporter.stage(f"checking {role}") as progress:
                 found = _check_role(maker, role, mine, progress)
-            figures["draft_reference" if is_head else "reference"], figures[role] = found.reference, found.figures
+            figures["reference"], figures[role] = found.reference, found.figures
             if found.warning:
                 reporter.note(f"{role}: {found.warning}")
-    heads = next((artefact for artefact in artefacts if artefact.role in HEAD_KINDS), None)
-    if heads is not None:
-        with reporter.stage("checking the head on the ONNX target"):
-            figures["draft"] = {**figures.get("draft", {}), **_check_onnx_heads(maker, heads)}
-        figures["draft_reference"] = SLOW_HEAD
     return figures
-
-
-def _check_onnx_heads(maker: Maker, artefact: Artefact) -> Figures:
-    """Compare an EAGLE-3 head for an ONNX target with its numpy reference, both on the exported target's states."""
-    from edgespec.export.eagle3_heads import check_heads
-
-    head, target = (maker.models[role].source.folder for role in ("draft", "target"))
-    try:
-        found = check_heads(head, target, maker.open_target, maker.workspace.pair / artefact.path)
-    except (ExportRefused, ModelFileError, EngineError):
-        maker.workspace.forget(artefact.stage)
-        raise
-    return {name: each.figures() for name, each in found.items()}
 
 
 def _check_role(maker: Maker, role: str, artefacts: list[Artefact], progress: Progress) -> Checked:
     model, threads = maker.model_of(role), maker.request.threads
-    if role == "draft" and model.is_head:
-        return _check_head(maker, artefacts[0])
     written = [one for one in artefacts if one.format == "onnx" and maker.is_written_here(role)]
     if written == artefacts and not has_transformers():
         return _check_written(maker, written[0], None, progress)
@@ -163,26 +140,6 @@ def _gguf_of(model: HubModel, path: Path) -> Path | None:
         return convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32")).path
     except ModelFileError:
         return None
-
-
-def _check_head(maker: Maker, artefact: Artefact) -> Checked:
-    """Compare an EAGLE-3 head with its numpy reference, both on the exported target."""
-    from edgespec.export.eagle3_plan import plan_head
-    from edgespec.export.eagle3_reference import NumpyHead
-
-    request, target = maker.request, maker.models["target"].source.folder
-    plan = plan_head(maker.model_of("draft").source.folder, target)
-    target_quant = request.quant_of("target", "gguf")
-    target_path = maker.workspace.pair / f"target-{target_quant}.gguf"
-    try:
-        with open_engine("gguf", target_path, CHECK_CONTEXT, request.threads) as engine:
-            found = compare_head(NumpyHead.of(plan, target), engine, maker.workspace.pair / artefact.path)
-        complaint = found.complaint(limits_of(target_quant if plan.shares_weights else artefact.quant))
-    except (ModelFileError, EngineError) as error:
-        complaint = str(error)
-    if complaint:
-        raise _refused(maker.workspace, artefact, complaint)
-    return Checked(SLOW_HEAD, {"gguf": found.figures()})
 
 
 def _exact_file(maker: Maker, role: str) -> Path:

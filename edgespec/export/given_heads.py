@@ -1,4 +1,4 @@
-"""Heads as the draft of a pair, made by `edgespec train-heads` or shipped: the file goes into the pair as it is."""
+"""Heads as the draft of a pair, trained by scripts/train/heads.py or shipped: the file goes into the pair as it is."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_given_heads(path: Path, num_layers: int, vocabulary_size: int) -> Head
         reads = f", layers {', '.join(map(str, manifest.layers))}" if manifest.layers else ""
         raise ConfigError(
             f"--draft {path} holds heads for another target ({manifest.target}: {manifest.vocabulary_size} tokens"
-            f"{reads}), and this one has {vocabulary_size} tokens and {num_layers} layers: give the file that edgespec "
-            "train-heads made for it"
+            f"{reads}), and this one has {vocabulary_size} tokens and {num_layers} layers: give the file that was "
+            "trained for it"
         )
     return heads
 

@@ -15,20 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from edgespec.engines.base import Engine
 from edgespec.export.hub import Source, local_source
 from edgespec.export.onnx.convert import Exporter
 from edgespec.export.plan import Facts, read_facts
 from edgespec.export.request import ExportRequest, Format
 from edgespec.export.stages import Artefact, Stage
 from edgespec.export.workspace import Workspace
-from edgespec.formats.checkpoint import is_head_config
-from edgespec.formats.hub_folder import read_json
-from edgespec.formats.manifest import HEADS
 from edgespec.types import Progress
 
 PRUNED = "pruned"
-HEAD_CONTEXT = 320  # tokens of the target while a head is written and checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +32,6 @@ class Model:
 
     source: Source
     facts: Facts
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is an EAGLE-3 head, which reads its target's hidden states and has no tokenizer."""
-        return is_head_config(read_json(self.source.folder / "config.json"))
 
 
 @dataclass(frozen=True)
@@ -73,13 +63,8 @@ class Maker:
 
     def _write_gguf(self, role: str, model: Model, quant: str, path: Path, progress: Progress) -> None:
         from edgespec.export.gguf import export_gguf
-        from edgespec.export.gguf.eagle3 import convert_head
 
         folder, name, licence = model.source.folder, self._name(role), self.request.licence
-        if role == "draft" and model.is_head:
-            target = self.models["target"].source.folder
-            convert_head(folder, target, path, quant, name=name, licence=licence, progress=progress)
-            return
         importance, threads = self._importance(role, progress), self.request.threads
         export_gguf(
             folder, path, quant, importance=importance, name=name, licence=licence, threads=threads, progress=progress
@@ -126,30 +111,6 @@ class Maker:
         parts = tuple(name for name in (f"onnx/{role}/{file}" for file in made.files) if name != path)
         return [Artefact(f"onnx.{role}", "onnx", role, quant, path, parts, model.facts.num_parameters)]
 
-    def onnx_heads(self, progress: Progress) -> list[Artefact]:
-        from edgespec.export.eagle3_heads import write_heads
-
-        path = self.workspace.pair / HEADS / "eagle.npz"
-        path.parent.mkdir(exist_ok=True)
-        head, target = (self.models[role].source.folder for role in ("draft", "target"))
-        write_heads(head, target, self.open_target, path)
-        facts = self.models["draft"].facts
-        return [Artefact("onnx.heads", "onnx", "eagle", "int8", self._relative(path), (), facts.num_parameters)]
-
-    def open_target(self, layers: tuple[int, ...]) -> Engine:
-        """The target's graph, giving its last states and the inputs of `layers`."""
-        from edgespec.engines.onnx import OnnxEngine
-
-        facts, threads = self.models["target"].facts, self.request.threads
-        return OnnxEngine.load(
-            self.workspace.pair / "onnx" / "target" / "model.onnx",
-            context_length=min(HEAD_CONTEXT, facts.context_length or HEAD_CONTEXT),
-            threads=threads,
-            reproducible=False,
-            hidden_states=True,
-            state_layers=layers,
-        )
-
     def _importance(self, role: str, progress: Progress) -> Path | None:
         """Measure an importance matrix into the temporary folder; None if no text for it was given."""
         if self.request.imatrix is None:
@@ -188,11 +149,7 @@ def stages_of(request: ExportRequest, models: Mapping[str, Model], workspace: Wo
         else:
             yield from (_stage(maker.gguf, "gguf", role, request) for role in roles)
     if "onnx" in request.formats:
-        has_head = "draft" in models and models["draft"].is_head
-        graphs = ("target",) if has_head else roles
-        yield from (_stage(maker.onnx, "onnx", role, request) for role in graphs)
-        if has_head:
-            yield Stage("onnx.heads", "head for the ONNX target", maker.onnx_heads, after="onnx.target")
+        yield from (_stage(maker.onnx, "onnx", role, request) for role in roles)
         if early:
             yield exit_stage(request, workspace)
 

@@ -29,6 +29,7 @@ from edgespec.export.stages import Artefact, Reporter, run_stages
 from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
 from edgespec.export.workspace import Workspace, check_output, opened
 from edgespec.formats.checkpoint import unsupported
+from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import read_pair
 
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
@@ -103,41 +104,24 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
             reporter.note(source.note)
         if request.output.resolve().is_relative_to(source.folder.resolve()):
             raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
+        if (fix := eagle3_fix(source.folder)) is not None:
+            raise ConfigError(fix)
         models[role] = Model(source, read_facts(source))
-        if role == "draft" and models[role].is_head:
-            _check_head(request)
-        else:
-            token_names(source.folder)
-            check_round_trip(source.folder)
+        token_names(source.folder)
+        check_round_trip(source.folder)
     check_architectures(request, models)
     if request.derivation is not None:
         request.derivation.check(models["target"].facts.num_layers)
     if request.heads is not None:
         check_given_heads(request.heads, models["target"].facts.num_layers, models["target"].facts.vocabulary_size)
-    if "draft" in models and not models["draft"].is_head:
+    if "draft" in models:
         check_same_tokens(models["target"].source.folder, models["draft"].source.folder)
     return models
-
-
-def _check_head(request: ExportRequest) -> None:
-    """Raise ConfigError for a quantisation or a vocabulary that EAGLE-3 heads do not support."""
-    if "onnx" in request.draft_quants:
-        raise ConfigError(
-            f"--draft {request.draft} is an EAGLE-3 head, which an ONNX target reads in 8 bits: omit --draft-quant"
-        )
-    if request.draft_vocab is not None:
-        raise ConfigError(f"--draft {request.draft} is an EAGLE-3 head with its own tokens: omit --draft-vocab")
-    if "gguf" in request.formats:
-        from edgespec.export.gguf.eagle3 import check_head_quant
-
-        check_head_quant(request.quant_of("draft", "gguf"))
 
 
 def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> None:
     """Raise ModelFileError for an unsupported architecture, CapabilityError if the exporter's package is missing."""
     for role, model in models.items():
-        if role == "draft" and model.is_head:
-            continue
         name = model.facts.architecture
         if "gguf" in request.formats:
             from edgespec.export.gguf import ARCHITECTURES

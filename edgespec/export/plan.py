@@ -18,7 +18,7 @@ from edgespec.export.onnx.convert import TILED
 from edgespec.export.reference import has_transformers
 from edgespec.export.request import ExportRequest, Format
 from edgespec.formats.architectures.table import is_tied
-from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, is_head_config, named_architecture
+from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, named_architecture
 from edgespec.formats.hub_folder import read_json
 
 # Bits per weight, block scales included; for mixtures, of their heavier tensors.
@@ -167,11 +167,8 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
 def needs_of(request: ExportRequest, models: Mapping[str, tuple[Source, Facts]]) -> Needs:
     """Needs of an export; `models`: the models to convert, by role. A pruned draft counts like its target."""
     outputs, temporary, memory = 0, [0], [0]
-    for role, (source, facts) in models.items():
-        is_written = "onnx" in request.formats and (
-            is_head_config(read_json(source.folder / "config.json"))
-            or request.exporter_of(role, facts.architecture) == "edgespec"
-        )
+    for role, (_, facts) in models.items():
+        is_written = "onnx" in request.formats and request.exporter_of(role, facts.architecture) == "edgespec"
         for wanted in request.formats:
             quant = request.quant_of(role, wanted)
             outputs += facts.output_bytes(wanted, quant)

@@ -82,7 +82,7 @@ def _layers(text: str, spec: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """One export. `source` and `draft` are folders or hub ids; `heads`: a file of `train-heads` as the draft.
+    """One export. `source` and `draft` are folders or hub ids; `heads`: a file of trained heads as the draft.
 
     `quants`: one quantisation per requested format; `grouped`: kinds of matrices that a w8a8 graph of edgespec's own
     writer keeps in groups, None for the default; `draft_quants`: those of the draft that differ; `threads` None:
