@@ -39,7 +39,7 @@ def test_heads_that_read_layers_of_a_deeper_model_are_refused(engine: str) -> No
     arguments = ["generate", "demo", "--engine", engine, "--heads", str(heads), "-p", "x", "-n", "1"]
     found = CliRunner().invoke(cli, arguments)
     assert found.exit_code == 2 and "the heads read the input of layer 14" in found.stderr
-    assert "give heads that were made for" in found.stderr and "export" not in found.stderr
+    assert "give heads that were made for" in found.stderr and "edgespec export" not in found.stderr
 
 
 def test_other_folders_are_none(tmp_path: Path) -> None:
