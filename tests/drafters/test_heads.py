@@ -340,7 +340,7 @@ def test_heads_that_are_not_there_are_missed_by_name(kind: str, tiny_path: Path,
     options = {"threads": TEST_THREADS, "context_length": 64}
     with pytest.raises(CapabilityError, match=f"drafter '{kind}' needs a heads file"):
         edgespec.load(str(tiny_path), drafter=kind, **options)
-    with pytest.raises(ModelNotFound, match="edgespec train-heads"):
+    with pytest.raises(ModelNotFound, match="scripts/train/heads"):
         edgespec.load(str(tiny_path), drafter=kind, heads=tmp_path / "none.npz", **options)
     model = edgespec.load(str(tiny_path), drafter="ngram", **options)
     with model, pytest.raises(CapabilityError, match="heads="):

@@ -1,4 +1,4 @@
-"""`edgespec export MODEL --draft HEADS.npz`: heads of train-heads become the draft of the pair."""
+"""`edgespec export MODEL --draft HEADS.npz`: trained heads become the draft of the pair."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_they_lie_beside_a_gguf_too(tmp_path: Path) -> None:
         (HEADS, ["--derive", "early-exit:3"], "--draft and --derive both give a draft"),
         (HEADS, ["--draft-quant", "int8"], "heads go into the pair as they are"),
         (HEADS, ["--draft-vocab", "512"], "--draft-vocab needs a draft with files of its own"),
-        (DEMO / "heads" / "none.npz", [], "train-heads has written"),
+        (DEMO / "heads" / "none.npz", [], "heads.py has written"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(draft: Path, arguments: list[str], said: str, tmp_path: Path) -> None:
