@@ -17,7 +17,7 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import keywords_of
-from edgespec.config.settings import REMEMBERING
+from edgespec.config.options import REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.control.measure import cost_key, store_curve, store_draft_cost, store_file_curve
 from edgespec.engines.base import Engine

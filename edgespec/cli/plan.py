@@ -12,8 +12,8 @@ from edgespec.cli import say
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.config import LoadOptions
-from edgespec.config.settings import REMEMBERING
-from edgespec.config.sizes import as_size
+from edgespec.config.options import REMEMBERING
+from edgespec.config.values import as_size
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair

@@ -21,7 +21,7 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import DrafterName
-from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING
+from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 from edgespec.runtime import Model

@@ -32,7 +32,7 @@ from edgespec.cli.race_view import Side, frame, recorder, result, svg
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import SessionOptions
-from edgespec.config.settings import PRINTING, REMEMBERING, STRUCTURE
+from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.errors import Cancelled, CapabilityError, ConfigError
 from edgespec.loading.sample_prompts import PROMPTS

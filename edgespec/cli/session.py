@@ -23,7 +23,7 @@ from edgespec.cli.terminal import (
     verbosity,
 )
 from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions, SessionOptions
-from edgespec.config.settings import REMEMBERING
+from edgespec.config.options import REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.drafters.factory import learnt_texts
 from edgespec.errors import CapabilityError, ConfigError, PromptError

@@ -18,7 +18,7 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.terminal import note
 from edgespec.cli.tune_view import Found, as_object, conclude, show
 from edgespec.config import EngineName, LoadOptions
-from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING
+from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 from edgespec.loading.requirements import resolve_pair

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.config.checks import as_path
+from edgespec.config.values import as_path
 from edgespec.engines.cached_text import CachedText
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, StateError, shown

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from edgespec.config import LoadOptions
-from edgespec.config.sizes import as_size
+from edgespec.config.values import as_size
 from edgespec.drafters.spec import SPECS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import check_gguf

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgespec.config import LoadOptions
-from edgespec.config.sizes import as_size
+from edgespec.config.values import as_size
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.footprint import Footprint

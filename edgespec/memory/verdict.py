@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec.config.sizes import MemoryBudget, as_size, parse_budget
+from edgespec.config.values import MemoryBudget, as_size, parse_budget
 from edgespec.memory.plan import Plan
 from edgespec.platform.memory import Limit, free_memory, limits, own_bytes
 

@@ -161,7 +161,7 @@ def _checked(path: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in entries.items():
         try:
             setting = find(key, "settings")
-            found[setting.name] = setting.check(value, f"settings.{key}")
+            found[setting.name] = setting.from_toml(value, f"settings.{key}")
         except ConfigError as exc:
             raise _damaged(path, str(exc)) from exc
         if setting.name not in TUNED:
