@@ -14,7 +14,7 @@ from edgespec.cli.completion import models
 from edgespec.cli.run_command import run_command
 from edgespec.cli.terminal import note
 from edgespec.installation import quoted
-from edgespec.loading.room import fits
+from edgespec.loading.own_models import fits
 from edgespec.tuning.matching import Aim, Candidate, find_aim, has_run, rank
 
 _WORTH = 1.02

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
-from edgespec.config.table import Part, Section, check_values, settings_of
+from edgespec.config.table import Section, check_values, settings_of
 from edgespec.config.values import (
     MAX_COUNT,
     MAX_GRAMMAR_CHARACTERS,
@@ -53,8 +53,9 @@ Location = str | os.PathLike[str]
 MAX_TEMPERATURE = 100.0
 _MAX_BIAS = 1e30  # finite in float32 even after a logit is added
 _MAX_WAIT_S = 10**9
-_model, _hardware, _speculation = Section("Model"), Section("Hardware"), Section("Speculation")
-_sampling, _answer, _output, _serve = Section("Sampling"), Section("Answer"), Section("Output"), Section("Options")
+_model, _hardware, _speculation = Section("load", "Model"), Section("load", "Hardware"), Section("load", "Speculation")
+_sampling, _answer = Section("sampling", "Sampling"), Section("generate", "Answer")
+_prompt, _output, _serve = Section("session", "Answer"), Section("session", "Output"), Section("serve", "Options")
 STRUCTURES = ("json_schema", "grammar", "regex")
 
 
@@ -117,8 +118,6 @@ class LoadOptions:
 
     Raises ConfigError for a value that is not allowed.
     """
-
-    part: ClassVar[Part] = "load"
 
     model: str = _model("demo", "-m --model MODEL", "Same as MODEL [demo]", check=as_model)
     draft: Path | None = _model(
@@ -351,8 +350,6 @@ class Sampling:
     Raises SamplingError for a value that is out of range, not finite or of another type (bool is not a number).
     """
 
-    part: ClassVar[Part] = "sampling"
-
     temperature: float = _sampling(
         0.8, "--temp", "Temperature; 0 is greedy", basic=True, check=_limited(0, MAX_TEMPERATURE)
     )
@@ -440,8 +437,6 @@ class GenerateOptions:
     Raises ConfigError for a value that is not allowed.
     """
 
-    part: ClassVar[Part] = "generate"
-
     max_tokens: int | None = _answer(
         None,
         "-n --max-tokens",
@@ -519,11 +514,9 @@ class SessionOptions:
     `raw`: print the text exactly as the model wrote it in a terminal too, without word wrap or readable tool calls.
     """
 
-    part: ClassVar[Part] = "session"
-
-    system: str | None = _answer(None, "-s --system", "System prompt", basic=True)
-    chat_template: bool = _answer(True, "--chat-template", "Put the prompt into the chat template")
-    thinking: bool | None = _answer(None, "--thinking", "Let the model reason before it answers, if it can")
+    system: str | None = _prompt(None, "-s --system", "System prompt", basic=True)
+    chat_template: bool = _prompt(True, "--chat-template", "Put the prompt into the chat template")
+    thinking: bool | None = _prompt(None, "--thinking", "Let the model reason before it answers, if it can")
     reasoning_format: ReasoningFormat = _output(
         "auto",
         "--reasoning-format",
@@ -546,8 +539,6 @@ class ServeOptions:
     for never; `models_max`: models loaded at once.
     Raises ConfigError for an empty name, for a host with a scheme, a port or a path, for 0 seconds, and for no model.
     """
-
-    part: ClassVar[Part] = "serve"
 
     cors_origin: tuple[str, ...] = _serve(
         (), "--cors-origin ORIGIN", "Web page that may call, * for all; repeatable [local ones]", basic=True

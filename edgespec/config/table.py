@@ -23,7 +23,7 @@ Part = Literal["load", "sampling", "generate", "session", "serve"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware", "Options"]
 Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "context", "size", "contents"]
 _KINDS: dict[Any, Kind] = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}
-_CHECKS: dict[Kind, Check] = {"switch": as_switch, "path": as_path, "text": as_text}
+_CHECKS: dict[Kind, Check] = {"switch": as_switch, "path": as_path, "text": as_text, "contents": as_text}
 # What a config file may hold, and how messages call it.
 _FORMS: dict[Kind, tuple[tuple[type, ...], str]] = {
     "integer": ((int,), "a whole number"),
@@ -43,8 +43,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of --help; called, it makes a field of a dataclass of options that is listed there."""
+    """A section of --help; called, it makes a field, listed there, of the dataclass for one part of the options."""
 
+    part: Part
     title: Group
 
     def __call__(
@@ -66,6 +67,7 @@ class Section:
         """
         words = flags.split()
         about = {
+            "part": self.part,
             "group": self.title,
             "flags": tuple(word for word in words if word.startswith("-")),
             "metavar": "".join(word for word in words if not word.startswith("-")),
@@ -83,10 +85,10 @@ class Setting:
     """What a `Section` was told of the field `name`, and what its type says."""
 
     name: str
-    part: Part
     default: Any
     kind: Kind
     choices: tuple[str, ...]
+    part: Part
     group: Group
     flags: tuple[str, ...]
     metavar: str
@@ -153,7 +155,7 @@ class Setting:
 
 @cache
 def settings_of(owner: Hashable) -> tuple[Setting, ...]:
-    """The options of a dataclass, whose class variable `part` names it."""
+    """The options of a dataclass."""
     return tuple(_settings_of(owner))
 
 
@@ -165,7 +167,7 @@ def _settings_of(owner: Any) -> Iterator[Setting]:
             kind, choices = _kind_of(types[each.name])
             kind = about.pop("kind") or kind
             about["check"] = about["check"] or (one_of(*choices) if choices else _CHECKS.get(kind))
-            yield Setting(each.name, owner.part, each.default, kind, choices, **about)
+            yield Setting(each.name, each.default, kind, choices, **about)
 
 
 def _kind_of(annotation: Any) -> tuple[Kind, tuple[str, ...]]:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
@@ -73,11 +73,11 @@ def refuses_unknown(error: type[EdgespecError]) -> Callable[[Class], Class]:
         make = cls.__init__
 
         @wraps(make)
-        def __init__(self: Any, *args: Any, **fields: Any) -> None:  # noqa: N807
-            known = cls.__dataclass_fields__
-            if unknown := sorted(fields.keys() - known.keys()):
+        def __init__(self: Any, *args: Any, **given: Any) -> None:  # noqa: N807
+            known = [each.name for each in fields(cls)]
+            if unknown := sorted(given.keys() - set(known)):
                 raise error(f"{cls.__name__} has no option {unknown[0]!r}; known: {', '.join(known)}")
-            make(self, *args, **fields)
+            make(self, *args, **given)
 
         cls.__init__ = __init__
         return cls

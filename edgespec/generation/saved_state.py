@@ -33,8 +33,6 @@ _AGAIN = "the prompt is read again instead"
 def state_path(given: str | os.PathLike[str]) -> Path:
     """`given` as the path of a saved state. Raises ConfigError for what is none."""
     path = as_path("path", given)
-    if path is None:
-        raise ConfigError("path is None: name the file of the saved state")
     if not path.name:
         raise ConfigError(f"path {shown(str(given))} is a folder: name the file of the saved state")
     return path

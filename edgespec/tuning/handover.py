@@ -106,7 +106,7 @@ def handover(
         sources = _local(engine, model, draft, weights, draft_weights)
     else:
         drafts_with = entries().get(draft or entry.draft)
-        sources = weights or entry.original, draft_weights or (drafts_with.original if drafts_with else "")
+        sources = weights or entry.weights, draft_weights or (drafts_with.weights if drafts_with else "")
     target, small = sources
     if kind == "eagle3":
         published = [head.repo for head in entry.heads if head.kind == kind] if entry else []

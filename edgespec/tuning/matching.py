@@ -1,7 +1,7 @@
 """Ranks the draft models for a target: those on this machine, whose vocabularies are compared, and those to pull.
 
 The speed is a forecast: the target's costs as they were measured when it last ran here, else guessed from its size;
-the draft's likewise; and an acceptance that somebody measured, else an assumed one, which is said.
+the draft's likewise; and an assumed acceptance, which is said.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from edgespec.control.length import expected_speedup
 from edgespec.control.measure import file_curve
 from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.errors import ConfigError, EdgespecError
+from edgespec.formats.gguf.check import require_language_model
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.kind import require_language_model
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.draft_vocabulary import Comparison, comparing
-from edgespec.loading.own_models import files_of
+from edgespec.loading.drafts import Comparison, comparing
+from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
-from edgespec.loading.room import fits
 
 ASSUMED_ACCEPTANCE = 0.7
 LENGTHS = range(1, 13)
@@ -145,17 +144,13 @@ def _to_pull(aim: Aim) -> Iterator[Candidate]:
     for entry in entries().values():
         is_smaller = entry.guessed_bytes() <= MOST_SHARE * aim.bytes
         is_compared = aim.file is not None and is_known(entry.name)
-        if entry.family == aim.entry.family and is_smaller and not is_compared and not entry.convert:
+        if entry.family == aim.entry.family and is_smaller and not is_compared:
             found = Comparison(f"family {entry.family}, compared once it is on this machine", is_same=True)
             yield _candidate(aim, entry.name, entry.guessed_bytes(), found, None)
 
 
 def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFile | None) -> Candidate:
-    entry = aim.entry
-    measured = [] if entry is None else [each.acceptance_rate for each in entry.measured if each.drafter == name]
-    known = next((rate for rate in measured if rate is not None), None)
-    acceptance = ASSUMED_ACCEPTANCE if known is None else known
-    speedup, length = _forecast(aim, size, file, acceptance)
+    speedup, length = _forecast(aim, size, file, ASSUMED_ACCEPTANCE)
     return Candidate(
         name=name,
         bytes=size,
@@ -163,8 +158,8 @@ def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFil
         vocabulary=found.text,
         is_same=found.is_same,
         why_not=found.why_not,
-        acceptance=acceptance,
-        is_assumed=known is None,
+        acceptance=ASSUMED_ACCEPTANCE,
+        is_assumed=True,
         speedup=0.0 if found.why_not else speedup,
         draft_length=length,
         fits=fits(aim.bytes + size),

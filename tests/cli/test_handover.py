@@ -116,4 +116,4 @@ def test_a_server_that_is_here_is_asked_about_its_flags(tmp_path: Path, monkeypa
 
 
 def test_every_entry_of_the_catalogue_names_its_original_weights() -> None:
-    assert not [name for name, entry in entries().items() if entry.original.count("/") != 1]
+    assert not [name for name, entry in entries().items() if entry.weights.count("/") != 1]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
-from edgespec.formats.onnx.nodes import Nodes
+from edgespec.formats.onnx.graph import Nodes
 
 DOMAIN, PRODUCT, LOOKUP = "edgespec", "TiledMatMul", "TiledLookup"
 LAYOUT_VERSION = 1  # of what the kernels pack, which exports keep in files: increase it when that changes
