@@ -40,8 +40,8 @@ from edgespec.generation.saved_state import load_sequence, save_sequence, state_
 from edgespec.loading.opening import open_models, start_trial
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
-from edgespec.memory.report import MemoryReport
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room
+from edgespec.memory.watch import MemoryReport
 from edgespec.platform.memory import keep_one_arena
 from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampling

@@ -98,14 +98,14 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for engine in ("llamacpp", "onnx"):
             patch.setattr(f"edgespec.engines.{engine}.settings.default_threads", lambda: TEST_THREADS)
         patch.setattr("edgespec.generation.advisor.LEAST_S", math.inf)  # a busy machine must not decide about notes
-        patch.setattr("edgespec.sampling.parameters.fresh_seed", lambda: 0)  # a text must not decide about a test
+        patch.setattr("edgespec.config.options.fresh_seed", lambda: 0)  # a text must not decide about a test
         yield home
 
 
 @pytest.fixture
 def fresh_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generations without a seed differ, as they do outside the tests."""
-    monkeypatch.setattr("edgespec.sampling.parameters.fresh_seed", lambda: secrets.randbits(32))
+    monkeypatch.setattr("edgespec.config.options.fresh_seed", lambda: secrets.randbits(32))
 
 
 @pytest.fixture

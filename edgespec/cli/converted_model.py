@@ -29,9 +29,9 @@ from edgespec.config.sources import Settings
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import has_engine, is_importable
+from edgespec.loading.own_models import fits
 from edgespec.loading.registry import models_folder, registered_folders
 from edgespec.loading.requirements import resolve_pair
-from edgespec.loading.room import fits
 from edgespec.platform import disk_cache
 from edgespec.platform.machine import is_x86
 
@@ -162,7 +162,7 @@ def _converted(session: Session, pair: ModelPair, promised: Gain) -> Session:
     from edgespec.export.accuracy import ExportRefused
     from edgespec.export.pair import export_pair
     from edgespec.export.request import ExportRequest
-    from edgespec.loading.shipped_heads import GAINING, shipped_heads
+    from edgespec.loading.engine_choice import GAINING, shipped_heads
 
     request = ExportRequest(
         source=str(pair.target),

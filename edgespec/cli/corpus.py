@@ -20,7 +20,7 @@ from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
-from edgespec.config.settings import REMEMBERING
+from edgespec.config.options import REMEMBERING
 from edgespec.config.sources import resolve
 from edgespec.corpus.database import MAX_BUDGET_BYTES, MAX_NAME_LENGTH, Corpus, CorpusText, check_budget, check_name
 from edgespec.corpus.documents import Documents

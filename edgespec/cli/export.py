@@ -150,7 +150,7 @@ def _request(
         parse_grouped,
         parse_quants,
     )
-    from edgespec.loading.shipped_heads import GAINING, shipped_heads
+    from edgespec.loading.engine_choice import GAINING, shipped_heads
 
     formats = parse_formats(to)
     if output is None:

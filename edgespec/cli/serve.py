@@ -18,7 +18,7 @@ from edgespec.cli.served_models import API_KEY, OF_ONE_MODEL, served_models
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
 from edgespec.config import MAX_PARALLEL, ServeOptions
-from edgespec.config.settings import STRUCTURE
+from edgespec.config.options import STRUCTURE
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command, is_importable
 

@@ -18,8 +18,7 @@ from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import chosen_context, fit
-from edgespec.memory.plan import planned
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
     from edgespec.runtime import Model

@@ -15,7 +15,7 @@ from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room
 
 if TYPE_CHECKING:
     from edgespec.server.service import Limits

@@ -33,12 +33,12 @@ from edgespec.export.onnx.child import follow_parent, run_child
 from edgespec.export.onnx.from_gguf import open_gguf
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.writer import write_graph
-from edgespec.formats.four_bits import STORED_TYPES, FourBits
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats
+from edgespec.formats.onnx.four_bits import STORED_TYPES, FourBits
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.loading.room import fits
+from edgespec.loading.own_models import fits
 
 ACCEPTED = 0.5  # of drafted tokens, in what is said of a gain
 WIDTHS = (1, 2, 4, 6)

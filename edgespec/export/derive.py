@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError, UsageError
-from edgespec.formats.architectures.layers import layer_kinds, rotated_layers
-from edgespec.formats.architectures.rows import Architecture
-from edgespec.formats.architectures.table import ARCHITECTURES, architecture_of
+from edgespec.formats.architectures import ARCHITECTURES, Architecture, architecture_of, layer_kinds, rotated_layers
 from edgespec.formats.checkpoint import Checkpoint, Config, StoredTensor
 from edgespec.platform.files import atomic_folder
 from edgespec.types import Progress, no_progress

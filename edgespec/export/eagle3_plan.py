@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.architectures.layers import rotary_settings
-from edgespec.formats.architectures.rows import Sizes, read_sizes
+from edgespec.formats.architectures import Sizes, read_sizes, rotary_settings
 from edgespec.formats.checkpoint import PREFIXES, Checkpoint, Config, Weights, head_config
 from edgespec.formats.gguf.eagle3 import NUM_LAYERS_READ
 from edgespec.formats.gguf.head_reader import DRAFTED

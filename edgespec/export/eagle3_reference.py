@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgespec.engines.head import FeatureHead, HeadFacts, States
 from edgespec.errors import BatchError, ContextFull
 from edgespec.export.eagle3_plan import HeadPlan, shared_names
-from edgespec.formats.architectures.layers import llama3_frequency_factors, rotary_settings
+from edgespec.formats.architectures import llama3_frequency_factors, rotary_settings
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.types import Logits, TokenIds
 

@@ -76,7 +76,7 @@ def read_importance(path: Path) -> Importance:
 
 def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Name of each linear module -> GGUF name of its matrix."""
-    from edgespec.formats.architectures.table import architecture_of
+    from edgespec.formats.architectures import architecture_of
 
     found = architecture_of(checkpoint)
     is_tied = found.is_tied(checkpoint.config)

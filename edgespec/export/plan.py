@@ -17,7 +17,7 @@ from edgespec.export.hub import Source
 from edgespec.export.onnx.convert import TILED
 from edgespec.export.reference import has_transformers
 from edgespec.export.request import ExportRequest, Format
-from edgespec.formats.architectures.table import is_tied
+from edgespec.formats.architectures import is_tied
 from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, is_head_config, named_architecture
 from edgespec.formats.hub_folder import read_json
 

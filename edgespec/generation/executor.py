@@ -35,7 +35,7 @@ from edgespec.generation.relief import Relief
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
 from edgespec.generation.turn import Claim, Turn
-from edgespec.memory.report import MemoryReport
+from edgespec.memory.watch import MemoryReport
 from edgespec.platform.machine import peak_rss_bytes
 from edgespec.platform.memory import return_freed_memory
 from edgespec.reports import Stats, TokenEvent

@@ -7,8 +7,7 @@ from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.file_facts import FileFacts
 from edgespec.memory.fit import chosen_context
-from edgespec.memory.plan import planned
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room, planned
 from edgespec.sampling import Sampling
 from edgespec.server.facts import shared_properties
 from edgespec.server.ollama_facts import Known, entry, shown

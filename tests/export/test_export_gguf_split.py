@@ -19,10 +19,8 @@ from edgespec.errors import ConfigError, ModelFileError, ModelNotFound, StateErr
 from edgespec.export.derive import prune
 from edgespec.export.gguf import EarlyExit, convert, early_exit_gguf
 from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.split import FILES, ID, model_files
-from edgespec.formats.gguf.values import GgufNumbers
+from edgespec.formats.gguf.check import FILES, ID, check_gguf, model_files
+from edgespec.formats.gguf.header import GgufNumbers, read_header
 from edgespec.types import Batch
 from tiny_checkpoints import CASES, TOKEN_IDS, write_checkpoint
 from tiny_gguf import Shape, write_model

@@ -14,8 +14,8 @@ from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, convert
 from edgespec.export.gguf.early_exit import EarlyExit, early_exit_gguf
 from edgespec.export.gguf.quantise import GGUF_QUANTS, NEEDS_IMPORTANCE, export_gguf, quantise
 from edgespec.export.gguf.tokenizer_check import check_tokenizer
-from edgespec.formats.architectures.table import ARCHITECTURES
-from edgespec.formats.gguf.splitters import pre_tokenizer_name
+from edgespec.formats.architectures import ARCHITECTURES
+from edgespec.formats.gguf.tokenizer import pre_tokenizer_name
 
 __all__ = [
     "ARCHITECTURES",

@@ -21,7 +21,7 @@ from edgespec.export.gguf.convert import (
 )
 from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.formats.architectures.rows import Architecture, interleave_rotary
+from edgespec.formats.architectures import Architecture, interleave_rotary
 from edgespec.formats.checkpoint import Checkpoint, Weights
 from edgespec.formats.gguf.eagle3 import ARCHITECTURE
 from edgespec.formats.gguf.head_reader import DRAFTED

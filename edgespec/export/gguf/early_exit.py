@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.formats.architectures.table import ARCHITECTURES
-from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import GgufHeader, TensorInfo
-from edgespec.formats.gguf.split import COUNT, FILES, ID, NUMBER, TENSORS
-from edgespec.formats.gguf.values import ARRAY, NUMBER_OF_TYPE, STRING, GgufNumbers
+from edgespec.formats.architectures import ARCHITECTURES
+from edgespec.formats.gguf.check import COUNT, FILES, ID, NUMBER, TENSORS, check_gguf
+from edgespec.formats.gguf.header import ARRAY, NUMBER_OF_TYPE, STRING, GgufHeader, GgufNumbers, TensorInfo
 from edgespec.platform.files import atomic_file
 from edgespec.types import Progress, no_progress
 

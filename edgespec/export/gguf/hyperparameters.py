@@ -5,8 +5,14 @@ from __future__ import annotations
 import gguf
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.architectures.layers import layer_kinds, rotary_settings, window_frequency_base, window_of
-from edgespec.formats.architectures.rows import Architecture, Sizes
+from edgespec.formats.architectures import (
+    Architecture,
+    Sizes,
+    layer_kinds,
+    rotary_settings,
+    window_frequency_base,
+    window_of,
+)
 from edgespec.formats.checkpoint import Checkpoint
 
 

@@ -10,7 +10,7 @@ import gguf
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.checkpoint import Checkpoint
-from edgespec.formats.gguf.splitters import SPACE, begins_with_space, is_spm, pre_tokenizer_name
+from edgespec.formats.gguf.tokenizer import SPACE, begins_with_space, is_spm, pre_tokenizer_name
 from edgespec.formats.hub_folder import chat_template, read_json
 
 Settings = dict[str, Any]

@@ -16,7 +16,7 @@ from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.gguf.tokenizer import adds_bos, read_settings
 from edgespec.export.tokens import read_tokenizer
-from edgespec.formats.gguf.splitters import SPLIT_AT_MARKS, flatten, is_spm, pre_tokenizer_name
+from edgespec.formats.gguf.tokenizer import SPLIT_AT_MARKS, flatten, is_spm, pre_tokenizer_name
 from edgespec.formats.hub_folder import read_json
 from edgespec.installation import install_command
 

@@ -15,8 +15,8 @@ from edgespec.engines.onnx.sessions import open_session
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.forms import LlamaWeights, WholeNumbers
+from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.nodes import Nodes
 
 MOST_TOKENS = 512
 

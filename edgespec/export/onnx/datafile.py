@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import DATA
-from edgespec.formats.onnx.tensors import DataWriter
+from edgespec.formats.onnx.graph import DataWriter
 
 
 class Stored:

@@ -14,9 +14,8 @@ from edgespec.export.onnx.convert import GROUPED
 from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
 from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.writer import check_form, write_graph
-from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.formats.gguf.model import GgufModel, read_model
-from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.types import Progress, no_progress
 

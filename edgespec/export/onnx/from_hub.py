@@ -13,7 +13,7 @@ from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
 from edgespec.export.onnx.hub_model import HubModel
 from edgespec.export.onnx.source import open_source
 from edgespec.export.onnx.writer import check_form, write_graph
-from edgespec.formats.architectures.rows import ADD_ONE, SCALE_Q_NORM
+from edgespec.formats.architectures import ADD_ONE, SCALE_Q_NORM
 from edgespec.formats.checkpoint import Weights
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.source import GgufTiles
 from edgespec.errors import ModelFileError
-from edgespec.formats.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
 from edgespec.formats.gguf.header import TensorInfo
-from edgespec.formats.gguf.model import GgufModel
-from edgespec.formats.gguf.weights import rows_of
+from edgespec.formats.gguf.model import GgufModel, rows_of
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
+from edgespec.formats.onnx.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
 MOST_BITS = 5.0  # of a type of 4 bits, Q4_1

@@ -16,7 +16,7 @@ from edgespec.export.onnx.datafile import Stored
 from edgespec.export.onnx.graph import read_graph, write_graph
 from edgespec.export.onnx.tied import find_lookup, look_up_blocks
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
-from edgespec.formats.onnx.tensors import DataWriter
+from edgespec.formats.onnx.graph import DataWriter
 from edgespec.formats.onnx.w8a8 import CONSTANTS, GROUP_SIZES, Products, quantise_columns, quantise_rows
 from edgespec.platform.files import atomic_file
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError, shown
-from edgespec.formats.architectures.table import is_tied
+from edgespec.formats.architectures import is_tied
 from edgespec.formats.checkpoint import Checkpoint, named_architecture
 from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 from edgespec.vocabulary import retyped_names

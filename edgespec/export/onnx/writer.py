@@ -19,10 +19,10 @@ from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.drafted import ReducedHead
 from edgespec.formats.onnx.forms import Blocks, Form, Mixed, Plain, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
+from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import NO_PROPERTIES, write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.nodes import Nodes
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.platform.machine import physical_cores, products_saturate

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MICROSOFT
-from edgespec.formats.onnx.nodes import Nodes
+from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of, unsigned
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -19,9 +19,8 @@ from onnx import TensorProto, helper
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.drafted import spread
 from edgespec.formats.onnx.forms import Form
+from edgespec.formats.onnx.graph import DataWriter, MemoryWriter, Nodes
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.nodes import Nodes
-from edgespec.formats.onnx.tensors import DataWriter, MemoryWriter
 from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, NORM, ROWS, Tiles
 
 Progress = Callable[[int, int], None]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MODEL
-from edgespec.formats.onnx.tensors import read_tensor
+from edgespec.formats.onnx.graph import read_tensor
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")

@@ -41,10 +41,10 @@ from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import sha256_of
 from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks
+from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.nodes import Nodes
 from edgespec.platform.files import atomic_file, atomic_folder
 from edgespec.platform.machine import products_saturate
 from expansion.heads import expanded_heads, spread
