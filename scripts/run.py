@@ -73,7 +73,7 @@ EXTRAS = {
 }
 # Commands that read a GGUF themselves, if at all.
 ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
-READS_NO_MODEL = ("corpus", "doctor", "handover", "ls", "pair", "plan", "pull", "rm", "show")
+READS_NO_MODEL = ("corpus", "doctor", "ls", "pair", "plan", "pull", "rm", "show")
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
 # rest of another.
@@ -239,7 +239,7 @@ def why_llamacpp(arguments: list[str]) -> str:
     command, *words = (word for argument in arguments for word in split_option(argument))
     if command == "test":
         return "the test suite"
-    if command in READS_NO_MODEL or "--forget" in words:
+    if command in READS_NO_MODEL:
         return ""
     if command == "export":
         return "" if value_of("--to", words, "gguf") == "onnx" else "writing GGUF"

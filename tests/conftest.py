@@ -17,8 +17,8 @@ import pytest
 
 from demo import DEMO, TEST_THREADS
 from demo_training import corpus
+from edgespec.bench import prompts as datasets
 from edgespec.installation import has_engine
-from edgespec.tuning import datasets
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
 from workers import Turns, wanted_processes

@@ -1,26 +1,166 @@
-"""The result of a benchmark as one JSON object with stable keys, from which table, plots and HTML page are made.
+"""The result of a benchmark as one JSON object with stable keys, from which table and picture are made.
 
-Units are seconds, bytes and joules. None: unknown on this machine, or nothing to divide by.
+A speedup is computed per trial, from two consecutive runs, and reported as median and quartiles; the pooled speedup is
+the ratio of total tokens per total seconds. Units are seconds and bytes. None: unknown on this machine, or nothing to
+divide by.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from statistics import median, quantiles
+from typing import Any, Literal
 
 from edgespec import __version__
-from edgespec.bench.record import Trial
-from edgespec.bench.rounds import acceptance_by_position, accepted_lengths, drafter_shares, observed_passes, reliability
-from edgespec.bench.runner import Task, needs_second_model
-from edgespec.bench.summary import Side, Summary, median_pass_s
+from edgespec.bench.runner import Measurement, Task, Trial
 from edgespec.config import GenerateOptions
+from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 
-FORMAT = 1
+FORMAT = 2
+NUM_BINS = 10
 Report = dict[str, Any]
+Verdict = Literal["gains", "even", "loses", "unknown", "undrafted"]
+_NOTICEABLE = 0.02  # smaller relative differences count as equal, or those that plain decoding has from itself
+_LEAST_TRIALS = 3  # with fewer there is no verdict
+_TIMES = ("prefill_s", "draft_s", "verify_s", "overhead_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and quartiles of at least one value."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread | None:
+        if not values:
+            return None
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        low, middle, high = quantiles(values, n=4, method="inclusive")
+        return Spread(middle, low, high)
+
+    def to_json(self) -> dict[str, float]:
+        return {"median": self.median, "q1": self.q1, "q3": self.q3}
+
+
+class Side:
+    """All runs of one decoding mode."""
+
+    def __init__(self, runs: Iterable[Measurement]) -> None:
+        self.runs = list(runs)
+        self.timed = [run for run in self.runs if run.is_long_enough]
+
+    def total(self, name: str) -> float:
+        return float(sum(getattr(run.stats, name) for run in self.runs))
+
+    @property
+    def tokens_per_second(self) -> Spread | None:
+        return Spread.of([run.stats.tokens_per_second for run in self.timed])
+
+    @property
+    def pooled_rate(self) -> float:
+        """Total decoded tokens / total decoding seconds."""
+        seconds = sum(run.stats.decode_s for run in self.timed)
+        return sum(run.stats.new_tokens - 1 for run in self.timed) / seconds if seconds else 0.0
+
+    @property
+    def whole_rate(self) -> float:
+        """Total tokens / total seconds, prefill included."""
+        seconds = self.total("wall_s")
+        return self.total("new_tokens") / seconds if seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        spread = self.tokens_per_second
+        return {
+            "tokens_per_second": spread.to_json() if spread else None,
+            "pooled_tokens_per_second": self.pooled_rate or None,
+            "num_tokens": int(self.total("new_tokens")),
+            "time": {name: self.total(name) for name in (*_TIMES, "wall_s")},
+        }
+
+
+class Summary:
+    """Statistics of `trials` (at least one). Ratios are None if there is nothing to divide by, or nothing was drafted:
+    both sides decoded plainly then.
+    """
+
+    def __init__(self, trials: Iterable[Trial]) -> None:
+        self.trials = list(trials)
+        self.standard = Side(trial.standard for trial in self.trials)
+        self.speculative = Side(trial.speculative for trial in self.trials)
+
+    @cached_property
+    def has_drafted(self) -> bool:
+        return self.speculative.total("drafted_tokens") > 0
+
+    @cached_property
+    def speedups(self) -> list[float]:
+        return [trial.speedup for trial in self.trials if trial.speedup is not None] if self.has_drafted else []
+
+    @property
+    def noise(self) -> Spread | None:
+        """Plain decoding over itself, run twice: what a speedup of nothing looks like."""
+        return Spread.of([trial.noise for trial in self.trials if trial.noise is not None])
+
+    @property
+    def speedup(self) -> Spread | None:
+        return Spread.of(self.speedups)
+
+    @property
+    def pooled_speedup(self) -> float | None:
+        return _ratio(self.speculative.pooled_rate, self.standard.pooled_rate) if self.has_drafted else None
+
+    @property
+    def whole_speedup(self) -> float | None:
+        """Speedup of whole answers, prefill included."""
+        return _ratio(self.speculative.whole_rate, self.standard.whole_rate) if self.has_drafted else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return _ratio(self.speculative.total("accepted_tokens"), self.speculative.total("drafted_tokens"))
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens per verifying target pass, the prefill's token excluded."""
+        tokens = self.speculative.total("new_tokens") - len(self.trials)
+        return _ratio(tokens, self.speculative.total("rounds"))
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether speculation is faster: at least three quarters of the trials must agree, else "even"."""
+        spread, noise = self.speedup, self.noise
+        if not self.has_drafted:
+            return "undrafted"
+        if spread is None or len(self.speedups) < _LEAST_TRIALS:
+            return "unknown"
+        least = max(_NOTICEABLE, abs(noise.median - 1)) if noise is not None else _NOTICEABLE
+        if spread.median > 1 + least and spread.q1 > 1:
+            return "gains"
+        if spread.median < 1 - least and spread.q3 < 1:
+            return "loses"
+        return "even"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_trials": len(self.trials),
+            "verdict": self.verdict,
+            "speedup": self.speedup.to_json() if self.speedup else None,
+            "pooled_speedup": self.pooled_speedup,
+            "whole_answer_speedup": self.whole_speedup,
+            "noise": self.noise.to_json() if self.noise else None,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "standard": self.standard.to_json(),
+            "speculative": self.speculative.to_json(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +171,12 @@ class Setup:
     standard: Model
     sampling: Sampling
     options: GenerateOptions
+
+    @property
+    def _baseline(self) -> str:
+        if self.standard is not self.speculative:
+            return "plain decoding by a second copy of the target without reproducible mode, which would slow it down"
+        return "plain decoding by the same model"
 
     def describe(self) -> dict[str, Any]:
         """All settings that affect the result, as JSON."""
@@ -46,7 +192,7 @@ class Setup:
             "max_slowdown": model.options.max_slowdown,
             "verify": model.options.verify,
             "reproducible": model.reproducible,
-            "baseline": _baseline(model),
+            "baseline": self._baseline,
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
@@ -55,12 +201,6 @@ class Setup:
             "max_tokens": self.options.max_tokens,
             "ignore_eos": self.options.ignore_eos,
         }
-
-
-def _baseline(model: Model) -> str:
-    if needs_second_model(model):
-        return "plain decoding by a second copy of the target without reproducible mode, which would slow it down"
-    return "plain decoding by the same model"
 
 
 def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, int], Trial]) -> Report:
@@ -92,7 +232,6 @@ def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, in
         "drafters": drafter_shares(runs),
         # confidences are estimated only for automatic draft lengths
         "reliability": reliability(records) if setup.speculative.options.draft_length == "auto" else {},
-        "acceptance_by_position": acceptance_by_position(runs),
         "accepted_lengths": accepted_lengths(records),
         "cost_curve": {str(width): s for width, s in setup.speculative.cost_curve.refined().items()},
         "observed_passes": observed_passes(records),
@@ -137,6 +276,96 @@ def _prompt_object(task: Task, trials: Sequence[Trial]) -> dict[str, Any]:
         "num_prompt_tokens": len(task.prompt_ids),
         "finish_reason": first.speculative.stats.finish_reason,
         "identical": _is_identical(trials),
-        "pieces": [list(piece) for piece in first.speculative.pieces],
         **Summary(trials).to_json(),
     }
+
+
+# -- statistics of rounds
+
+
+def judged(record: RoundRecord) -> Iterator[tuple[float, bool]]:
+    """Confidence and outcome of each token of a draft, up to and including the first rejected one."""
+    for index, confidence in enumerate(record.confidences[: record.accepted_tokens + 1]):
+        yield min(max(confidence, 0.0), 1.0), index < record.accepted_tokens
+
+
+def calibration_error(outcomes: Sequence[tuple[float, bool]]) -> tuple[float, list[dict[str, float]]]:
+    """(expected calibration error, bins): mean confidence and acceptance in NUM_BINS bins of equal width.
+
+    The error is the mean absolute difference of the two, weighted by tokens (Naeini et al., AAAI 2015).
+    """
+    members: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for confidence, is_accepted in outcomes:
+        members[min(int(confidence * NUM_BINS), NUM_BINS - 1)].append((confidence, is_accepted))
+    error, bins = 0.0, []
+    for index in sorted(members):
+        found = members[index]
+        confidence = sum(one for one, _ in found) / len(found)
+        acceptance = sum(is_accepted for _, is_accepted in found) / len(found)
+        error += len(found) / len(outcomes) * abs(confidence - acceptance)
+        bins.append({"confidence": confidence, "acceptance": acceptance, "num_tokens": len(found)})
+    return error, bins
+
+
+def reliability(records: Iterable[RoundRecord]) -> dict[str, dict[str, Any]]:
+    """Calibration by drafter; key "all" is over all drafters."""
+    outcomes: dict[str, list[tuple[float, bool]]] = defaultdict(list)
+    for record in records:
+        if record.drafter is not None:
+            for name in (record.drafter, "all"):
+                outcomes[name].extend(judged(record))
+    found = {}
+    for name, pairs in sorted(outcomes.items()):
+        if pairs:
+            error, bins = calibration_error(pairs)
+            found[name] = {"expected_calibration_error": error, "num_tokens": len(pairs), "bins": bins}
+    return found
+
+
+def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:
+    """Histogram of accepted tokens per round, by drafter; key "none": rounds without a draft."""
+    found: dict[str, Counter[int]] = defaultdict(Counter)
+    for record in records:
+        found[record.drafter or "none"][record.accepted_tokens] += 1
+    return {name: {str(n): count for n, count in sorted(counts.items())} for name, counts in sorted(found.items())}
+
+
+def observed_passes(records: Iterable[RoundRecord]) -> dict[str, dict[str, float]]:
+    """Median seconds and number of target passes, by width."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for record in records:
+        found[record.width].append(record.verify_s)
+    return {str(width): {"median_s": median(found[width]), "num_passes": len(found[width])} for width in sorted(found)}
+
+
+def drafter_shares(runs: Iterable[Measurement]) -> dict[str, dict[str, float | int | None]]:
+    """By drafter: rounds, drafted and accepted tokens, acceptance rate, and its share of all emitted tokens."""
+    rounds, drafted, accepted = Counter[str](), Counter[str](), Counter[str]()
+    num_tokens = 0
+    for run in runs:
+        num_tokens += run.stats.new_tokens
+        for record in run.rounds:
+            if record.drafter is not None:
+                rounds[record.drafter] += 1
+                drafted[record.drafter] += record.drafted_tokens
+                accepted[record.drafter] += record.accepted_tokens
+    return {
+        name: {
+            "rounds": rounds[name],
+            "drafted_tokens": drafted[name],
+            "accepted_tokens": accepted[name],
+            "acceptance_rate": accepted[name] / drafted[name] if drafted[name] else None,
+            "share_of_tokens": accepted[name] / num_tokens if num_tokens else None,
+        }
+        for name in sorted(rounds)
+    }
+
+
+def median_pass_s(side: Side) -> float | None:
+    """Median seconds of a target pass, prefill excluded."""
+    found = [record.verify_s for run in side.runs for record in run.rounds]
+    return median(found) if found else None
+
+
+def _ratio(above: float, below: float) -> float | None:
+    return above / below if below else None

@@ -7,18 +7,18 @@ the target without that mode. It is timed twice for each prompt: what it differs
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from edgespec.bench.energy import EnergyMeter
-from edgespec.bench.record import Measurement, Trial, digest_of
+from edgespec.bench.prompts import BenchPrompt
 from edgespec.config import GenerateOptions, keywords_of
-from edgespec.reports import RoundRecord, TokenEvent
+from edgespec.reports import RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
-from edgespec.tuning.workload import BenchPrompt
 
 _WARM_UP_TOKENS = 16
+OnToken = Callable[[str, TokenEvent, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,57 @@ class Task:
     @property
     def key(self) -> tuple[str, int]:
         return self.prompt.digest, self.repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One generation that began with empty caches. `token_digest`: hash of the token ids."""
+
+    stats: Stats
+    token_digest: str
+    rounds: tuple[RoundRecord, ...] = ()
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether a decoding speed is defined: the first token comes from prefill."""
+        return self.stats.new_tokens > 1 and self.stats.decode_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One prompt decoded with and without speculation. `prompt`: its digest; `repeat` counts from 0.
+
+    `standard`: the baseline for speed. `plain`: plain decoding by the model that speculates, which must give the same
+    tokens; None if that model is the standard, and in repeats, which must equal the first. `again`: the standard once
+    more, which shows the noise; None in repeats. `order`: of the runs.
+    """
+
+    prompt: str
+    repeat: int
+    order: tuple[str, ...]
+    standard: Measurement
+    speculative: Measurement
+    plain: Measurement | None = None
+    again: Measurement | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.prompt, self.repeat
+
+    @property
+    def speedup(self) -> float | None:
+        """Decoding speed with speculation / without; None if an answer is too short."""
+        return self._over_standard(self.speculative)
+
+    @property
+    def noise(self) -> float | None:
+        """The same ratio where it should be 1: plain decoding once more / plain decoding."""
+        return None if self.again is None else self._over_standard(self.again)
+
+    def _over_standard(self, other: Measurement) -> float | None:
+        if not (self.standard.is_long_enough and other.is_long_enough):
+            return None
+        return other.stats.tokens_per_second / self.standard.stats.tokens_per_second
 
 
 def needs_second_model(model: Model) -> bool:
@@ -62,7 +113,11 @@ def tasks_of(
 
 
 class Runner:
-    """Runs tasks. `speculative` and `standard` may be one model; `is_over` is called between generations."""
+    """Runs tasks. `speculative` and `standard` may be one model; `is_over` is called between generations.
+
+    `on_token(side, event, seconds)` is called for every token of a trial, in seconds of its run's own clock, which
+    begins with the prompt and stands still during the call.
+    """
 
     def __init__(
         self,
@@ -70,12 +125,12 @@ class Runner:
         standard: Model,
         options: GenerateOptions,
         is_over: Callable[[], bool] = lambda: False,
+        on_token: OnToken = lambda side, event, at_s: None,
     ) -> None:
         self._speculative, self._standard = speculative, standard
         self._options = dataclasses.replace(options, logprobs=False)
         self._plain = dataclasses.replace(self._options, drafter="none")
-        self._is_over = is_over
-        self._meter = EnergyMeter()
+        self._is_over, self._on_token = is_over, on_token
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Trial]:
         """One trial per task, after a warm-up. Ends early if `is_over` returns True or a generation is cancelled."""
@@ -89,7 +144,7 @@ class Runner:
 
     def _warm_up(self, task: Task) -> None:
         for model, options in ((self._standard, self._plain), (self._speculative, self._options)):
-            self._measure(model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
+            measure(model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
 
     def _trial(self, task: Task) -> Trial | None:
         sides = {"standard": (self._standard, self._plain), "speculative": (self._speculative, self._options)}
@@ -99,33 +154,29 @@ class Runner:
                 sides["plain"] = self._speculative, self._plain
         turn = (task.index + task.repeat) % len(sides)
         order = (*sides, *sides)[turn : turn + len(sides)]
-        found: dict[str, Measurement] = {}
-        for name in order:
-            measured = self._measure(*sides[name], task)
+        done: dict[str, Measurement] = {}
+        for side in order:
+            measured = None if self._is_over() else measure(*sides[side], task, side, self._on_token)
             if measured is None:
                 return None
-            found[name] = measured
-        for name in found.keys() - {"speculative"}:
-            found[name] = dataclasses.replace(found[name], pieces=())
-        others = found.get("plain"), found.get("again")
-        return Trial(*task.key, order, found["standard"], found["speculative"], *others)
-
-    def _measure(self, model: Model, options: GenerateOptions, task: Task) -> Measurement | None:
-        """One generation that begins with empty caches; None if it was cancelled."""
-        if self._is_over():
-            return None
-        model.forget()
-        rounds: list[RoundRecord] = []
-        before = self._meter.read()
-        generation = model.stream(task.prompt_ids, task.sampling, options, rounds.append)
-        events = list(generation)
-        energy_j = self._meter.joules_since(before)
-        stats = generation.stats
-        if stats.finish_reason == "cancelled":
-            return None
-        assert stats.reused_tokens == 0, "caches must be empty in a benchmark"
-        return Measurement(stats, digest_of(events), tuple(rounds), _pieces(events), energy_j)
+            done[side] = measured
+        return Trial(*task.key, order, done["standard"], done["speculative"], done.get("plain"), done.get("again"))
 
 
-def _pieces(events: Iterable[TokenEvent]) -> tuple[tuple[str, str | None], ...]:
-    return tuple((event.text, event.drafter) for event in events)
+def measure(
+    model: Model, options: GenerateOptions, task: Task, side: str = "", on_token: OnToken | None = None
+) -> Measurement | None:
+    """One generation that begins with empty caches; None if it was cancelled."""
+    model.forget()
+    rounds: list[RoundRecord] = []
+    generation = model.stream(task.prompt_ids, task.sampling, options, rounds.append)
+    stats, token_ids = generation.stats, []
+    for event in generation:
+        token_ids.append(event.token_id)
+        if on_token is not None:
+            on_token(side, event, stats.wall_s)
+    if stats.finish_reason == "cancelled":
+        return None
+    assert stats.reused_tokens == 0, "caches must be empty in a benchmark"
+    digest = hashlib.sha256(repr(token_ids).encode()).hexdigest()[:32]
+    return Measurement(stats, digest, tuple(rounds))

@@ -71,7 +71,7 @@ def verdict_line(report: Report) -> str:
 
 
 def reason_lines(report: Report) -> Iterator[str]:
-    """One line each: baseline, equality of texts, time by phase, cost of passes, drafters, energy, memory."""
+    """One line each: baseline, equality of texts, time by phase, cost of passes, drafters, memory."""
     yield f"baseline: {report['baseline']}"
     if noise := report["total"]["noise"]:
         yield (
@@ -83,7 +83,7 @@ def reason_lines(report: Report) -> Iterator[str]:
             f"reproducible mode without speculation: {report['padded_plain_speedup']:.2f}x; "
             "--no-reproducible disables it"
         )
-    yield _equality(report)
+    yield equality(report)
     yield f"time of speculation: {_time_split(report['total']['speculative']['time'])}"
     if report["standard_pass_s"]:
         yield f"a target pass by width: {_cost(report)}"
@@ -95,9 +95,6 @@ def reason_lines(report: Report) -> Iterator[str]:
         is_known = error["num_tokens"] >= _LEAST_TESTED
         trust = f", confidence off by {error['expected_calibration_error']:.3f} on average" if is_known else ""
         yield f"drafter {name}: {share} of all tokens, {rate} of its drafts accepted{trust}"
-    joules = [report["total"][side]["joules_per_token"] for side in ("standard", "speculative")]
-    if None not in joules:
-        yield f"energy: {joules[0]:.2f} J per token plain, {joules[1]:.2f} J with speculation (whole processor)"
     memory = report["memory"]
     copies = " (two copies of the target are loaded)" if memory["num_target_copies"] > 1 else ""
     yield (
@@ -106,7 +103,7 @@ def reason_lines(report: Report) -> Iterator[str]:
     )
 
 
-def _equality(report: Report) -> str:
+def equality(report: Report) -> str:
     same, count = report["num_identical"], report["num_prompts"]
     if report["reproducible"]:
         verdict = "identical to plain decoding in the same mode" if same == count else "DIFFERENT from plain decoding"

@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edgespec import __version__
-from edgespec.bench.html import page
-from edgespec.bench.journal import Journal, default_path
-from edgespec.bench.output import check_outputs
-from edgespec.bench.report import Setup, report_of
-from edgespec.bench.runner import Runner, Task, load_standard, tasks_of
-from edgespec.bench.table import table_lines
+from edgespec.bench.explain import explain_choices, explain_json, explain_lines
+from edgespec.bench.plot import check_plot, draw
+from edgespec.bench.prompts import (
+    SYNTHETIC,
+    BenchPrompt,
+    Domains,
+    built_in,
+    choose,
+    read_data,
+    read_prompts,
+    with_synthetic,
+)
+from edgespec.bench.report import Report, Setup, report_of
+from edgespec.bench.runner import Runner, Task, Trial, load_standard, tasks_of
+from edgespec.bench.sweep import Sweep, fixed_choices, sweep_json, sweep_lines
+from edgespec.bench.table import shown, table_lines
 from edgespec.cli import FilePath
-from edgespec.cli.bench_progress import progress, trial_line
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.config import keywords_of
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.config.sources import Settings
-from edgespec.control.measure import cost_key
 from edgespec.errors import ConfigError
-from edgespec.platform.disk_cache import file_key
-from edgespec.platform.files import write_atomically
-from edgespec.tuning.prompt_sources import built_in, read_data, read_prompts
-from edgespec.tuning.workload import SYNTHETIC, BenchPrompt, Domains, choose, with_synthetic
 
-DEFAULT_TOKENS = 96
-DEFAULT_PER_DOMAIN = 4
+DEFAULT_TOKENS, SWEEP_TOKENS = 96, 48
+DEFAULT_PER_DOMAIN, SWEEP_PER_DOMAIN = 4, 1
+DEFAULT_REPEAT, SWEEP_REPEAT = 3, 1
 _LEFT_OUT = ("stop", *PROMPTING, *STRUCTURE, *PRINTING, *REMEMBERING)
 _PATH = FilePath()
+_SHOWN_CHARACTERS = 44
 
 
 @click.command(cls=SettingsCommand)
@@ -46,39 +52,41 @@ _PATH = FilePath()
 @click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files  [default: built-in prompts]")
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
 @click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: 4 of --data, else all]")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of each prompt")
-@click.option("--plot", type=_PATH, metavar="PNG|FOLDER", help="Draw the figures, in one PNG or one each")
-@click.option("--html", "html_file", type=_PATH, metavar="FILE", help="Write the report as one HTML page")
-@click.option("--resume", type=_PATH, metavar="FILE", help="Journal to continue from and keep")
-@click.option("--restart", is_flag=True, help="Begin anew: discard an unfinished run")
+@click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep, --explain]")
+@click.option("--sweep", is_flag=True, help="Try every drafter and draft length; show the best beside auto")
+@click.option("--explain", is_flag=True, help="Show costs, acceptance, expected beside measured speed, what would help")
+@click.option("--plot", type=_PATH, metavar="PNG", help="Draw the result")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table")
 def command(model_name: str | None, config_file: Path | None, **given: Any) -> int:
     """Decode each prompt with and without speculation, in turns and on empty caches, and compare the speed.
 
-    An interrupted run continues when the same command is given again. Prompts are drawn and answers sampled with seed
-    0 unless --seed says otherwise. MODEL is a name, a GGUF or ONNX file, or a folder with one.
+    Prompts are drawn and answers sampled with seed 0 unless --seed says otherwise. --sweep and --explain try fixed
+    settings on fewer and shorter answers. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     own = {name: given.pop(name) for name in _OWN}
-    settings = _checked(resolve_settings(given, model_name, config_file, speculates=True))
-    check_outputs(own["plot"], own["html_file"])
-    found = _sources(own["prompts"], own["data"])
+    sweeps = own["sweep"] or own["explain"]
+    settings = _checked(resolve_settings(given, model_name, config_file))
+    if own["plot"] is not None:
+        if sweeps:
+            raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep and --explain out")
+        check_plot(own["plot"])
+    domains = _sources(own["prompts"], own["data"])
     session = open_session(settings)
     if session.options.max_tokens is None:
-        session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
+        session.options = dataclasses.replace(session.options, max_tokens=SWEEP_TOKENS if sweeps else DEFAULT_TOKENS)
     with session.model:
         show_configuration(session)
-        prompts = _choose(session, found, own)
-        standard = load_standard(session.model)
-        with standard:
-            setup = Setup(session.model, standard, session.sampling, session.options)
-            return _bench(session, setup, prompts, own)
+        prompts = _choose(session, domains, own)
+        repeat = own["repeat"] or (SWEEP_REPEAT if sweeps else DEFAULT_REPEAT)
+        tasks = tasks_of(prompts, lambda prompt: _encode(session, prompt), session.sampling, repeat)
+        return _sweep(session, tasks, own) if sweeps else _bench(session, tasks, own)
 
 
-_OWN = ("prompts", "data", "domains", "per_domain", "repeat", "plot", "html_file", "resume", "restart", "as_json")
+_OWN = ("prompts", "data", "domains", "per_domain", "repeat", "sweep", "explain", "plot", "as_json")
 
 
 def _checked(settings: Settings) -> Settings:
-    """Settings with seed 0 below them: the same prompts and the same journal when the command is given again."""
+    """Settings with seed 0 below them: the same prompts when the command is given again."""
     for name in ("drafter", "draft_length"):
         if settings.values.get(name) in ("none", 0):
             raise ConfigError(
@@ -96,13 +104,15 @@ def _sources(prompts: Path | None, data: Path | None) -> Domains:
     return built_in() if data is None else read_data(data)
 
 
-def _choose(session: Session, found: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
+def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
     """The prompts of this run: all domains of a user's own file, else generated ones too."""
     model, seed = session.model, session.seed
-    domains = with_synthetic(found, model.target.vocabulary, seed)
+    domains = with_synthetic(sources, model.target.vocabulary, seed)
     per_domain, wanted = own["per_domain"], own["domains"]
     if own["prompts"] is not None:
-        domains, wanted = {**domains, **found}, wanted or list(found)
+        domains, wanted = {**domains, **sources}, wanted or list(sources)
+    elif own["sweep"] or own["explain"]:
+        per_domain = per_domain or SWEEP_PER_DOMAIN
     elif own["data"] is not None:
         per_domain = per_domain or DEFAULT_PER_DOMAIN
     elif per_domain is None:
@@ -126,73 +136,95 @@ def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
     return prompt.encode(session.model, chat_template=session.shown.chat_template)
 
 
-def _bench(session: Session, setup: Setup, prompts: list[BenchPrompt], own: dict[str, Any]) -> int:
-    tasks = tasks_of(prompts, lambda prompt: _encode(session, prompt), session.sampling, own["repeat"])
-    kept = own["resume"]
-    loaded = setup.speculative.options
-    identity = {
-        "edgespec": __version__,
-        **setup.describe(),
-        "files": _files_key(setup),
-        "given": [file_key(path) for path in (loaded.heads, loaded.chat_template_file) if path is not None],
-        "sampling": {each.name: str(getattr(setup.sampling, each.name)) for each in dataclasses.fields(setup.sampling)},
-        "load": {name: str(value) for name, value in keywords_of(loaded).items()},
-        "chat_template": session.shown.chat_template,
-    }
-    path = kept or default_path(identity)
-    with Journal(path, identity, restart=own["restart"]) as journal:
-        is_complete = _run(setup, tasks, journal)
-        if not any(task.key in journal.trials for task in tasks):
+def _bench(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
+    model = session.model
+    _ = model.cost_curve  # measured now: it is part of the report, and measuring empties the caches
+    with load_standard(model) as standard:
+        setup = Setup(model, standard, session.sampling, session.options)
+
+        def cancel() -> None:
+            model.cancel()
+            standard.cancel()
+
+        trials: dict[tuple[str, int], Trial] = {}
+        by_key = {task.key: task for task in tasks}
+        with stops(cancel) as interruption, progress(len(tasks)) as on_trial:
+            for trial in Runner(model, standard, setup.options, lambda: interruption.happened).run(tasks):
+                trials[trial.key] = trial
+                on_trial(_trial_line(by_key[trial.key], trial))
+        if not trials:
             note("interrupted before the first result")
             return INTERRUPTED
-        report = report_of(setup, tasks, journal.trials)
-        _show(report, own)
-        if not is_complete:
-            note(f"interrupted: the same command continues from {report['num_trials']} of {len(tasks)}, kept in {path}")
-            return INTERRUPTED
-        if kept is None:
-            journal.remove()
+        _show(report_of(setup, tasks, trials), own)
+    if interruption.happened:
+        note(f"interrupted: {len(trials)} of {len(tasks)} runs are shown")
+        return INTERRUPTED
     return 0
 
 
-def _files_key(setup: Setup) -> list[str]:
-    pair = setup.speculative.pair
-    return [cost_key(setup.speculative.target, pair.paths(role)) for role in sorted(pair.files)]
-
-
-def _run(setup: Setup, tasks: list[Task], journal: Journal) -> bool:
-    """Do what the journal lacks; False when it was interrupted."""
-    missing = [task for task in tasks if task.key not in journal.trials]
-    if len(missing) < len(tasks):
-        done = len(tasks) - len(missing)
-        note(f"{done} of {len(tasks)} are already done, from {journal.path}; --restart measures them again")
-
-    if missing:
-        _ = setup.speculative.cost_curve  # measured now: it is part of the report, and measuring empties the caches
-
-    def cancel() -> None:
-        setup.speculative.cancel()
-        setup.standard.cancel()
-
-    by_key = {task.key: task for task in missing}
-    with stops(cancel) as interruption, progress(len(tasks), len(tasks) - len(missing)) as on_trial:
-        runner = Runner(setup.speculative, setup.standard, setup.options, lambda: interruption.happened)
-        for trial in runner.run(missing):
-            journal.add(trial)
-            on_trial(trial_line(by_key[trial.key], trial))
-    return all(task.key in journal.trials for task in tasks)
-
-
-def _show(report: dict[str, Any], own: dict[str, Any]) -> None:
+def _show(report: Report, own: dict[str, Any]) -> None:
     if own["as_json"]:
         click.echo(json.dumps(report, allow_nan=False))
     else:
         for line in table_lines(report):
             click.echo(line)
     if own["plot"] is not None:
-        from edgespec.bench.plots import draw
+        draw(report, own["plot"])
+        note(f"drawn: {own['plot']}")
 
-        note(f"figures: {', '.join(str(path) for path in draw(report, own['plot']))}")
-    if own["html_file"] is not None:
-        write_atomically(own["html_file"], page(report))
-        note(f"page: {own['html_file']}")
+
+def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
+    model = session.model
+    _ = model.cost_curve
+    choices = fixed_choices(model) if own["sweep"] else []
+    choices += explain_choices(model) if own["explain"] else []
+    sweep = Sweep(model, choices, session.options)
+    with stops(model.cancel) as interruption, progress(len(tasks) * len(sweep.choices)) as on_run:
+        for task, choice, measured in sweep.run(tasks, lambda: interruption.happened):
+            on_run(f"{task.prompt.domain:<15}  {choice!s:<20}  {measured.stats.tokens_per_second:.1f}")
+    if not sweep.domains:
+        note("interrupted before the first result")
+        return INTERRUPTED
+    if own["as_json"]:
+        facts = Setup(model, model, session.sampling, session.options).describe()
+        swept = {"sweep": sweep_json(sweep)} if own["sweep"] else {}
+        explained = {"explain": explain_json(sweep)} if own["explain"] else {}
+        click.echo(json.dumps({**facts, **swept, **explained}, allow_nan=False))
+    else:
+        for line in (*(sweep_lines(sweep) if own["sweep"] else ()), *(explain_lines(sweep) if own["explain"] else ())):
+            click.echo(line)
+    if interruption.happened:
+        note("interrupted: the kinds of text that were measured whole are shown")
+        return INTERRUPTED
+    return 0
+
+
+def _trial_line(task: Task, trial: Trial) -> str:
+    """A finished trial: domain, the beginning of the prompt, tokens per second plain and with speculation."""
+    text = " ".join(task.prompt.text.split())
+    text = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    plain, drafted = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
+    ratio = shown(trial.speedup, "{:.2f}x") if trial.speculative.stats.drafted_tokens else "nothing drafted"
+    return f"{task.prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show each finished run: a line, and a bar below it where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.percentage:>3.0f}%"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # A thread that redraws the bar would take the time of what is measured: it is drawn between two runs only.
+    with Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False) as bars:
+        bar = bars.add_task("", total=total)
+
+        def on_run(line: str) -> None:
+            if console.is_terminal:
+                bars.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+            else:
+                note(line)
+            bars.update(bar, advance=1, refresh=True)
+
+        yield on_run

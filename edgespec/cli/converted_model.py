@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import click
 
 from edgespec import __version__
-from edgespec.cli.lines import is_interactive
 from edgespec.cli.session import Session, open_session
 from edgespec.cli.skippable import Stopping, unless_skipped
 from edgespec.cli.status import Stages, waiting
+from edgespec.cli.stdin import is_interactive
 from edgespec.cli.terminal import note, reply, verbosity
 from edgespec.config import LoadOptions
 from edgespec.config.sources import Settings

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.bench.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
 from edgespec.cli import FilePath, printable, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.status import waiting
@@ -37,8 +38,6 @@ from edgespec.errors import ConfigError, StateError
 from edgespec.loading.opening import open_vocabulary
 from edgespec.platform.files import resolved
 from edgespec.runtime import load
-from edgespec.tuning.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
-from edgespec.tuning.profiles import DEFAULT_MODEL
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
@@ -171,7 +170,7 @@ def rm(names: tuple[str, ...], model: str | None, everything: bool, learnt: bool
 
 
 def _name_of(model: str | None) -> str:
-    return str(resolve({"model": model}).values.get("model", DEFAULT_MODEL))
+    return str(resolve({"model": model}).values.get("model", "demo"))
 
 
 @contextmanager

@@ -1,18 +1,28 @@
-"""One conversation with a loaded model: asks, prints the answer and remembers it."""
+"""One conversation with a loaded model: asks, prints the answer and remembers it; keeps it in a file if wanted.
+
+With `chat --session FILE` the conversation is in FILE, written after every answer, and the model's state beside it so
+that nothing is read again. The state, which may take megabytes, is written at the end; without it, or with that of
+another model, the conversation goes on and its text is read again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from tempfile import TemporaryFile
 
 from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.cli.interrupt import stops
-from edgespec.cli.lines import typing_unseen
 from edgespec.cli.session import Session
-from edgespec.cli.terminal import counted, note, reply
+from edgespec.cli.stdin import typing_unseen
+from edgespec.cli.terminal import counted, detail, note, reply
 from edgespec.config import RANDOM_SEED
+from edgespec.errors import EdgespecError, StateError
 from edgespec.generation.totals import Totals
+from edgespec.platform.files import write_errors
 from edgespec.reports import Stats
 
+STATE_SUFFIX = ".state"
 LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
 
@@ -124,3 +134,62 @@ class Chat:
         if interruption.happened:
             note("stopped")
         return *printer.parts, offset + len(prompt_ids) + self.last.new_tokens
+
+
+class SavedChat:
+    """The file of a conversation.
+
+    Raises StateError, before a model is loaded, for a file that is something else, or where none can be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        with write_errors(path), TemporaryFile(dir=nearest):
+            pass  # a missing folder is made with the first answer
+        self._path = path
+        self._state_path = path.with_name(path.name + STATE_SUFFIX)
+        self._conversation = Conversation.load(path) if path.exists() else None
+        self._stamp = self._found_stamp()
+        self._is_changed = False
+
+    def begin(self, chat: Chat, system: str | None) -> None:
+        """Continue the conversation, with `system` in place of its system prompt where one is given."""
+        if self._conversation is None:
+            return
+        if system is not None:
+            self._conversation.system = system
+        chat.conversation = self._conversation
+        note(f"continuing {self._path}: {counted(chat.conversation.num_exchanges, 'exchange')}")
+        if not self._state_path.exists():
+            return
+        try:
+            chat.session.model.load_state(self._state_path)
+        except EdgespecError as exc:
+            detail(str(exc))
+
+    def keep(self, chat: Chat) -> None:
+        """Write the conversation. Raises StateError when it cannot be written, or another program changed the file."""
+        if not chat.conversation.turns and self._stamp is None:
+            return
+        if self._found_stamp() != self._stamp:
+            raise StateError(
+                f"another program changed {self._path}: keep this conversation with /save and another name"
+            )
+        chat.conversation.save(self._path)
+        self._stamp = self._found_stamp()
+        self._is_changed = True
+
+    def end(self, chat: Chat) -> None:
+        """Write the state, if the conversation went on."""
+        if self._is_changed:
+            chat.session.model.save_state(self._state_path)
+
+    def _found_stamp(self) -> tuple[int, int, int] | None:
+        """What tells whether the file is still the one that was read or written here; None where there is none."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise StateError(f"the conversation {self._path} cannot be read: {exc.strerror}") from exc
+        return found.st_ino, found.st_size, found.st_mtime_ns

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from edgespec.cli import FilePath
-from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
+from edgespec.cli.shell import files
 from edgespec.cli.terminal import note
 from edgespec.export.training.request import (
     DEVICES,

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def _llamacpp() -> dict[str, Any]:
 
 
 def _probe_llamacpp() -> dict[str, Any]:
-    probe = [sys.executable, "-m", "edgespec.cli.library_facts"]
+    probe = [sys.executable, "-m", "edgespec.cli.doctor"]
     rebuild = reinstall_command("llama-cpp-python", "--no-cache-dir", "--no-binary=llama-cpp-python")
     try:
         done = subprocess.run(
@@ -284,3 +285,58 @@ def _gpu_backends() -> tuple[str, ...]:
 
 def _size(file: dict[str, Any]) -> str:
     return "MISSING" if file["bytes"] is None else f"{file['bytes'] / 1e6:.1f} MB"
+
+
+# -- the llama.cpp library
+#
+# A build for another processor ends its process at the first instruction it lacks, so it is asked in a child:
+# `python -m edgespec.cli.doctor` prints what it says of itself as one JSON object.
+
+
+def describe_library() -> dict[str, Any]:
+    """Version, build features, backends, the devices that this build sees, and whether it has RPC. Memory in bytes."""
+    from edgespec.engines.llamacpp.library import library, version
+
+    try:
+        llama = library()
+    except CapabilityError as exc:
+        return {"available": False, "reason": str(exc)}
+    found = _devices()
+    return {
+        "available": True,
+        "version": version(),
+        "features": _features(llama.llama_print_system_info().decode("utf-8", errors="replace")),
+        "gpu_offload": any("gpu" in device["kind"] for device in found),
+        "rpc": bool(llama.llama_supports_rpc()),
+        "backends": _backends(),
+        "devices": found,
+    }
+
+
+def _features(system_info: str) -> list[str]:
+    """'CPU : AVX2 = 1 | NEON = 0 | ...' as the names that are on."""
+    items = system_info.replace(":", "|").split("|")
+    return [item.split("=")[0].strip() for item in items if item.strip().endswith("= 1")]
+
+
+def _backends() -> list[str]:
+    from edgespec.engines.llamacpp import devices
+
+    try:
+        return devices.backends()
+    except CapabilityError:
+        return []
+
+
+def _devices() -> list[dict[str, Any]]:
+    """ggml's devices; only the processor where the library does not export the question."""
+    from edgespec.engines.llamacpp import devices
+
+    try:
+        return [asdict(device) for device in devices.devices()]
+    except CapabilityError:
+        return [asdict(devices.Device("CPU", "the processor", "cpu", 0, 0))]
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe_library()))

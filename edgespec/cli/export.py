@@ -13,8 +13,8 @@ import click
 
 from edgespec import __version__
 from edgespec.cli import FilePath, say
-from edgespec.cli.completion import files
 from edgespec.cli.main import INTERRUPTED
+from edgespec.cli.shell import files
 from edgespec.cli.terminal import note
 from edgespec.platform.files import exists, expanded, resolved
 
@@ -207,7 +207,7 @@ def _chosen_exit(folder: Path, threads: int | None) -> str:
 
 
 def _print(request: ExportRequest, done: Exported) -> None:
-    from edgespec.cli.run_command import run_command
+    from edgespec.cli.shell import run_command
     from edgespec.export.resources import human
     from edgespec.formats.manifest import read_pair
 

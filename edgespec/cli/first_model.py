@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
-from edgespec.cli.lines import is_interactive
 from edgespec.cli.pull import fetched
 from edgespec.cli.status import Stages
+from edgespec.cli.stdin import is_interactive
 from edgespec.cli.terminal import note, verbosity
 from edgespec.config.sources import Settings
 from edgespec.errors import EdgespecError

@@ -37,7 +37,6 @@ _SECTIONS = {
         "race": "Watch plain and speculative decoding side by side.",
         "plan": "Show the memory that a model would take, and whether it fits.",
         "rpc-server": "Lend this machine's devices to a model on another one.",
-        "handover": "Write how vLLM, SGLang or llama-server runs a pair.",
         "corpus": "Your own texts to draft from, and what --learn stored.",
     },
     "Models": {
@@ -51,9 +50,6 @@ _SECTIONS = {
     "Measure": {
         "bench": "Measure the speedup on prompts of several domains.",
         "verify": "Check that speculation changes no token.",
-        "tune": "Find the best settings for your prompts and keep them.",
-        "calibrate": "Measure the cost of model passes on this machine.",
-        "plan-speedup": "Predict the speedup and compare it with what is measured.",
         "doctor": "Show what is installed, what is missing and how to get it.",
     },
     "Make models": {
@@ -64,6 +60,12 @@ _SECTIONS = {
 }
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
 COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in commands.items()}
+_GONE = {
+    "tune": "edgespec bench --sweep finds the best settings",
+    "calibrate": "edgespec bench --explain shows what passes cost",
+    "plan-speedup": "edgespec bench --explain compares expected and measured speed",
+    "handover": "docs/handover.md has the commands of vLLM, SGLang and llama-server",
+}
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # Python keeps a file that a full disk cut short, and fails on it from then on (CPython issue 126606).
 _CUT_SHORT = (
@@ -106,7 +108,8 @@ class CommandGroup(click.Group):
         if name not in COMMANDS and not name.startswith("-"):
             from edgespec.config.habits import did_you_mean
 
-            hint = did_you_mean(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
+            known = did_you_mean(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
+            hint = f"; {_GONE[name]}" if name in _GONE else known
             raise click.UsageError(f"no such command '{name}'{hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -13,8 +13,7 @@ import click
 from rich.console import Console
 
 from edgespec.cli import FilePath, printable, say
-from edgespec.cli.completion import names_here, names_known
-from edgespec.cli.run_command import run_command
+from edgespec.cli.shell import names_here, names_known, run_command
 from edgespec.cli.terminal import note
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.installation import quoted

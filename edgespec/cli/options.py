@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from edgespec.cli import FilePath
-from edgespec.cli.completion import models
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
+from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.habits import did_you_mean
 from edgespec.config.options import SETTINGS
 from edgespec.config.sources import Settings, resolve
 from edgespec.config.table import Kind, Part, Setting, contents
 from edgespec.errors import ConfigError
-from edgespec.tuning.profiles import with_profile
 
 if TYPE_CHECKING:
     from edgespec.sampling import Sampling
@@ -115,7 +114,6 @@ def _common_options() -> list[Callable[[Function], Function]]:
         verbosity_option("-v", "--verbose", help="Show notes on what is measured and chosen"),
         verbosity_option("-q", "--quiet", help="Show the result and errors only"),
         click.option("--config", "config_file", cls=GroupedOption, **config),
-        click.option("--no-profile", cls=GroupedOption, is_flag=True, help="Ignore what edgespec tune found"),
     ]
 
 
@@ -146,22 +144,18 @@ def resolve_settings(
     model_name: str | None,
     config_file: Path | None,
     *,
-    speculates: bool = False,
     leave_out: Collection[str] = (),
 ) -> Settings:
-    """What was given on the command line, over environment, config file and the model's profile. Raises ConfigError.
+    """What was given on the command line, over environment and config file. Raises ConfigError.
 
-    `speculates`: the command is about speculation, so a profile for which plain decoding is best leaves that open.
     `leave_out`: settings that do not hold for this model, wherever they were given.
     """
     flags = dict(given)
-    ignores_profile = flags.pop("no_profile", False)
     if model_name is not None:
         if flags.get("model") not in (None, model_name):
             raise ConfigError(f"two models are given, {model_name!r} and --model {flags['model']!r}: keep one")
         flags["model"] = model_name
-    settings = resolve(flags, config_file=config_file).without(leave_out)
-    return settings if ignores_profile else with_profile(settings, leaves_plain=speculates)
+    return resolve(flags, config_file=config_file).without(leave_out)
 
 
 def sampling_of(settings: Settings) -> Sampling:

@@ -17,9 +17,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from edgespec.cli.completion import names_known
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.run_command import run_command
+from edgespec.cli.shell import names_known, run_command
 from edgespec.cli.terminal import note, verbosity
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.download import OnBytes

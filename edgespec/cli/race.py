@@ -1,232 +1,338 @@
-"""`edgespec race`: plain and speculative decoding of one prompt, side by side, and why one of them was faster.
+"""`edgespec race`: plain and speculative decoding of one prompt, side by side: a benchmark of one trial.
 
-Each side runs alone; the plain one comes first and is shown again beside the other, by the same clock. Why so and not
-at the same time or in turns: `edgespec.bench.race`.
+Run at the same time, the two would slow each other down; alternating token by token, they would share caches. So each
+side runs alone: the plain one comes first, and is shown again beside the other by the same clock.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
+import re
 import sys
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
 import click
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
-from edgespec.bench.output import check_file
-from edgespec.bench.race import Race
-from edgespec.bench.race_reasons import proof, reasons, speed
-from edgespec.cli import FilePath
-from edgespec.cli.generate import encode_prompt, read_prompt
+from edgespec.bench.explain import balance, changes, costs_of, threshold, typical_width
+from edgespec.bench.plot import check_picture
+from edgespec.bench.prompts import BenchPrompt
+from edgespec.bench.report import Report, Setup, Summary, report_of
+from edgespec.bench.runner import Runner, Task, Trial
+from edgespec.bench.table import equality
+from edgespec.cli import FilePath, printable
+from edgespec.cli.generate import encode_prompt, read_prompt, stats_object
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.race_pair import SOURCE, choose_pair, demonstrating, names_model
-from edgespec.cli.race_report import print_json, print_plainly
-from edgespec.cli.race_view import Side, frame, recorder, result, svg
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config import SessionOptions
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
-from edgespec.config.sources import Settings
-from edgespec.errors import Cancelled, CapabilityError, ConfigError
+from edgespec.errors import ConfigError
 from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.tuning.profiles import with_profile
+from edgespec.platform.files import write_atomically
+from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
-PLAIN, DRAFTED = "plain", "speculative"
+COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}
+OTHER_COLOUR = "green"
+SIDE_BY_SIDE = 64  # columns from which two panels stand beside each other
+SVG_COLUMNS = 96
+_FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes
 HOW = "each side runs alone, so that neither slows the other; the left one ran first and is replayed by the same clock"
 
 
 @click.command(cls=SettingsCommand, short_help="Plain and speculative decoding of one prompt, side by side.")
 @settings_options("load", "generate", "sampling", "session", leave_out=(*STRUCTURE, *PRINTING, *REMEMBERING))
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
-@click.option(
-    "-y/--no",
-    "--yes/--demo",
-    "expands",
-    default=None,
-    help="Without MODEL: expand the demo pair without asking, or race the small one.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the race.")
 @click.option("--svg", "picture", type=FilePath(), metavar="FILE", help="Draw the finish as an image.")
 def command(
     model_name: str | None,
     config_file: Path | None,
     prompt: str | None,
-    expands: bool | None,
     as_json: bool,
     picture: Path | None,
     **given: Any,
 ) -> int:
     """Decode one prompt plainly and with speculation, side by side, and say why one of them is faster.
 
-    MODEL is a registry name or the path of a model. Without it the demo pair runs, expanded once to the cost of
-    a 1B model if you agree; the small one is too cheap for speculation to gain. That race runs in reproducible
-    mode, in which both sides write the same text, unless --no-reproducible is given. Exit code 1 when the texts
-    differ in that mode.
+    MODEL is a registry name or the path of a model; the demo model is so small that speculation gains little. Exit code
+    1 when the texts differ in reproducible mode.
     """
-    # without a profile yet: the pair may change, and takes the one of its own
-    settings = resolve_settings({**given, "no_profile": True}, model_name, config_file, speculates=True)
-    _check(settings.part("load"), settings.part("session"))
-    if picture is not None:
-        check_file("--svg", picture)
-    text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
-    is_own_choice = names_model(settings)
-    settings = choose_pair(settings, expands)
-    if not given["no_profile"]:  # that of the pair which was chosen
-        settings = with_profile(settings, leaves_plain=True)
-    session = open_session(settings) if is_own_choice else _open_demonstration(settings)
-    if session.options.max_tokens is None:
-        session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
-    with session.model:
-        show_configuration(session)
-        with Race(session.model, encode_prompt(session, text), session.sampling, session.options) as race:
-            return _run(session, race, as_json=as_json, picture=picture)
-
-
-def _open_demonstration(settings: Settings) -> Session:
-    """Our own pair in reproducible mode; in the fastest one where this machine has no widths of equal bits."""
-    chosen = demonstrating(settings)
-    try:
-        return open_session(chosen)
-    except CapabilityError as exc:
-        if chosen.sources.get("reproducible") != SOURCE:
-            raise
-        note(f"note: {exc}")
-        return open_session(demonstrating(settings.below({"reproducible": False}, SOURCE)))
-
-
-def _check(load: dict[str, Any], shown: dict[str, Any]) -> None:
-    if load.get("drafter") == "none" or load.get("draft_length") == 0:
+    settings = resolve_settings(given, model_name, config_file)
+    if settings.values.get("drafter") == "none" or settings.values.get("draft_length") == 0:
         raise ConfigError(
             "a race is between plain decoding and speculation, which --drafter none and --draft-length 0 turn off"
         )
-    options = SessionOptions(**shown)
-    if options.system and not options.chat_template:
+    shown = SessionOptions(**settings.part("session"))
+    if shown.system and not shown.chat_template:
         raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
-
-
-def _run(session: Session, race: Race, *, as_json: bool, picture: Path | None) -> int:
-    console = Console(highlight=False)
-    is_live = sys.stdout.isatty() and not as_json and not console.is_dumb_terminal
-    with stops(race.cancel) as interruption:
-        try:
-            if is_live:
-                _race_live(session, race, interruption, console)
-            else:
-                _race_quietly(race, interruption)
-            outcome = race.outcome(checks_pace=not interruption.happened)
-        except Cancelled:
-            note("stopped before the end, so there is no result")
-            return INTERRUPTED
-    model = race.model
-    name, is_automatic = model.target.vocabulary.token_name, model.options.draft_length == "auto"
-    lines = [speed(outcome), proof(outcome, name), *reasons(outcome, model.drafter_name, is_automatic=is_automatic)]
-    if as_json:
-        print_json(session, outcome, lines)
-    elif is_live:
-        _print_result(race, lines, console)
-    else:
-        print_plainly(outcome, lines)
     if picture is not None:
-        _draw(race, lines, picture)
+        check_picture("--svg", picture)
+    text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
+    session = open_session(settings)
+    if session.options.max_tokens is None:
+        session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
+    with session.model as model:
+        task = Task(BenchPrompt("race", (text,)), tuple(encode_prompt(session, text)), session.sampling, 0, 0)
+        model.stream(task.prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
+        show_configuration(session)
+        if model.target.facts.can_speculate:
+            _ = model.cost_curve, model.draft_costs  # measured before, or recalled
+        return _race(session, task, as_json=as_json, picture=picture)
+
+
+def _race(session: Session, task: Task, *, as_json: bool, picture: Path | None) -> int:
+    console, model = Console(highlight=False), session.model
+    is_live = sys.stdout.isatty() and not as_json and not console.is_dumb_terminal
+    laps = {"standard": Lap("plain"), "speculative": Lap("speculative")}
+    head = f"{model.pair.name} on {model.target.facts.name}, seed {session.sampling.seed}"
+    with stops(model.cancel) as interruption, _screen(laps, head, console if is_live else None) as screen:
+
+        def on_token(side: str, event: TokenEvent, at_s: float) -> None:
+            if side in laps:
+                laps[side].marks.append(Mark(event, at_s))
+                screen.show(side, at_s)
+
+        runner = Runner(model, model, session.options, lambda: interruption.happened, on_token)
+        trial = next(iter(runner.run([task])), None)
+        if trial is not None:
+            laps["standard"].rate, laps["speculative"].rate = _rates(trial)
+            screen.replay(interruption)
+    if trial is None:
+        note("stopped before the end, so there is no result")
+        return INTERRUPTED
+    setup = Setup(model, model, session.sampling, session.options)
+    report = report_of(setup, [task], {trial.key: trial})
+    lines = result_lines(session, trial, report)
+    if as_json:
+        click.echo(json.dumps(_as_object(laps, trial, report, lines), allow_nan=False))
+    elif is_live:
+        console.print(panels(list(laps.values()), float("inf"), console))
+        for number, line in enumerate(lines):
+            console.print(Text(line, style="bold" if not number else ""))
+    else:
+        _print_plainly(laps, lines)
+    if picture is not None:
+        _draw(laps, lines, picture)
     if interruption.happened:
         return INTERRUPTED
-    return FAILED if outcome.is_reproducible and outcome.divergence is not None else 0
+    differs = report["reproducible"] and report["num_identical"] < report["num_prompts"]
+    return FAILED if differs else 0
 
 
-def _race_quietly(race: Race, interruption: Interruption) -> None:
-    """Both laps without a picture. Raises Cancelled."""
-    race.get_ready()
-    _check_going(interruption)
-    for _ in race.plain_lap():
-        pass
-    _check_going(interruption)
-    race.change_sides()
-    for _ in race.drafted_lap():
-        pass
-    _check_going(interruption)
+def _rates(trial: Trial) -> tuple[float, float]:
+    return trial.standard.stats.tokens_per_second, trial.speculative.stats.tokens_per_second
 
 
-def _race_live(session: Session, race: Race, interruption: Interruption, console: Console) -> None:
-    """Both laps in the terminal's other screen, then what is left of the plain one. Raises Cancelled."""
-    note("warming up")
-    race.get_ready()
-    _check_going(interruption)
-    head = f"{session.model.pair.name} on {session.model.target.facts.name}, seed {session.sampling.seed}"
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        show = _Picture(race, live, console, head)
-        for _ in race.plain_lap():
-            show.maybe(race.plain.stats.wall_s, "runs next, alone")
-        _check_going(interruption)
-        show.now(race.plain.stats.wall_s, "gets ready")
-        race.change_sides()
-        for _ in race.drafted_lap():
-            show.maybe(race.drafted.stats.wall_s)
-        _check_going(interruption)
-        _replay(race, show, interruption)
+def result_lines(session: Session, trial: Trial, report: Report) -> list[str]:
+    """Which side was faster, whether the texts are the same, and why; the first line is the result."""
+    plain, drafted = _rates(trial)
+    summary = Summary([trial])
+    if not trial.speedup:
+        return ["too few tokens to compare speeds: give a larger -n", equality(report)]
+    lines = [f"{trial.speedup:.2f}x: {drafted:.1f} tokens/s with speculation, {plain:.1f} without"]
+    if not summary.has_drafted:
+        rates = f"{plain:.1f} and {drafted:.1f} tokens/s"
+        lines = [f"no ratio: nothing was drafted, so both sides decoded plainly ({rates})"]
+    lines.append(equality(report))
+    if summary.has_drafted:
+        lines.append(balance(summary.standard, summary.speculative))
+    costs = costs_of(session.model, summary.standard, summary.speculative)
+    if costs is None:
+        lines.append("this model cannot roll back its KV cache, so speculation is impossible")
+    else:
+        lines.append(threshold(costs, typical_width(summary.speculative)))
+        lines += [changes(costs)] if summary.has_drafted else []
+    if trial.noise is not None:
+        lines.append(f"noise: plain decoding, run twice, reached {trial.noise:.2f}x of itself")
+    return lines
 
 
-def _check_going(interruption: Interruption) -> None:
-    if interruption.happened:
-        raise Cancelled("Ctrl-C")
+def _as_object(laps: dict[str, Lap], trial: Trial, report: Report, lines: list[str]) -> dict[str, Any]:
+    """The benchmark's report of this one trial, and both sides token by token."""
+    sides = {"plain": (laps["standard"], trial.standard), "speculative": (laps["speculative"], trial.speculative)}
+    return (
+        report
+        | {
+            name: {
+                "text": lap.text,
+                "token_ids": [mark.event.token_id for mark in lap.marks],
+                "drafters": [mark.event.drafter for mark in lap.marks],
+                "at_s": [mark.at_s for mark in lap.marks],
+                "stats": stats_object(measured.stats),
+            }
+            for name, (lap, measured) in sides.items()
+        }
+        | {"explanation": lines}
+    )
 
 
-def _replay(race: Race, show: _Picture, interruption: Interruption) -> None:
-    """The rest of the recorded plain lap at its own speed; Ctrl-C goes on to the result."""
-    began_s, clock_s = perf_counter(), race.drafted.stats.wall_s
-    while clock_s < race.plain.stats.wall_s and not interruption.happened:
-        show.now(clock_s)
-        sleep(1 / FRAMES_PER_SECOND)
-        clock_s = race.drafted.stats.wall_s + perf_counter() - began_s
-    show.now(max(race.plain.stats.wall_s, race.drafted.stats.wall_s))
+def _print_plainly(laps: dict[str, Lap], lines: list[str]) -> None:
+    """Both texts, once where they are the same, then the result."""
+    plain, drafted = laps.values()
+    is_same = [mark.event.token_id for mark in plain.marks] == [mark.event.token_id for mark in drafted.marks]
+    shown = [("plain and speculative", plain)] if is_same else [(lap.name, lap) for lap in (plain, drafted)]
+    for name, lap in shown:
+        click.echo(f"--- {name}, {len(lap.marks)} tokens")
+        click.echo(lap.text.removesuffix("\n"))
+        click.echo("---")
+    for line in lines:
+        click.echo(line)
 
 
-class _Picture:
-    """Draws the race at a moment of its clock, no more often than eyes can use."""
+# -- what is seen
 
-    def __init__(self, race: Race, live: Live, console: Console, head: str) -> None:
-        self._race, self._live, self._console, self._head = race, live, console, head
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One token, and the seconds on its run's own clock when it came; the clock starts with the prompt."""
+
+    event: TokenEvent
+    at_s: float
+
+
+@dataclass(slots=True)
+class Lap:
+    """One side as it was recorded; grows while it runs. `rate`: tokens per second, known at the end."""
+
+    name: str
+    marks: list[Mark] = field(default_factory=list)
+    rate: float = 0.0
+
+    @property
+    def text(self) -> str:
+        return "".join(mark.event.text for mark in self.marks)
+
+    @property
+    def end_s(self) -> float:
+        return self.marks[-1].at_s if self.marks else 0.0
+
+    def seen_at(self, clock_s: float) -> Sequence[Mark]:
+        return self.marks[: bisect_right(self.marks, clock_s, key=lambda mark: mark.at_s)]
+
+    def figures(self, clock_s: float) -> str:
+        marks = self.seen_at(clock_s)
+        if len(marks) < 2:
+            return ""
+        seconds = marks[-1].at_s - marks[0].at_s
+        rate = self.rate if self.rate and len(marks) == len(self.marks) else (len(marks) - 1) / max(seconds, 1e-9)
+        return f"{rate:.1f} tokens/s, {len(marks)} in {marks[-1].at_s:.2f} s"
+
+
+class _Screen:
+    """Draws both sides at a moment of their clocks, no more often than eyes can use; nothing without a terminal."""
+
+    def __init__(self, laps: dict[str, Lap], head: str, live: Live | None) -> None:
+        self._laps, self._head, self._live = laps, head, live
         self._drawn_s = 0.0
 
-    def maybe(self, clock_s: float, waiting: str = "") -> None:
-        if perf_counter() - self._drawn_s >= 1 / FRAMES_PER_SECOND:
-            self.now(clock_s, waiting)
-
-    def now(self, clock_s: float, waiting: str = "") -> None:
-        sides = _sides(self._race, clock_s, waiting)
-        self._live.update(frame(sides, self._head, HOW, self._console), refresh=True)
+    def show(self, side: str, clock_s: float, *, is_due: bool = False) -> None:
+        if self._live is None or (perf_counter() - self._drawn_s < 1 / FRAMES_PER_SECOND and not is_due):
+            return
+        shown = [self._laps["standard"]] if side == "standard" else list(self._laps.values())
+        console = self._live.console
+        edge = [Text(line, style="dim", overflow="fold") for line in (self._head, HOW)]
+        rows = console.height - sum(len(text.wrap(console, console.width)) for text in edge) - 1
+        lines = max((rows if console.width >= SIDE_BY_SIDE else rows // 2) - _FRAME_LINES, 1)
+        self._live.update(Group(edge[0], panels(shown, clock_s, console, lines), edge[1]), refresh=True)
         self._drawn_s = perf_counter()
 
+    def replay(self, interruption: Interruption) -> None:
+        """The rest of the recorded plain side at its own speed; Ctrl-C goes on to the result."""
+        if self._live is None:
+            return
+        began_s, start_s = perf_counter(), self._laps["speculative"].end_s
+        clock_s = start_s
+        while clock_s < self._laps["standard"].end_s and not interruption.happened:
+            self.show("speculative", clock_s, is_due=True)
+            sleep(1 / FRAMES_PER_SECOND)
+            clock_s = start_s + perf_counter() - began_s
 
-def _sides(race: Race, clock_s: float, waiting: str = "") -> tuple[Side, Side]:
-    return Side(PLAIN, race.plain, clock_s), Side(DRAFTED, race.drafted, clock_s, waiting)
+
+@contextmanager
+def _screen(laps: dict[str, Lap], head: str, console: Console | None) -> Iterator[_Screen]:
+    if console is None:
+        yield _Screen(laps, head, None)
+        return
+    note("warming up")
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        yield _Screen(laps, head, live)
 
 
-def _print_result(race: Race, lines: list[str], console: Console) -> None:
-    console.print(result(_sides(race, float("inf")), console))
-    for style, line in zip(("bold", "green" if "DIFFERENT" not in lines[1] else "red"), lines, strict=False):
-        console.print(Text(line, style=style))
-    for line in lines[2:]:
-        console.print(Text(line))
+def panels(laps: Sequence[Lap], clock_s: float, console: Console, lines: int = 0) -> RenderableType:
+    """Both sides at that moment, each with the last `lines` of its text (0: all of it), and what the colours mean."""
+    is_wide = console.width >= SIDE_BY_SIDE and len(laps) > 1
+    columns = max((console.width // 2 if is_wide else console.width) - _FRAME_COLUMNS, 1)
+    texts = [coloured(lap.seen_at(clock_s)).wrap(console, columns) for lap in laps]
+    lines = lines or max(1, *map(len, texts))
+    drawn = [
+        Panel(
+            Text("\n").join(wrapped[-lines:]),
+            title=lap.name,
+            subtitle=lap.figures(clock_s),
+            border_style="green" if lap.rate and clock_s >= lap.end_s else "dim",
+            height=lines + _FRAME_LINES,
+        )
+        for lap, wrapped in zip(laps, texts, strict=True)
+    ]
+    if not is_wide:
+        return Group(*drawn, legend(laps[-1].seen_at(clock_s)))
+    grid = Table.grid(expand=True)
+    for _ in drawn:
+        grid.add_column(ratio=1)
+    grid.add_row(*drawn)
+    return Group(grid, legend(laps[-1].seen_at(clock_s)))
 
 
-def _draw(race: Race, lines: list[str], path: Path) -> None:
-    """The moment at which the first side was done, and the result under it."""
-    canvas = recorder()
-    moment_s = min(race.plain.stats.wall_s, race.drafted.stats.wall_s)
-    canvas.print(result(_sides(race, moment_s), canvas))
+def legend(marks: Sequence[Mark]) -> Text:
+    """Which colour stands for whom, and how many tokens were whose."""
+    counts = Counter(mark.event.drafter for mark in marks)
+    line = Text(f"tokens: {counts.pop(None, 0)} the target's own", style="dim", no_wrap=True, overflow="ellipsis")
+    for name, count in counts.most_common():
+        line.append(", ")
+        line.append(f"{count} drafted by {name}", style=f"not dim {_colour_of(name)}")
+    return line
+
+
+def _colour_of(drafter: str | None) -> str:
+    return "" if drafter is None else COLOURS.get(drafter, OTHER_COLOUR)
+
+
+def coloured(marks: Sequence[Mark]) -> Text:
+    """The text of tokens, each in its drafter's colour."""
+    text = Text(overflow="fold")
+    for mark in marks:
+        text.append(printable(mark.event.text), style=_colour_of(mark.event.drafter))
+    return text
+
+
+def _draw(laps: dict[str, Lap], lines: list[str], path: Path) -> None:
+    """An SVG image of the moment at which the first side was done, with the result under it. Raises StateError."""
+    first = min(laps.values(), key=lambda lap: lap.end_s)
+    silent = io.StringIO()
+    options: dict[str, Any] = {"record": True, "force_terminal": True, "color_system": "truecolor", "highlight": False}
+    canvas = Console(width=SVG_COLUMNS, file=silent, **options)
+    canvas.print(panels(list(laps.values()), first.end_s, canvas))
     canvas.print(Group(*(Text(line, style="bold" if line is lines[0] else "") for line in lines)))
-    svg(canvas, path, f"edgespec race, the moment {_first(race)} is done")
+    drawn = canvas.export_svg(title=f"edgespec race, the moment {first.name} is done", unique_id="race")
+    # rich names a web font; a viewer's own monospaced one does, since every run of text carries its width
+    write_atomically(path, re.sub(r"@font-face\s*\{.*?\}\s*", "", drawn, flags=re.DOTALL))
     note(f"drew {path}")
-
-
-def _first(race: Race) -> str:
-    return DRAFTED if race.drafted.stats.wall_s <= race.plain.stats.wall_s else PLAIN

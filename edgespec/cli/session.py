@@ -10,7 +10,7 @@ from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
-from edgespec.cli.run_command import continue_command
+from edgespec.cli.shell import continue_command
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import (
     configuration_line,
@@ -26,7 +26,7 @@ from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions, SessionOp
 from edgespec.config.options import REMEMBERING
 from edgespec.config.sources import Settings
 from edgespec.drafters.factory import learnt_texts
-from edgespec.errors import CapabilityError, ConfigError, PromptError
+from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.drafts import new_draft_hint
 from edgespec.loading.opening import has_chat_template, require_writer_file
 from edgespec.loading.requirements import resolve_pair
@@ -34,7 +34,6 @@ from edgespec.platform.files import exists
 from edgespec.reports import Stats
 from edgespec.runtime import Model, load
 from edgespec.sampling import Sampling
-from edgespec.tuning.profiles import profile_in_effect
 
 
 @dataclass(slots=True)
@@ -167,14 +166,8 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
 
 def _load(settings: Settings, parallel: int) -> Model:
     options = settings.part("load") | {"parallel": parallel}
-    try:
-        with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
-            return load(**options, on_progress=on_progress)
-    except CapabilityError as exc:
-        profile = profile_in_effect(settings)
-        if profile is None:
-            raise
-        raise CapabilityError(f"{exc} ({profile} is in effect; --no-profile ignores it)") from exc
+    with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
+        return load(**options, on_progress=on_progress)
 
 
 def show_memory_note(model: Model) -> None:
@@ -194,8 +187,7 @@ def show_beginning(session: Session) -> None:
         _show_all(session)
         return
     show_memory_note(model)
-    is_tuned = profile_in_effect(session.settings) is not None
-    note(short_configuration(model, session.sampling, session.options, is_tuned=is_tuned))
+    note(short_configuration(model, session.sampling, session.options))
 
 
 def show_configuration(session: Session) -> None:
@@ -212,7 +204,5 @@ def _show_all(session: Session) -> None:
 
 
 def in_effect(session: Session) -> str:
-    """The effective configuration in one line, and the profile that a part of it comes from."""
-    line = configuration_line(session.model, session.sampling, session.options)
-    profile = profile_in_effect(session.settings)
-    return line if profile is None else f"{line} | {profile}"
+    """The effective configuration in one line."""
+    return configuration_line(session.model, session.sampling, session.options)

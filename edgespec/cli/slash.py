@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 from rich.console import Console
 from rich.table import Table
 
 from edgespec.chat.conversation import Conversation
-from edgespec.cli import printable, slash_messages
+from edgespec.cli import printable
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.help import show
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
+from edgespec.cli.stdin import file_text, is_interactive
 from edgespec.cli.terminal import counted, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
 from edgespec.config.habits import did_you_mean
@@ -30,6 +37,7 @@ from edgespec.platform.files import exists, expanded
 # Settings of `load` that a generation can override as well.
 _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
+_CLIPBOARD_S = 5.0  # that a program may take
 _SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
 _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 # What other chats call them, and what looks like another command of ours.
@@ -280,15 +288,87 @@ def _table(rows: list[tuple[str, ...]]) -> None:
     Console(stderr=True, highlight=False, markup=False).print(table)
 
 
+def _read(chat: Chat, argument: str) -> None:
+    """Raises ConfigError for a file that cannot be read, StateError for one that no context would hold."""
+    if not argument:
+        raise StateError("/read needs a file name")
+    text = file_text(argument, "/read")
+    model = chat.session.model
+    num_tokens = len(model.encode("\n\n".join((*chat.attached, text))))
+    if num_tokens >= model.context_length:  # else every message would be refused until it is taken back
+        what = f"{argument} has {num_tokens} tokens{' with what was read before' if chat.attached else ''}"
+        raise StateError(f"{what}, but the context holds only {model.context_length}: read less of it")
+    chat.attached.append(text)
+    reply(f"{counted(len(text), 'character')} of {argument} go behind the next message (/clear takes them back)")
+
+
+def _edit(chat: Chat, argument: str) -> None:
+    text = chat.begin_edit()
+    if text is None:
+        reply("there is no message to edit")
+    elif is_interactive():
+        reply("the line below replaces the last message and its answer; Ctrl-C leaves them")
+    else:
+        reply("the next message replaces the last one and its answer")
+
+
+def _copy(chat: Chat, argument: str) -> None:
+    last = next((turn for turn in reversed(chat.conversation.turns) if turn["role"] == "assistant"), None)
+    if last is None:
+        reply("no answer yet")
+        return
+    text = str(last["content"])
+    how = copy_text(text)
+    reply(f"copied {counted(len(text), 'character')} {how}")
+
+
+# -- the clipboard: a program of this desktop, or the terminal, which works over SSH too
+
+
+def copy_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """How `text` was copied, for people."""
+    for command in _programs(environ):
+        if shutil.which(command[0]) and _ran(command, text):
+            return f"with {command[0]}"
+    encoded = base64.b64encode(text.encode()).decode()
+    click.echo(f"\x1b]52;c;{encoded}\x07", nl=False, err=not sys.stdout.isatty())
+    return "through the terminal (OSC 52), if it allows that"
+
+
+def _programs(environ: Mapping[str, str]) -> list[list[str]]:
+    """Those that may reach the user's clipboard: on the far side of SSH they would fill another one."""
+    if "SSH_CONNECTION" in environ or "SSH_TTY" in environ:
+        return []
+    if sys.platform == "darwin":
+        return [["pbcopy"]]
+    if sys.platform == "win32":
+        # By its place: Windows looks for programs in the current folder first, which may be anybody's download.
+        return [[str(Path(environ.get("SystemRoot", r"C:\Windows"), "System32", "clip.exe"))]]
+    wayland = [["wl-copy"]] if "WAYLAND_DISPLAY" in environ else []
+    x11 = [["xclip", "-selection", "clipboard"], ["xsel", "-ib"]] if "DISPLAY" in environ else []
+    return [*wayland, *x11]
+
+
+def _ran(command: list[str], text: str) -> bool:
+    data = text.encode("utf-16" if sys.platform == "win32" else "utf-8")
+    try:  # the programs stay in the background and would keep a pipe for their output open
+        done = subprocess.run(
+            command, input=data, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_CLIPBOARD_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
 COMMANDS: dict[str, Command] = {
     "/help": Command("/help", "show this list", _help),
     "/clear": Command("/clear", "start a new conversation, keep the system prompt", _clear),
     "/system": Command("/system [TEXT]", "set or show the system prompt", _system),
     "/save": Command("/save FILE", "save the conversation to a file", _save),
     "/load": Command("/load FILE", "load a saved conversation and show it", _load),
-    "/read": Command("/read FILE", "put the text of a file behind the next message", slash_messages.read),
-    "/edit": Command("/edit", "change the last message and ask again", slash_messages.edit),
-    "/copy": Command("/copy", "copy the last answer to the clipboard", slash_messages.copy_answer),
+    "/read": Command("/read FILE", "put the text of a file behind the next message", _read),
+    "/edit": Command("/edit", "change the last message and ask again", _edit),
+    "/copy": Command("/copy", "copy the last answer to the clipboard", _copy),
     "/regen": Command("/regen", "answer the last message again with another seed", _regen),
     "/continue": Command("/continue", "go on with an answer that was cut or stopped", _continue),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),

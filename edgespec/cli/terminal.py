@@ -67,7 +67,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def short_configuration(model: Model, sampling: Sampling, options: GenerateOptions, *, is_tuned: bool) -> str:
+def short_configuration(model: Model, sampling: Sampling, options: GenerateOptions) -> str:
     """What a user should know of the configuration; for common models it fits on a line of 80 columns."""
     facts = model.target.facts
     parts = [model.pair.name, f"{facts.name} on {facts.device}", _drafting(model, options)]
@@ -76,8 +76,6 @@ def short_configuration(model: Model, sampling: Sampling, options: GenerateOptio
         parts.append(f"verify {rule}{' (changes the text)' if rule in LOSSY else ''}")
     if model.is_reproducible(rule):
         parts.append("reproducible")
-    if is_tuned:
-        parts.append("tuned")
     return " | ".join((*parts, _seed(sampling)))
 
 

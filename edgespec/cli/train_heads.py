@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from edgespec.cli import FilePath
-from edgespec.cli.completion import files
 from edgespec.cli.distill import CHOICES, NUMBERS, option, progress, run_resumably
+from edgespec.cli.shell import files
 from edgespec.cli.terminal import note
 from edgespec.export.training.heads_request import KINDS, STORAGE, HeadsRequest, parse_layers
 

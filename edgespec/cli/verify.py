@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from edgespec.bench.verify import Comparison, Divergence, Report, comparisons
 from edgespec.cli import say
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
@@ -18,7 +19,6 @@ from edgespec.config.options import REMEMBERING
 from edgespec.errors import ConfigError
 from edgespec.generation.totals import Totals
 from edgespec.reports import Stats
-from edgespec.tuning.verify import Comparison, Divergence, Report, comparisons
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4
@@ -34,7 +34,7 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     otherwise, so that there is something to compare even where no draft pays. It checks the text; bench measures the
     speed. Exit code 0: identical, 1: some token differs. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
-    settings = resolve_settings(given, model_name, config_file, speculates=True)
+    settings = resolve_settings(given, model_name, config_file)
     settings = settings.below({"draft_length": DRAFT_LENGTH}, "what verify drafts")
     if settings.values.get("verify", "coupled") == "coupled":
         settings = settings.below({"reproducible": True}, "what verify checks")

@@ -31,11 +31,11 @@ TYPES = {
     "IQ4_XS": 23,
     "BF16": 30,
 }
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def kernels() -> ctypes.CDLL:
     """The loaded library. Raises OSError if there is none, or if it is of another version than this file."""
     found = library_path()
     if found is None:
@@ -53,6 +53,10 @@ def _library() -> ctypes.CDLL:
         ("drop", None, (i64,)),
         ("lookup", i32, (i32, pointer, i64, i64, pointer, i64, pointer)),
         ("scratch_bytes", i64, (i32, i64, i64)),
+        ("cache_bytes", i64, (i32, pointer, i64, i64, i64)),
+        ("hold_cache", i64, (pointer, i32, pointer, i64, i64, i64)),
+        ("drop_cache", None, (i64,)),
+        ("copy_cells", i32, (i64, i32, i64, pointer, i64, pointer, i64)),
         ("product", i32, (i32, pointer, i64, i64, pointer, i64, pointer, pointer, pointer, i64, i64)),
     ):
         function = getattr(library, f"edgespec_{name}")
@@ -64,17 +68,17 @@ def _library() -> ctypes.CDLL:
 
 def path() -> str:
     """Name of the instruction set in use: avx512-vnni, avx-vnni, avx2 or portable."""
-    return str(_library().edgespec_path().decode())
+    return str(kernels().edgespec_path().decode())
 
 
 def choose_path(name: str) -> bool:
     """Have later products use that instruction set; False if this processor lacks it. For tests: results are equal."""
-    return bool(_library().edgespec_choose_path(name.encode()) == 0)
+    return bool(kernels().edgespec_choose_path(name.encode()) == 0)
 
 
 def packed_bytes(kind: str, outputs: int, inputs: int) -> int | None:
     """Bytes of the tiles of a matrix of a type; None if the kernels do not have the type or the size."""
-    size = _library().edgespec_packed_bytes(TYPES[kind], outputs, inputs) if kind in TYPES else -1
+    size = kernels().edgespec_packed_bytes(TYPES[kind], outputs, inputs) if kind in TYPES else -1
     return None if size < 0 else int(size)
 
 
@@ -91,12 +95,12 @@ def pack(kind: str, rows: NDArray[np.uint8], inputs: int, out: NDArray[np.uint8]
     has another size than `packed_bytes`, or a row another than its type needs.
     """
     _check_tiles(kind, out, len(rows), inputs)
-    row_bytes = _library().edgespec_row_bytes(TYPES[kind], inputs)
+    row_bytes = kernels().edgespec_row_bytes(TYPES[kind], inputs)
     if rows.shape != (len(rows), row_bytes) or not rows.flags.c_contiguous:
         raise ValueError(
             f"{len(rows)} rows of {inputs} weights of {kind} are [{len(rows)}, {row_bytes}], not {rows.shape}."
         )
-    status = _library().edgespec_pack(TYPES[kind], rows.ctypes.data, len(rows), inputs, out.ctypes.data)
+    status = kernels().edgespec_pack(TYPES[kind], rows.ctypes.data, len(rows), inputs, out.ctypes.data)
     return bool(status == 0)
 
 
@@ -109,13 +113,13 @@ def held(arrays: Mapping[str, NDArray[np.uint8]]) -> Iterator[dict[str, bytes]]:
     numbers: dict[str, int] = {}
     try:
         for name, array in arrays.items():
-            numbers[name] = _library().edgespec_hold(array.ctypes.data, array.nbytes)
+            numbers[name] = kernels().edgespec_hold(array.ctypes.data, array.nbytes)
             if not numbers[name]:
                 raise MemoryError("no room for a table of weights")
         yield {name: number.to_bytes(8, sys.byteorder) for name, number in numbers.items()}
     finally:
         for number in numbers.values():
-            _library().edgespec_drop(number)
+            kernels().edgespec_drop(number)
 
 
 def lookup(
@@ -125,7 +129,7 @@ def lookup(
     _check_tiles(kind, tiles, outputs, inputs)
     out = np.empty((len(ids), inputs), np.float32)
     arguments = TYPES[kind], tiles.ctypes.data, outputs, inputs, ids.ctypes.data, len(ids), out.ctypes.data
-    if _library().edgespec_lookup(*arguments):
+    if kernels().edgespec_lookup(*arguments):
         raise IndexError(f"An id is outside 0..{outputs - 1}.")
     return out
 
@@ -139,9 +143,9 @@ def product(
     if not x.flags.c_contiguous or (bias is not None and bias.shape != (outputs,)):
         raise ValueError(f"x is [m, inputs] and contiguous, a bias is [{outputs}].")
     y = np.empty((rows, outputs), np.float32)
-    scratch = np.empty(_library().edgespec_scratch_bytes(TYPES[kind], inputs, rows) + 64, np.uint8)
+    scratch = np.empty(kernels().edgespec_scratch_bytes(TYPES[kind], inputs, rows) + 64, np.uint8)
     start = scratch.ctypes.data + 63 & ~63
-    status = _library().edgespec_product(
+    status = kernels().edgespec_product(
         *(TYPES[kind], tiles.ctypes.data, outputs, inputs, x.ctypes.data, rows, y.ctypes.data),
         *(None if bias is None else bias.ctypes.data, start, 0, -(-outputs // 16)),
     )

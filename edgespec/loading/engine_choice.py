@@ -26,7 +26,7 @@ from edgespec.kernels.library import library_path, why_missing
 from edgespec.platform.disk_cache import file_key, get, key_of, put, text
 from edgespec.platform.files import is_file, shipped_models
 
-ONNX_CACHE_TYPES = (None, "f32", "int8")
+KERNEL_CACHE_TYPES = (None, "f16", "q8_0")
 
 
 def with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
@@ -103,8 +103,9 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
         return f"the kernels are for the processor, not for {options.provider}"
     if is_target and options.pooling:
         return "ONNX Runtime gives no embeddings"
-    other = next((kind for kind in kinds if kind not in ONNX_CACHE_TYPES), None)
-    return f"ONNX Runtime has no cache of the type {other}" if other else ""
+    if other := next((kind for kind in kinds if kind not in KERNEL_CACHE_TYPES), None):
+        return f"the kernels have no cache of the type {other}"
+    return "the kernels keep keys and values in one type" if kinds[0] != kinds[1] else ""
 
 
 def _heads_in_gguf(options: LoadOptions, pair: ModelPair) -> str:

@@ -258,4 +258,4 @@ def _check_for_onnx(options: LoadOptions, use: ModelUse) -> None:
         if value:
             raise ConfigError(f"{flag} {value} is for llama.cpp; the device of an ONNX model is set with --provider")
     if use.cache_type_k != use.cache_type_v:
-        raise ConfigError("an ONNX model caches keys and values in one type: give -ctk and -ctv the same, f32 or int8")
+        raise ConfigError("this model caches keys and values in one type: give -ctk and -ctv the same")

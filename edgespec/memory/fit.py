@@ -213,7 +213,7 @@ def _cache_steps(whole: Fitted) -> Choices:
     if options.reproducible or options.cache_type_k is not None or options.cache_type_v is not None:
         return ()
     if whole.pair.files["target"].engine == "onnx":
-        steps = [_cache("KV cache int8", "int8", "int8")]
+        steps = [_cache(f"KV cache {kind}", kind, kind) for kind in ("q8_0", "int8")]  # our kernels', its own
     else:
         steps = [_cache("keys in the cache q8_0", "q8_0", None), _cache("KV cache q8_0", "q8_0", "q8_0")]
     found: list[GivenUp] = []

@@ -238,7 +238,7 @@ def _need(file: ModelFile, role: str, use: ModelUse) -> ModelNeed:
     if file.engine == "onnx":
         from edgespec.engines.onnx import footprint as onnx
 
-        return ModelNeed(role, file.path.name, use.cache_type_k or "f32", onnx.footprint(file.path, use))
+        return ModelNeed(role, file.path.name, onnx.cache_type(file.path, use), onnx.footprint(file.path, use))
     from edgespec.engines.llamacpp import footprint as llamacpp
 
     kinds = [kind or "f16" for kind in (use.cache_type_k, use.cache_type_v)]

@@ -33,7 +33,6 @@ from peers.competition import Competition
 from peers.field import make_field
 from peers.files import find_files
 from peers.journal import Journal
-from peers.plot import LIBRARY, save_plot
 from peers.report import as_json, kinds_table, make_rows, table
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -61,8 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--timeout", type=float, default=900.0, help="seconds for one answer (default %(default)s)")
     made.add_argument("--context-length", type=int, default=1024, help="tokens of every cache (default %(default)s)")
     made.add_argument("--low-memory", action="store_true", help="hold one library's models at a time; takes longer")
-    made.add_argument("--no-plot", action="store_true", help="write no picture, which needs matplotlib")
-    made.add_argument("--output", type=Path, required=True, help="folder for journal, report and plot")
+    made.add_argument("--output", type=Path, required=True, help="folder for journal and report")
     return made
 
 
@@ -80,8 +78,6 @@ def main() -> int:
 
 
 def run(given: argparse.Namespace) -> None:
-    if not given.no_plot:
-        LIBRARY.load()  # not after an hour of measuring
     pair = find_files(given.pair, given.gguf, given.onnx, DEMO, given.draft_checkpoint)
     given.output.mkdir(parents=True, exist_ok=True)
     field = make_field(
@@ -106,9 +102,6 @@ def run(given: argparse.Namespace) -> None:
     found = as_json(rows, competition.out, journal, domains, about)
     write_atomically(given.output / "report.json", json.dumps(found, indent=1))
     print(written)
-    if rows and not given.no_plot:
-        title = f"{pair.name}: {len(prompts)} prompts of {given.tokens} tokens, temperature {given.temp:g}"
-        save_plot(rows, given.output / "report.png", title)
 
 
 def requests_of(

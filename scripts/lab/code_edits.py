@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import cycle
 
-from edgespec.tuning.datasets import library_functions
+from edgespec.bench.prompts import library_functions
 
 CHARACTERS = range(400, 1600)
 REQUESTS = (

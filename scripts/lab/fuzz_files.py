@@ -41,11 +41,6 @@ def known() -> Known:
     (home / "note.txt").write_text("Hi, can you find me a restaurant? " * 20)
     assert command_line(["corpus", "add", str(home / "note.txt")]) == 0
     assert command_line(["generate", "-p", PROMPT, "-n", "8", "--seed", "1", "--ignore-eos", "--learn"]) == 0
-    profile = home / "profile.toml"
-    profile.write_text(
-        'format = 1\nmodel = "demo"\nmachine = "m"\ncreated = "c"\ntokens_per_second = 1.0\nspeedup = 1.0\n\n'
-        '[settings]\nengine = "llamacpp"\ndrafter = "ngram"\ndraft-length = 3\nthreads = 1\n'
-    )
     return texts
 
 
@@ -174,32 +169,21 @@ def _store(rng: random.Random, texts: Known) -> Made:
 
 
 def _settings(rng: random.Random, texts: Known) -> Made:
-    what = rng.choice(("config", "profile", "conversation"))
+    what = rng.choice(("config", "conversation"))
     sources = {
         "config": 'temp = 0.0\ntop-k = 5\nstop = ["x"]\ndrafter = "ngram"\ndraft-length = 4\nstats = true\n',
         "conversation": '{"format": "edgespec-conversation", "version": 1, "messages": []}',
     }
 
     def run(folder: Path) -> None:
-        home = own_home(folder)
+        own_home(folder)
         path = folder / "file"
         if what == "conversation":
             path.write_text(damaged_json(rng, sources[what]))
             command_line(["chat", "-n", "2"], allowed=(0, 1, 2), stdin=f"/load {path}\n/show\nhi\n/save {path}\n")
             return
-        text = sources.get(what) or (home / "profile.toml").read_text()
-        path.write_text(damaged_text(rng, text), encoding="utf-8", errors="surrogatepass")
-        if what == "config":
-            command_line(["generate", "-p", PROMPT, "-n", "4", "--config", str(path)], allowed=(0, 2))
-            return
-        from edgespec.tuning.profiles import load_profile, profile_path
-
-        place = profile_path("demo")
-        assert place is not None
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, place)
-        command_line(["generate", "-p", PROMPT, "-n", "4"], allowed=(0, 1, 2))
-        load_profile(place)
+        path.write_text(damaged_text(rng, sources[what]), encoding="utf-8", errors="surrogatepass")
+        command_line(["generate", "-p", PROMPT, "-n", "4", "--config", str(path)], allowed=(0, 2))
 
     return what, run
 

@@ -21,10 +21,9 @@ from pathlib import Path
 
 from code_edits import edits
 from demo_training.corpus import BOS, TURN_START, turn
+from edgespec.bench.prompts import BenchPrompt, choose, read_data
 from edgespec.errors import EdgespecError
 from edgespec.platform.files import write_atomically
-from edgespec.tuning.prompt_sources import read_data
-from edgespec.tuning.workload import BenchPrompt, choose
 from measure_default import prompts_of
 
 ROLES = ("user", "assistant")

@@ -24,9 +24,7 @@ from edgespec.errors import EdgespecError
 from edgespec.export.manifest import write_manifest
 from edgespec.formats.manifest import HEADS, read_pair
 from edgespec.platform.files import atomic_folder
-from expansion.checkpoint import genai_config
-from expansion.pair import entry_of
-from expansion.real import RealBench
+from expansion.real import RealBench, entry_of, genai_config
 
 
 def link(files: list[Path], folder: Path) -> None:

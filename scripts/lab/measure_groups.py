@@ -21,11 +21,11 @@ from time import monotonic, perf_counter
 
 import numpy as np
 
+from edgespec.bench.prompts import SPEC_BENCH_FILE
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
 from edgespec.export.request import parse_grouped
 from edgespec.formats.onnx import MODEL
-from edgespec.tuning.prompt_sources import SPEC_BENCH_FILE
 from edgespec.types import Batch
 
 CHOICES = ("none", "down_proj", "lm_head", "lm_head,down_proj", "lm_head,down_proj,gate_proj,up_proj")

@@ -1,29 +1,27 @@
-"""Statistics of a benchmark: spreads, verdicts, calibration, positions, lengths, energy. Computed by hand, no model."""
+"""Statistics of a benchmark: spreads, verdicts, calibration, lengths. Computed by hand, no model."""
 
 from __future__ import annotations
 
 import pytest
 
-from edgespec.bench.energy import EnergyMeter
-from edgespec.bench.record import Measurement, Trial
-from edgespec.bench.rounds import (
-    acceptance_by_position,
+from edgespec.bench.report import (
+    Spread,
+    Summary,
     accepted_lengths,
     calibration_error,
     drafter_shares,
     judged,
+    median_pass_s,
     observed_passes,
     reliability,
 )
-from edgespec.bench.summary import Spread, Summary, median_pass_s
+from edgespec.bench.runner import Measurement, Trial
 from edgespec.reports import RoundRecord, Stats
 
 
-def measurement(
-    tokens: int = 11, seconds: float = 1.0, prefill_s: float = 0.5, energy_j: float | None = None, **stats: int
-) -> Measurement:
+def measurement(tokens: int = 11, seconds: float = 1.0, prefill_s: float = 0.5, **stats: int) -> Measurement:
     given = Stats(new_tokens=tokens, wall_s=prefill_s + seconds, prefill_s=prefill_s, **stats)
-    return Measurement(given, "digest", energy_j=energy_j)
+    return Measurement(given, "digest")
 
 
 def trial(
@@ -97,16 +95,6 @@ def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     assert Summary([trial(1.0, 1.0, drafted=0)]).acceptance_rate is None
 
 
-def test_energy_is_absent_unless_every_run_has_it():
-    def joules(*values: float | None) -> float | None:
-        trials = [Trial("p", 0, (), measurement(), measurement(10, energy_j=value)) for value in values]
-        return Summary(trials).speculative.joules_per_token
-
-    assert joules(5.0, 15.0) == 1.0
-    assert joules(5.0, None) is None
-    assert joules(None) is None
-
-
 def test_tokens_after_a_rejected_one_are_not_counted():
     assert list(judged(record(0, "model", (0.9, 0.8, 0.7, 0.6), accepted=1))) == [(0.9, True), (0.8, False)]
     assert list(judged(record(0, "model", (0.9, 0.8), accepted=2))) == [(0.9, True), (0.8, True)]
@@ -132,13 +120,6 @@ def run_of(*records: RoundRecord, prompt_tokens: int = 100, tokens: int = 20) ->
     return Measurement(Stats(prompt_tokens=prompt_tokens, new_tokens=tokens), "d", rounds=records)
 
 
-def test_positions_count_from_the_answer():
-    run = run_of(record(101, "model", (0.5, 0.5), 1), record(103, None, (), 0), record(117, "ngram", (0.5,), 1))
-    first, second = acceptance_by_position([run, run])
-    assert first == {"position": 0, "drafted_tokens": 4, "accepted_tokens": 2, "num_rounds": 4}
-    assert second == {"position": 16, "drafted_tokens": 2, "accepted_tokens": 2, "num_rounds": 2}
-
-
 def test_lengths_shares_and_passes():
     records = (record(1, "model", (0.5, 0.5), 2), record(1, "model", (0.5,), 0), record(1, None, (), 0))
     assert accepted_lengths(records) == {"model": {"0": 1, "2": 1}, "none": {"0": 1}}
@@ -154,42 +135,3 @@ def test_lengths_shares_and_passes():
     assert passes["3"] == {"median_s": pytest.approx(0.03), "num_passes": 2}
     assert list(passes) == ["1", "2", "3"]
     assert median_pass_s(Summary([Trial("p", 0, (), run_of(*records), run_of())]).standard) == pytest.approx(0.02)
-
-
-# energy
-
-
-@pytest.fixture
-def powercap(tmp_path):
-    for name, label, value in (
-        ("intel-rapl:0", "package-0", 100),
-        ("intel-rapl:0:0", "core", 7),
-        ("intel-rapl:1", "psys", 9),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "name").write_text(label + "\n")
-        (folder / "energy_uj").write_text(f"{value}\n")
-        (folder / "max_energy_range_uj").write_text("1000000\n")
-    return tmp_path
-
-
-def test_energy_is_that_of_packages_and_an_overflow_is_no_gain(powercap):
-    meter = EnergyMeter(powercap)
-    before = meter.read()
-    assert before == (100,)
-    counter = powercap / "intel-rapl:0" / "energy_uj"
-    counter.write_text("500100\n")
-    assert meter.joules_since(before) == pytest.approx(0.5)
-    counter.write_text("50\n")
-    assert meter.joules_since(before) == pytest.approx(0.99995)
-
-
-def test_unreadable_counters_mean_unknown(powercap, tmp_path):
-    assert EnergyMeter(tmp_path / "nowhere").read() is None
-    meter = EnergyMeter(powercap)
-    before = meter.read()
-    (powercap / "intel-rapl:0" / "energy_uj").unlink()
-    assert meter.joules_since(before) is None
-    assert not EnergyMeter(powercap).is_known
-    assert EnergyMeter(powercap).joules_since(None) is None

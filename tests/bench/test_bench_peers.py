@@ -586,11 +586,8 @@ def test_the_script_runs_and_names_who_is_missing(tmp_path):
     command = [sys.executable, str(SCRIPT), "--prompts", str(prompts), "--output", str(tmp_path / "out")]
     command += ["--tokens", "8", "--tuning-tokens", "4", "--threads", "1", "--context-length", "256"]
     command += ["--peers", "llama-cpp-python,llama-server", "--llama-server", str(tmp_path / "nowhere")]
-    has_plot = find_spec("matplotlib") is not None
-    command += [] if has_plot else ["--no-plot"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert not has_plot or (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| edgespec llamacpp auto reproducible |" in report
     assert "| llama-cpp-python lookup |" in report
@@ -609,7 +606,7 @@ def test_the_script_runs_and_names_who_is_missing(tmp_path):
     ],
 )
 def test_the_script_refuses_bad_options(tmp_path, option, message):
-    command = [sys.executable, str(SCRIPT), "--no-plot", "--output", str(tmp_path / "out"), *option]
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "out"), *option]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr

@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 
 from demo_training import corpus
-from edgespec.errors import ConfigError, PromptError
-from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.sampling import Sampling
-from edgespec.tuning import datasets
-from edgespec.tuning import prompt_sources as sources
-from edgespec.tuning.workload import (
+from edgespec.bench import prompts as sources
+from edgespec.bench.prompts import (
     HOT_TEMPERATURE,
     SYNTHETIC,
     BenchPrompt,
@@ -25,6 +21,9 @@ from edgespec.tuning.workload import (
     random_text,
     with_synthetic,
 )
+from edgespec.errors import ConfigError, PromptError
+from edgespec.loading.sample_prompts import PROMPTS
+from edgespec.sampling import Sampling
 from table_engine import LetterVocabulary
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
@@ -97,7 +96,7 @@ def test_data_gives_held_out_prompts_of_every_domain(corpus_folder):
     assert set(found) == {"dialogue", "arithmetic", "qa", "multi_turn", "code", "copying"}
     assert {p.turns for p in found["dialogue"]} == {("A bus to Fresno, please.",)}
     assert [p.text for p in found["multi_turn"]] == ["Why?"]
-    seen, unseen = corpus.arithmetic(corpus_folder / datasets.GSM8K_FILE)
+    seen, unseen = corpus.arithmetic(corpus_folder / sources.GSM8K_FILE)
     assert len(found["arithmetic"]) == len(unseen) > 0
     assert not any(prompt.text in document for prompt in found["arithmetic"] for document in seen)
 
@@ -110,7 +109,7 @@ def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monk
         (tmp_path / name).write_text(code)
     (tmp_path / "broken.py").write_text("def (:")
     prompts = list(sources.library_prompts())
-    unseen = [name for name in names if datasets.is_held_out(name)]
+    unseen = [name for name in names if sources.is_held_out(name)]
     assert 0 < len(unseen) < len(names)
     expected = [f"Write a Python function `find_{name[:-3]}(text)`: Look for {name}." for name in sorted(unseen)]
     assert [prompt.text for prompt in prompts if prompt.domain == "code"] == expected
@@ -149,8 +148,8 @@ def test_a_folder_without_data_names_the_files(tmp_path):
     ],
 )
 def test_broken_data_names_the_file(tmp_path, contents, said):
-    (tmp_path / datasets.SGD_DEV_FILE).write_bytes(contents)
-    with pytest.raises(ConfigError, match=f"{datasets.SGD_DEV_FILE} {said}"):
+    (tmp_path / sources.SGD_DEV_FILE).write_bytes(contents)
+    with pytest.raises(ConfigError, match=f"{sources.SGD_DEV_FILE} {said}"):
         sources.read_data(tmp_path)
 
 

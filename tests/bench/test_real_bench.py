@@ -13,12 +13,12 @@ pytest.importorskip("gguf", reason="expansion needs the package gguf: scripts/ru
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.bench.expansion import Shape
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.errors import ConfigError
 from edgespec.export.accuracy import Comparison
 from edgespec.formats.head_file import read_head_file
 from expansion import real
+from expansion.model import Shape, cancelling_shares_of, shares_of
 from expansion.real import AS_IS, RealBench, compared
 from head_tables import request
 
@@ -109,3 +109,14 @@ def test_expanded_heads_draft_for_an_expanded_target(bench: RealBench) -> None:
     with edgespec.load(str(target), heads=path, drafter="eagle", threads=TEST_THREADS, context_length=256) as model:
         stats = model.generate(PROMPT, Sampling(temperature=0), options).stats
     assert stats.accepted_tokens > 0.3 * stats.drafted_tokens > 10
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 10, 11])
+def test_shares_are_powers_of_two_and_sum_up(count: int) -> None:
+    owners = np.concatenate((np.tile([0, 1], count), [-1]))
+    shares, cancelling = shares_of(owners), cancelling_shares_of(owners)
+    for owner in (0, 1):
+        mine = shares[owners == owner]
+        assert mine.sum() == 1 and (np.log2(mine) % 1 == 0).all()
+        assert cancelling[owners == owner].sum() == 0
+    assert shares[-1] == cancelling[-1] == 0

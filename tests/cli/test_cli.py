@@ -21,7 +21,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import edgespec
-from edgespec.cli import piped, terminal
+from edgespec.cli import stdin as piped
+from edgespec.cli import terminal
 from edgespec.cli.main import COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST

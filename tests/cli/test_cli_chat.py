@@ -17,10 +17,9 @@ import gguf
 import pytest
 from click.testing import CliRunner, Result
 
-from edgespec.cli.history import open_history
-from edgespec.cli.lines import FENCE, read_message
 from edgespec.cli.main import cli
 from edgespec.cli.slash import COMMANDS
+from edgespec.cli.stdin import FENCE, open_history, read_message
 from edgespec.errors import PromptError
 from tiny_gguf import Shape, write_model
 

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli import status
-from edgespec.cli.lines import line_reader
 from edgespec.cli.main import _report, cli
 from edgespec.cli.status import waiting
+from edgespec.cli.stdin import line_reader
 from edgespec.cli.terminal import complain, length_note
 from edgespec.config import GenerateOptions
 from edgespec.config.options import SETTINGS
@@ -237,7 +237,7 @@ def test_several_words_leave(model, word):
 
 
 def test_a_dumb_terminal_gets_no_escapes(monkeypatch, capsys):
-    monkeypatch.setattr("edgespec.cli.lines.is_interactive", lambda: True)
+    monkeypatch.setattr("edgespec.cli.stdin.is_interactive", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
     read_end, write_end = os.pipe()
     os.write(write_end, b"hello\n")

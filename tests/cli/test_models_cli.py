@@ -15,12 +15,12 @@ from click.testing import CliRunner, Result
 
 from demo import DEMO
 from edgespec.cli.main import cli
+from edgespec.cli.pair import find_aim, rank
 from edgespec.control.cost import CostCurve
 from edgespec.control.measure import store_file_curve
 from edgespec.loading.catalogue import entries
 from edgespec.loading.own_models import write_manifest
 from edgespec.loading.registry import resolve
-from edgespec.tuning.matching import find_aim, rank
 from tiny_gguf import Shape, write_model
 from tiny_head import TARGET as HEAD_TARGET
 from tiny_head import write_head

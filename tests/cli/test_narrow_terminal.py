@@ -43,7 +43,6 @@ def printed(arguments: list[str], home: Path, *, is_terminal: bool) -> str:
         "show demo",
         "show qwen3-8b",
         "plan demo --memory 20MB",
-        "plan-speedup --acceptance 0.8 --pass-ms 1:40,8:60 --draft-ms 1",
         "doctor",
     ],
 )

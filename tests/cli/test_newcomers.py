@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from edgespec.cli import command_lines
 from edgespec.cli.first_model import CHOSEN_HERE
-from edgespec.cli.lines import line_reader
 from edgespec.cli.main import cli
+from edgespec.cli.stdin import line_reader
 from edgespec.errors import DownloadError, ModelFileError
 from edgespec.loading.download import Patience
 from edgespec.loading.registry import resolve

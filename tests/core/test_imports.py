@@ -36,7 +36,6 @@ RANKS = {
     **dict.fromkeys(("runtime",), 9),
     **dict.fromkeys(("",), 10),
     **dict.fromkeys(("export",), 11),
-    **dict.fromkeys(("tuning",), 12),
     **dict.fromkeys(("bench", "server"), 13),
     **dict.fromkeys(("cli",), 14),
     **dict.fromkeys(("__main__",), 15),
@@ -138,17 +137,12 @@ def test_only_the_runtime_imports_implementations():
     rpc-server runs one without a model."""
     for name in MODULES:
         if {name, component(name)} & ASSEMBLING or name in (
-            "cli.library_facts",
             "cli.doctor",
             "cli.rpc_server",
         ):
             continue
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
-        allowed = (
-            BASES | MEASURED
-            if component(name) in ("control", "bench", "tuning", "generation", "server", "cli")
-            else BASES
-        )
+        allowed = BASES | MEASURED if component(name) in ("control", "bench", "generation", "server", "cli") else BASES
         assert used <= allowed, f"{name} imports {used - allowed}"
 
 

@@ -80,7 +80,7 @@ def test_a_full_disk_under_the_output(arguments: str) -> None:
     assert shell("E nonsense 2>/dev/full").returncode == 2
 
 
-@pytest.mark.parametrize("arguments", ["tune --prompts pipe", "bench --prompts pipe"])
+@pytest.mark.parametrize("arguments", ["bench --prompts pipe"])
 def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path, arguments: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert_one_line(shell(f"E {arguments}"), 2, "pipe")
@@ -93,7 +93,7 @@ def test_settings_are_read_from_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
-    done = shell("E tune --prompts <(sleep 0.5; echo)")
+    done = shell("E bench --prompts <(sleep 0.5; echo)")
     assert_one_line(done, 2, "has no prompt")
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["bash", "-c", "exec >pipe; sleep 0.3; echo hello"]) as writer:
@@ -114,7 +114,7 @@ def test_what_never_ends_is_not_read() -> None:
 def test_an_interrupt_at_the_very_beginning(after_s: float) -> None:
     # What Python does before our first line is not ours: the interrupt comes when that has begun.
     started = "import edgespec.__main__ as ours, sys; print(flush=True); ours.main()"
-    command = [sys.executable, "-c", started, "calibrate", "--passes", "1000000"]
+    command = [sys.executable, "-c", started, "bench", "--repeat", "1000000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, preexec_fn=heed_interrupts, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -211,14 +211,11 @@ def test_a_manifest_that_leads_nowhere(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "context-length = " + "9" * 5000, "\udcff", "a"])
 def test_files_of_settings_that_overtax_their_reader(tmp_path: Path, text: str) -> None:
     from edgespec.config.sources import resolve as settings_of
-    from edgespec.tuning.profiles import load_profile
 
     (tmp_path / "config.toml").write_text(text, errors="surrogateescape")
     (tmp_path / "manifest.toml").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=r"config\.toml"):
         settings_of({}, {}, tmp_path / "config.toml")
-    with pytest.raises(ConfigError, match="damaged"):
-        load_profile(tmp_path / "config.toml")
     with pytest.raises(EdgespecError, match=r"manifest\.toml"):
         resolve(str(tmp_path))
     with pytest.raises(StateError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from demo_training import corpus
-from edgespec.tuning import datasets
+from edgespec.bench import prompts as datasets
 
 
 def test_dialogues_are_rendered_with_sorted_tools(corpus_folder: Path):

@@ -14,6 +14,7 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
+from edgespec.cli.pair import find_aim, rank
 from edgespec.config import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.dflash import DFlashDrafter
@@ -32,7 +33,6 @@ from edgespec.memory.plan import planned
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
-from edgespec.tuning.matching import find_aim, rank
 from edgespec.types import Batch
 from tiny_dflash import MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import matrices, write_model

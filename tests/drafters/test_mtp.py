@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import edgespec
 from demo import DEMO
-from edgespec import GenerateOptions, LoadOptions, Sampling
+from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint, head_footprint
 from edgespec.engines.llamacpp.mtp import MtpFileHead, MtpHead
@@ -23,7 +23,6 @@ from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.loading.drafts import draft_hint
 from edgespec.loading.registry import resolve
-from edgespec.tuning.settings_grid import Loaded, TuneRequest, candidates
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
 
 Floats = NDArray[np.float32]
@@ -187,9 +186,6 @@ def test_auto_takes_the_layer_only_where_plain_passes_stay_cheap(tmp_path: Path)
         (note,) = [note for note in model.notes if note.startswith("speculation is off")]
         assert "--drafter mtp" in note and "mtp" not in model.drafter_names
         assert not model.target.facts.can_speculate
-        request = TuneRequest(LoadOptions(heavy, threads=1), frozenset({"threads"}), Sampling(), 8)
-        found = candidates(request, Loaded(str(heavy), "llamacpp", 1, None), model)
-        assert {each.loaded.opens for each in found if each.drafter == "mtp"} == {"mtp"}
     with edgespec.load(heavy, threads=1, drafter="mtp") as model:
         assert "mtp" in model.drafter_names and model.target.facts.can_speculate
 

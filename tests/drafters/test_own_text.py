@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
+from edgespec.bench.own_text import ANSWER_TOKENS, LEAST_ANSWER, OwnText, without_loop
 from edgespec.cli import corpus as module
 from edgespec.cli.main import cli
 from edgespec.errors import PromptError
-from edgespec.tuning.own_text import ANSWER_TOKENS, LEAST_ANSWER, OwnText, without_loop
 
 pytest.importorskip("onnxruntime")
 

@@ -345,11 +345,9 @@ def test_commands_that_measure_remember_nothing_whatever_the_settings_say(
         assert not model.options.learn and not model.options.recall
     with open_session(resolve({}), remembers=True).model as model:
         assert model.options.learn and model.options.recall, "the settings ask for it"
-    for command in ("bench", "race", "tune", "calibrate", "verify", "plan-speedup"):
+    for command in ("bench", "race", "verify"):
         assert "-learn" not in re.sub(r"\[no-\]", "no-", run(command, "--help-all").output)
         assert "no such option" in run(command, "--learn").output
     done = run("verify", "-n", "8", "--drafter", "cache", "--json")
     assert json.loads(done.stdout)["identical"]
-    done = run("tune", "-n", "4", "--max-prompts", "2", "--drafter", "cache", "--threads", "1")
-    assert done.exit_code == 0, done.output
     assert not (home / "texts").exists()

@@ -20,6 +20,7 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.model_use import MAX_BRANCHES
 from edgespec.engines.remote import RemoteEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
+from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
 from gpu import is_software, needs_gpu
 from rpc import idle, needs_rpc, started
@@ -83,6 +84,12 @@ def load_onnx(
         provider=provider,
         max_branches=max_branches,
     )
+
+
+def load_kernels(path: Path, cache_type_k: str = "f16") -> Engine:
+    if library_path() is None:
+        pytest.skip("the kernels are not built: scripts/run.py test builds them")
+    return load_onnx(path, reproducible=True, cache_type_k=cache_type_k)
 
 
 def load_half(path: Path, *, reproducible: bool) -> Engine:
@@ -150,6 +157,8 @@ KINDS = (
     "onnx-reproducible",
     "onnx-int8-cache",
     "onnx-exit",
+    "kernels",
+    "kernels-q8_0-cache",
     "onnx-concatenated",
     "onnx-half",
     "onnx-half-reproducible",
@@ -201,6 +210,8 @@ def loader(
         "onnx-webgpu": lambda: load_webgpu(given("tiny_graph_path")),
         "onnx-webgpu-reproducible": lambda: load_webgpu(given("tiny_graph_path"), reproducible=True),
         "onnx-webgpu-exit": lambda: load_webgpu(given("tiny_graph_path"), exit_layer=1),
+        "kernels": lambda: load_kernels(target_path),
+        "kernels-q8_0-cache": lambda: load_kernels(target_path, cache_type_k="q8_0"),
         "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type_k="int8"),
     }
     if "rpc" not in request.param:

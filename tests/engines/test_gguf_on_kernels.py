@@ -59,7 +59,7 @@ def scored(engine, ids, step):
 def test_a_row_has_the_same_bits_in_passes_of_all_widths(engine):
     ids = np.random.default_rng(3).integers(0, engine.vocabulary.size, 300).tolist()
     wanted = scored(engine, ids, 63)
-    assert engine.facts.pinned_class == (2, engine.facts.max_batch) and engine.facts.is_exact
+    assert engine.facts.pinned_class == (1, engine.facts.max_batch) and engine.facts.is_exact
     for step in (1, 2, 3, 5, 8, 13, 21, 42, 64, 100, 128, 300):
         assert np.array_equal(scored(engine, ids, step).view(np.uint32), wanted.view(np.uint32)), step
 
@@ -122,13 +122,14 @@ def test_the_choice_of_engines():
     def engine(**options):
         return resolve_pair(LoadOptions(model=str(TARGET), **options)).files["target"]
 
-    assert engine().engine == engine(engine="onnx").engine == engine(cache_type_k="int8", cache_type_v="int8").engine
+    assert engine().engine == engine(engine="onnx").engine == engine(cache_type_k="q8_0", cache_type_v="q8_0").engine
     assert engine().engine == "onnx" and not engine().note
     assert engine(engine="llamacpp").engine == "llamacpp"
     for options, reason in (
         ({"gpu_layers": 2}, "its layers go to the GPU"),
         ({"rpc": "127.0.0.1:1"}, "RPC"),
-        ({"cache_type_k": "q8_0"}, "no cache of the type q8_0"),
+        ({"cache_type_k": "q8_0"}, "in one type"),
+        ({"cache_type_k": "q4_0", "cache_type_v": "q4_0"}, "no cache of the type q4_0"),
         ({"pooling": "mean"}, "no embeddings"),
     ):
         found = engine(**options)

@@ -35,7 +35,7 @@ from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION, PRODUCT
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch
-from gguf_conversions import agreement, answer, export
+from gguf_conversions import answer, export
 from tiny_checkpoints import write_checkpoint
 from tiny_graphs import IDS, Floats, mean_kl
 
@@ -124,11 +124,10 @@ def test_a_draft_keeps_some_rows_of_the_head(tmp_path: Path):
 
 @pytest.mark.parametrize("source", [TARGET, CHECKPOINT], ids=["gguf", "checkpoint"])
 def test_a_pair_runs_and_its_plan_counts_the_mapped_file(source: Path, tmp_path: Path):
-    result = export(source, tmp_path / "pair", "--quant", "q8_0", "--derive", "early-exit:4")
+    result = export(source, tmp_path / "pair", "--quant", "q8_0")
     assert result.exit_code == 0, result.output
     pair = read_pair(tmp_path / "pair")
     assert pair.figures["check"]["target"]["onnx"]["mean_kl"] < 0.005
-    assert agreement(pair) > 0.2
     assert answer(tmp_path / "pair")["text"] == answer(TARGET)["text"]
     files = pair.target.stat().st_size + len(data_of(pair.target))
     whole, half = (footprint(pair.target, ModelUse(context_length=length)).mapped for length in (2048, 1024))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from demo_training import corpus
+from edgespec.bench import prompts as datasets
 from edgespec.formats.manifest import read_pair
-from edgespec.tuning import datasets
 
 torch = pytest.importorskip("torch", reason="training needs torch: scripts/run.py install train")
 pytest.importorskip("tokenizers", reason="training needs tokenizers: scripts/run.py install train")

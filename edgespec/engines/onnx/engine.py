@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +26,12 @@ from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
+from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, first_choice, run_options, version
 from edgespec.engines.onnx.opening import cache_scales, open_passes, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses, cache_name
+from edgespec.engines.onnx.sessions import providers_for, reason
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -37,8 +39,6 @@ from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
-
-LEAST_ROWS = 2  # of a pass whose bits are those of wider ones
 
 
 class OnnxEngine(BookedEngine):
@@ -104,7 +104,7 @@ class OnnxEngine(BookedEngine):
     @classmethod
     def load(
         cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
-    ) -> Self:
+    ) -> OnnxEngine | KernelEngine:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
         `changes`: of `use`. `opened` is called when the graph is open and before its tokenizer is. For several
@@ -122,9 +122,9 @@ class OnnxEngine(BookedEngine):
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
         settings = OnnxSettings.checked(graph, config, use)
+        if graph.head_sizes:
+            return _load_on_kernels(source, graph, settings, config, use, opened)
         widest, reproducible = settings.measured_widths, use.reproducible
-        if graph.has_tiles and reproducible is None:
-            reproducible, settings = True, replace(settings, reproducible=True)
         gives = use.state_layers or use.hidden_states
         key = "" if reproducible is False else widths_key(source, settings, first_choice(use.provider), widest, gives)
         if reproducible is None and is_known_free(key, widest):
@@ -144,9 +144,7 @@ class OnnxEngine(BookedEngine):
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
-        if graph.has_tiles and reproducible:
-            engine._pin_exact()
-        elif reproducible is None and engine.facts.can_pack and not settings.reproducible:
+        if reproducible is None and engine.facts.can_pack and not settings.reproducible:
             engine.facts = fastest_facts(engine, key)
         elif reproducible is not False:
             engine._pin(key, widest, reproducible)
@@ -166,18 +164,6 @@ class OnnxEngine(BookedEngine):
         self._pad_to(self.facts.pinned_class[0])
         shares = shares and self._separate.has_batches and packs_alike(self, key)
         self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
-
-    def _pin_exact(self) -> None:
-        """Reproducible mode on our kernels, which give a row the same bits beside any others: nothing is measured.
-
-        ONNX Runtime's attention gives a lone row other bits than it has beside any number of others, so that row is
-        padded to two. Rows of several sequences then need passes of their own.
-        """
-        pinned = LEAST_ROWS, max(self.facts.max_batch, LEAST_ROWS)
-        self.facts = replace(
-            self.facts, width_classes=(pinned,), pinned_class=pinned, is_exact=True, can_pack=False, splits_passes=False
-        )
-        self._pad_to(LEAST_ROWS)
 
     def drop_class(self) -> None:
         super().drop_class()
@@ -265,3 +251,25 @@ class OnnxEngine(BookedEngine):
             sessions.close()
         del self._caches, self._separate  # they hold the sessions too
         self._exit_passes = None
+
+
+def _load_on_kernels(
+    source: Source,
+    graph: Graph,
+    settings: OnnxSettings,
+    config: ModelConfig,
+    use: ModelUse,
+    opened: Callable[[], None],
+) -> KernelEngine:
+    if "cpu" not in providers_for(settings.provider):
+        raise CapabilityError(
+            f"this model cannot run on {settings.provider}: {reason(settings.provider, graph.serialised, '')}. Use "
+            "--provider cpu"
+        )
+    if source.max_positions is not None:  # its rotary tables are made as long as they are needed
+        states = {"hidden_states": use.hidden_states, "state_layers": use.state_layers}
+        graph = read_graph(source, cells=settings.context_length, **states)
+    engine = KernelEngine(source, graph, replace(settings, provider="cpu"), config, opened)
+    engine.state_layers = use.state_layers
+    check_logits(engine, source.path)
+    return engine

@@ -25,6 +25,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.head import attribute
+from edgespec.engines.onnx.kernel_engine import num_chunks
 from edgespec.engines.onnx.opening import NO_INT8_CACHE
 from edgespec.engines.onnx.passes import element_of
 from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
@@ -35,7 +36,9 @@ from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.graph import external_entry
+from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import LOOKUP, PRODUCT
+from edgespec.kernels.cache import cache_bytes
 from edgespec.platform.machine import products_saturate
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
@@ -75,18 +78,14 @@ class Products:
 
 
 def footprint(path: Path, use: ModelUse) -> Footprint:
-    """The memory of the export at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
+    """The memory of the model at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
     source = open_source(path)
     graph, products = once("onnx products", path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
-    cells = settings.cells(graph)
-    per_token = _cache_bytes_per_token(graph, settings)
-    # A cache that grows by concatenation exists twice while it is copied.
-    caches = 1 if settings.packs(graph) else settings.max_sequences
-    cache = per_token * cells * caches * (1 if graph.is_shared else 2)
+    cells, cache = settings.cells(graph), _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
@@ -122,11 +121,20 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     return found if use.provider in ("auto", "cpu") else _on_device(found, files)
 
 
+def cache_type(path: Path, use: ModelUse) -> str:
+    """What its keys and values are stored as."""
+    source = open_source(path)
+    graph, _ = once("onnx products", path, lambda: _read(source))
+    return OnnxSettings.checked(graph, source.config(), use).cache_type
+
+
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:
     """Results of the widest pass, and what the rows of a tree see of the cache.
 
     What a chain sees of it is zeros, which are read and never written.
     """
+    if graph.head_sizes:
+        return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 6 * products.width)
     cells = settings.cells(graph)
     is_tiled = not graph.is_half or settings.cache_type == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
@@ -176,6 +184,8 @@ def _products(graph: Graph) -> Products:
     sizes = [(1, 1)]
     heads = 0
     for node in found.node:
+        if node.op_type == OWN_ATTENTION:
+            rotary |= {name: tensor_bytes(tensors[name]) for name in node.input[5:7] if name in tensors}
         if node.op_type == ATTENTION:
             heads = max(heads, attribute(node, "num_heads", 0))
             rotary |= {name: tensor_bytes(tensors[name]) for name in node.input[7:9] if name in tensors}
@@ -231,8 +241,16 @@ def _tiled_sizes(node: Any) -> list[tuple[int, int]]:
     return [(attribute(node, "K", 1), int(size)) for size in outputs]
 
 
-def _cache_bytes_per_token(graph: Graph, settings: OnnxSettings) -> int:
+def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
+    """Of all keys and values."""
+    if graph.head_sizes:
+        kind, chunks = settings.cache_type.upper(), num_chunks(settings.context_length)
+        return cache_bytes(kind, graph.head_sizes, settings.max_sequences, chunks) or 0
+
     def size(entry: CacheEntry) -> int:
         return 1 if settings.cache_type == "int8" else np.dtype(element_of(entry)).itemsize
 
-    return sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
+    per_token = sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
+    # A cache that grows by concatenation exists twice while it is copied.
+    caches = 1 if settings.packs(graph) else settings.max_sequences
+    return per_token * settings.cells(graph) * caches * (1 if graph.is_shared else 2)

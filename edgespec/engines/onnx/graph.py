@@ -26,7 +26,8 @@ from edgespec.engines.onnx.rewriting import (
 )
 from edgespec.engines.onnx.weights import weight_bytes
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION
+from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
+from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION, PRODUCT
 from edgespec.kernels.library import library_path, why_missing
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ class Graph:
 
     `is_shared`: past and present may be one buffer; `max_positions`: rows of the rotary table, or None;
     `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
-    `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels multiply; `cells`: of the
-    caches that it was read for, 0 for any.
+    `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run
+    it; `head_sizes`: of the heads of keys of all its layers, whose cache is then ours; `cells`: of the caches that it
+    was read for, 0 for any.
     """
 
     serialised: bytes
@@ -69,6 +71,7 @@ class Graph:
     weight_bytes: int
     is_half: bool
     has_tiles: bool = False
+    head_sizes: tuple[int, ...] = ()
     cells: int = 0
 
     @property
@@ -111,21 +114,24 @@ def read_graph(
         raise ModelFileError(f"{path} is not a causal language model: it has no output 'logits'. Export it again")
     attention = [node for node in graph.node if node.op_type == ATTENTION]
     is_half = any(value.type.tensor_type.elem_type == FLOAT16 for value in graph.input if PAST.fullmatch(value.name))
+    own = [node for node in graph.node if node.op_type == OWN_ATTENTION and node.domain == DOMAIN]
     if cache_scales is not None:
         quantise_cache(graph, attention, cache_scales)
-    cache = _cache_entries(graph, path)
+    cache = () if own else _cache_entries(graph, path)
     if hidden_states:
         from edgespec.formats.onnx import hidden_scales  # imports numpy
 
-        layers = [_attention_of(attention, layer, path) for layer in state_layers]
+        layers = [_attention_of(own, attention, layer, path) for layer in state_layers]
         give_hidden(graph, path, layers, hidden_scales.read(model))
     if attention:
         rewrite_attention(graph, attention, is_half)
         keep_wanted_rows(graph, path)
         widen_logits(graph)
         drop_dead(graph)
-    max_positions = source.max_positions or _rotary_rows(graph, attention, path)
-    if source.max_positions is None and max_positions is not None and max_positions < cells:
+    if own:
+        keep_wanted_rows(graph, path)
+    max_positions = source.max_positions or _rotary_rows(graph, attention or own, path)
+    if attention and source.max_positions is None and max_positions is not None and max_positions < cells:
         lengthen_rotary(graph, attention, path, cells)
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
@@ -144,13 +150,14 @@ def read_graph(
         weight_bytes=weight_bytes(graph),
         is_half=is_half,
         has_tiles=has_tiles,
+        head_sizes=tuple(attribute(node, "head_size") for node in own for _ in range(attribute(node, "kv_heads"))),
         cells=cells,
     )
 
 
 def _has_tiles(graph: Any, path: Path) -> bool:
     """Whether our kernels multiply. Raises CapabilityError without them, ModelFileError for tiles of another layout."""
-    layouts = {attribute(node, "layout") for node in graph.node if node.domain == DOMAIN}
+    layouts = {attribute(node, "layout") for node in graph.node if node.op_type == PRODUCT}
     if layouts and (missing := why_missing() if library_path() is None else ""):
         raise CapabilityError(
             f"{path} runs on edgespec's own kernels, which this installation lacks: {missing}. Or export the model as "
@@ -164,14 +171,16 @@ def _has_tiles(graph: Any, path: Path) -> bool:
     return bool(layouts)
 
 
-def _attention_of(attention: list[Any], layer: int, path: Path) -> Any:
+def _attention_of(own: list[Any], attention: list[Any], layer: int, path: Path) -> Any:
+    if layer < len(own):
+        return own[layer]
     for node in attention:
         match = PAST.fullmatch(node.input[3])
         if match and int(match[1]) == layer:
             return node
     reason = "its attention is not GroupQueryAttention: export it again"
-    if attention:
-        reason = f"it has {len(attention)} layers: give heads that were made for this model"
+    if attention or own:
+        reason = f"it has {len(attention or own)} layers: give heads that were made for this model"
     raise CapabilityError(f"the heads read the input of layer {layer} of {path}, but {reason}")
 
 
@@ -199,7 +208,8 @@ def _cache_entries(graph: Any, path: Path) -> tuple[CacheEntry, ...]:
 
 def _rotary_rows(graph: Any, attention: list[Any], path: Path) -> int | None:
     """Positions in the rotary tables; beyond them the operator would read out of bounds."""
-    tables = {name for node in attention for name in node.input[7:9] if name}
+    first = 5 if any(node.domain == DOMAIN for node in attention) else 7
+    tables = {name for node in attention for name in node.input[first : first + 2] if name}
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer if tensor.name in tables}
     for name, shape in shapes.items():
         if len(shape) != 2 or min(shape) < 1 or len(set(shapes.values())) > 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
+from edgespec.formats.onnx.tiles import NORM
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,11 +115,14 @@ def _layer_input(graph: Any, attention: Any, path: Path) -> str:
     from onnx import helper
 
     made = producers(graph)
-    node = made.get(attention.input[2] or attention.input[0])  # values, which have no norm of their own
-    while node is not None and not node.op_type.endswith("LayerNormalization"):
+    # Values, which have no norm of their own.
+    node = made.get(attention.input[2] or attention.input[0])
+    while node is not None and not node.op_type.endswith("LayerNormalization") and node.op_type != NORM:
         node = made.get(node.input[0]) if node.input else None
     if node is None:
         raise CapabilityError(f"{path}: heads cannot read the layer of {attention.name!r}, it has no norm before it")
+    if node.op_type == NORM:
+        return str(node.output[1] if len(node.output) > 1 else node.input[0])
     if not node.op_type.startswith("Skip"):
         return str(node.input[0])
     name = f"{attention.name}/layer_input"

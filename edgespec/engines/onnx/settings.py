@@ -16,6 +16,7 @@ from edgespec.platform.machine import default_threads, is_x86
 
 LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32", "int8")
+KERNEL_CACHE_TYPES = ("f16", "q8_0")
 FIRST = 1  # the first cell that is used of a cache that sequences share
 CONFIGS = ("config.json", "genai_config.json")
 
@@ -95,7 +96,9 @@ class OnnxSettings:
                 f"a context of {context_length} tokens was asked for, this model allows {longest}: give "
                 "at most that, or -c max"
             )
-        head_size = graph.cache[0].head_size or config.head_size
+        own = graph.head_sizes
+        head_size = own[0] if own else graph.cache[0].head_size or config.head_size
+        types = KERNEL_CACHE_TYPES if own else CACHE_TYPES
         if head_size is None:
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
         settings = cls(
@@ -104,15 +107,17 @@ class OnnxSettings:
             max_sequences=use.max_sequences,
             max_batch=use.max_batch,
             provider=use.provider,
-            cache_type=use.cache_type_k or "f32",
+            cache_type=use.cache_type_k or types[0],
             head_size=head_size,
             reproducible=use.reproducible,
             widest=use.widest,
             exit_layer=use.exit_layer,
             shares_cells=use.max_branches > 0,
         )
-        if settings.cache_type not in CACHE_TYPES:
-            raise ConfigError(f"a cache of type {settings.cache_type!r} is not supported here: use f32 or int8")
+        if settings.cache_type not in types:
+            raise ConfigError(
+                f"a cache of type {settings.cache_type!r} is not supported here: use {' or '.join(types)}"
+            )
         limits = {"context_length": 1, "threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
         for name, high in {**limits, "context_length": longest}.items():
             value = getattr(settings, name)

@@ -7,7 +7,7 @@ What this module does not know: where the weights come from, and how matrices ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +21,7 @@ from edgespec.formats.onnx.drafted import spread
 from edgespec.formats.onnx.forms import Form
 from edgespec.formats.onnx.graph import DataWriter, MemoryWriter, Nodes
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.tiles import Tiles
+from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, NORM, ROWS, Tiles
 
 Progress = Callable[[int, int], None]
 Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -59,7 +59,8 @@ def llama_graph(
 ) -> onnx.ModelProto:
     """The graph, whose weights go to `data`. `progress` and exceptions: as in `write_llama`."""
     nodes = Nodes(data)
-    graph = _Graph(config, nodes, make_form(nodes))
+    form = make_form(nodes)
+    graph = _KernelGraph(config, nodes, form) if isinstance(form, Tiles) else _Graph(config, nodes, form)
     for done, _ in enumerate(graph.parts(), 1):
         if progress is not None:
             progress(done, config.num_layers + 2)
@@ -182,27 +183,22 @@ class _Graph:
     def _product(self, name: str, value: str, sources: tuple[str, ...], output: str = "") -> str:
         """`value` times the matrices of these names side by side, plus their biases."""
         output, weights = output or f"{name}/output_0", [f"{source}.weight" for source in sources]
-        if sources[0].rpartition(".")[2] not in self._config.biases:
+        if bias := self._bias(name.rpartition("/")[0], sources):
+            self._biased_product(name, value, weights, output, bias)
+        else:
             self._form.product(name, value, weights, output)
-            return output
-        bias = np.concatenate([self._form.vector(f"{source}.bias") for source in sources])
-        add = f"{name.rpartition('/')[0]}/Add"
-        stored = self._nodes.store(f"{add.removeprefix('/').replace('/', '.')}.bias", bias)
-        if isinstance(self._form, Tiles):
-            self._form.products(name, value, weights, [output], stored)
-            return output
-        self._form.product(name, value, weights, f"{name}/product")
-        self._nodes.add("Add", [f"{name}/product", stored], [output], add)
         return output
 
-    def _products(self, names: Sequence[str], value: str, sources: Sequence[str]) -> list[str]:
-        """`value` times each of the matrices of these names, without adding them side by side."""
-        has_bias = any(source.rpartition(".")[2] in self._config.biases for source in sources)
-        if has_bias or not isinstance(self._form, Tiles):
-            return [self._product(name, value, (source,)) for name, source in zip(names, sources, strict=True)]
-        outputs = [f"{name}/output_0" for name in names]
-        self._form.products(names[0], value, [f"{source}.weight" for source in sources], outputs)
-        return outputs
+    def _bias(self, place: str, sources: tuple[str, ...]) -> str:
+        """The biases of some matrices side by side; empty where they have none."""
+        if sources[0].rpartition(".")[2] not in self._config.biases:
+            return ""
+        bias = np.concatenate([self._form.vector(f"{source}.bias") for source in sources])
+        return self._nodes.store(f"{place.removeprefix('/').replace('/', '.')}.Add.bias", bias)
+
+    def _biased_product(self, name: str, value: str, weights: list[str], output: str, bias: str) -> None:
+        self._form.product(name, value, weights, f"{name}/product")
+        self._nodes.add("Add", [f"{name}/product", bias], [output], f"{name.rpartition('/')[0]}/Add")
 
     def _scalar(self, kind: str, value: str, number: float, name: str, output: str = "") -> str:
         """An operator of `value` and a constant."""
@@ -216,7 +212,7 @@ class _Graph:
         state = self._norm(f"layers.{layer}/input_layernorm")
         sources = tuple(f"{there}.{kind}_proj" for kind in "qkv")
         if config.has_head_norms:
-            parts = self._products([f"{here}/{s[-6:]}/MatMul" for s in sources], state, sources)
+            parts = [self._product(f"{here}/{s[-6:]}/MatMul", state, (s,)) for s in sources]
             joined = [*(self._head_norm(layer, kind, parts[place]) for place, kind in enumerate("qk")), parts[2]]
         else:
             joined = [self._product(f"{here}/qkv_proj/MatMul", state, sources), "", ""]
@@ -246,13 +242,14 @@ class _Graph:
         """`value` [batch, tokens, heads * head size] with every head normed by itself."""
         config, here = self._config, f"/model/layers.{layer}/attn/{kind}_norm"
         width = config.head_dim * (config.num_heads if kind == "q" else config.num_kv_heads)
-        weight = self._nodes.store(
-            f"model.layers.{layer}.attn.{kind}_norm.layernorm.weight",
-            self._form.vector(f"model.layers.{layer}.self_attn.{kind}_norm.weight"),
-        )
+        weight = self._head_norm_weight(layer, kind)
         heads = self._reshape(value, config.head_dim, f"{here}/Reshape_1")
         name = f"{here}/SimplifiedLayerNormalization"
         return self._reshape(self._plain_norm(name, heads, weight, f"{name}/output_0"), width, f"{here}/Reshape_2")
+
+    def _head_norm_weight(self, layer: int, kind: str) -> str:
+        weight = self._form.vector(f"model.layers.{layer}.self_attn.{kind}_norm.weight")
+        return self._nodes.store(f"model.layers.{layer}.attn.{kind}_norm.layernorm.weight", weight)
 
     def _reshape(self, value: str, width: int, name: str) -> str:
         shape = f"edgespec.rows_of_{width}"
@@ -266,9 +263,9 @@ class _Graph:
         state = self._norm(
             f"layers.{layer}/{'pre_feedforward' if self._config.has_post_norms else 'post_attention'}_layernorm"
         )
-        kinds = ("gate", "up")
-        names = [f"{here}/{kind}_proj/MatMul" for kind in kinds]
-        gate, up = self._products(names, state, [f"{there}.{kind}_proj" for kind in kinds])
+        gate, up = (
+            self._product(f"{here}/{kind}_proj/MatMul", state, (f"{there}.{kind}_proj",)) for kind in ("gate", "up")
+        )
         active, both = f"{here}/act_fn/Mul/output_0", f"{here}/Mul/output_0"
         if self._config.activation == "gelu":
             self._nodes.add("Gelu", [gate], [active], f"{here}/act_fn/FastGelu", approximate="tanh")
@@ -292,3 +289,77 @@ class _Graph:
             self._scalar("Mul", "/lm_head/softcap/Tanh/output_0", cap, "/lm_head/softcap/Mul", last)
         if drafted:
             spread(self._nodes, last, drafted, self._config.vocab_size, "logits")
+
+
+class _KernelGraph(_Graph):
+    """The same of our own operators. Rows may belong to several texts, whose cache is no tensor of the graph."""
+
+    _form: Tiles
+
+    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+        whole, real, info = TensorProto.INT64, TensorProto.FLOAT, helper.make_tensor_value_info
+        inputs = [
+            info("input_ids", whole, ["batch_size", "sequence_length"]),
+            info(ROWS, TensorProto.INT32, ["sequence_length", 4]),
+            info(CACHE, whole, [1]),
+        ]
+        return inputs, [info("logits", real, ["batch_size", "sequence_length", self._config.vocab_size])]
+
+    def _count_mask(self) -> None:
+        """Rows say where they belong."""
+
+    def _norm(self, place: str, *, is_last: bool = False) -> str:
+        state, total = (f"/model/{place}/output_{number}" for number in (0, 3))
+        if not self._delta:
+            return self._plain_norm(f"/model/{place}/LayerNorm", self._residual, self._vector(place), state)
+        inputs = [self._residual, self._vector(place), self._delta]
+        outputs = [state] if is_last else [state, total]
+        epsilon = self._config.norm_epsilon
+        self._nodes.add(NORM, inputs, outputs, f"/model/{place}/SkipLayerNorm", domain=DOMAIN, epsilon=epsilon)
+        self._residual = total
+        return state
+
+    def _plain_norm(self, name: str, value: str, weight: str, output: str) -> str:
+        self._nodes.add(NORM, [value, weight], [output], name, domain=DOMAIN, epsilon=self._config.norm_epsilon)
+        return output
+
+    def _biased_product(self, name: str, value: str, weights: list[str], output: str, bias: str) -> None:
+        self._form.products(name, value, weights, [output], bias)
+
+    def _attention(self, layer: int) -> None:
+        config, here, there = self._config, f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
+        state = self._norm(f"layers.{layer}/input_layernorm")
+        joined = self._product(f"{here}/qkv_proj/MatMul", state, tuple(f"{there}.{kind}_proj" for kind in "qkv"))
+        is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
+        tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
+        norms = [self._head_norm_weight(layer, kind) for kind in "qk"] if config.has_head_norms else []
+        seen = f"{here}/Attention/output_0"
+        self._nodes.add(
+            ATTENTION,
+            [joined, "", "", ROWS, CACHE, *(tables if is_rotated else ("", "")), *norms],
+            [seen],
+            f"{here}/Attention",
+            domain=DOMAIN,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_size=config.head_dim,
+            first_head=layer * config.num_kv_heads,
+            window=max(config.window, 0) if is_windowed else 0,
+            scale=config.attention_scale or float(config.head_dim**-0.5),
+            cap=0.0,
+            epsilon=config.norm_epsilon,
+        )
+        self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
+        if config.has_post_norms:
+            self._after(layer, "post_attention")
+
+    def _feed_forward(self, layer: int) -> None:
+        config, here, there = self._config, f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
+        place = "pre_feedforward" if config.has_post_norms else "post_attention"
+        state = self._norm(f"layers.{layer}/{place}_layernorm")
+        both = self._product(f"{here}/gate_up_proj/MatMul", state, (f"{there}.gate_proj", f"{there}.up_proj"))
+        self._delta, weights = f"{here}/down_proj/MatMul/output_0", [f"{there}.down_proj.weight"]
+        bias = self._bias(f"{here}/down_proj", (f"{there}.down_proj",))
+        self._form.products(f"{here}/down_proj/MatMul", both, weights, [self._delta], bias, config.activation)
+        if config.has_post_norms:
+            self._after(layer, "post_feedforward")

@@ -1,6 +1,6 @@
-"""Matrices as the kernels of `edgespec.kernels` multiply them: a file's own blocks, in tiles of 16 outputs.
+"""Graphs for the kernels of `edgespec.kernels`: a file's own blocks, in tiles of 16 outputs, and our own operators.
 
-The operators `TiledMatMul` and `TiledLookup` read them. What this module does not know: how tiles are packed.
+What this module does not know: how tiles are packed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from onnx import helper
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
 from edgespec.formats.onnx.graph import Nodes
 
-DOMAIN, PRODUCT, LOOKUP = "edgespec", "TiledMatMul", "TiledLookup"
-LAYOUT_VERSION = 1  # of what the kernels pack, which exports keep in files: increase it when that changes
+DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLookup", "Attention", "Norm"
+ROWS, CACHE = "edgespec.rows", "edgespec.cache"  # inputs of a graph: slot, position, cell, parent of rows; a cache
+LAYOUT_VERSION = 2  # of tiles and operators, which exports keep in files: increase it when they change
+GATES = {"silu": 1, "gelu": 2}  # of the input of a product: the first half through this, times the second
 
 
 class TiledWeights(Protocol):
@@ -64,8 +66,13 @@ class Tiles:
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
         self.products(name, value, sources, [output])
 
-    def products(self, name: str, value: str, sources: Sequence[str], outputs: Sequence[str], bias: str = "") -> None:
-        """As `product`, with one output for each of the matrices, or one for all; `bias`: of all, side by side."""
+    def products(
+        self, name: str, value: str, sources: Sequence[str], outputs: Sequence[str], bias: str = "", gate: str = ""
+    ) -> None:
+        """As `product`, with one output for each of the matrices, or one for all; `bias`: of all, side by side.
+
+        With a `gate`, `value` is twice as wide, see `GATES`.
+        """
         shapes = [self._weights.shape(source) for source in sources]
         self._nodes.add(
             PRODUCT,
@@ -76,6 +83,7 @@ class Tiles:
             K=shapes[0][1],
             types=[self._weights.type_number(source) for source in sources],
             layout=LAYOUT_VERSION,
+            **({"gate": GATES[gate]} if gate else {}),
         )
         # A keyword of this name is the node's own.
         self._nodes.operators[-1].attribute.append(helper.make_attribute("outputs", [rows for rows, _ in shapes]))

@@ -108,14 +108,20 @@ constexpr int64_t activation_bytes(int inputs, int64_t k, int64_t rows) { return
 
 }  // namespace
 
+enum { kNoGate = 0, kSilu = 1, kGelu = 2 };
+
+struct Attention;
+
 // One instruction set's kernels. All give the same bits.
 struct Path {
   const char* name;
   bool (*is_supported)();
-  // Row `row` of a block of `rows` rows: x [k] -> activations [k / inputs][rows]; [rows][k] if inputs is 1.
-  void (*quantise)(int inputs, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out);
+  // Row `row` of a block of `rows` rows: x [k] -> activations [k / inputs][rows]; [rows][k] if inputs is 1. With a gate x is
+  // [2 k], and what is quantised is silu or gelu of its first half times its second.
+  void (*quantise)(int inputs, int gate, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out);
   // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's first output.
   void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last);
+  const Attention* attention;
 };
 extern const Path kPortable, kAvx2, kAvxVnni, kAvx512;  // the last three on x86 only
 bool has_avx2();

@@ -14,6 +14,19 @@ inline float half_at(const uint8_t* p) {
   const float f = magnitude < 0x400 ? float(magnitude) * 0x1p-24f : float_of_bits((magnitude << 13) + 0x38000000);
   return sign ? -f : f;
 }
+// To the nearest, ties to even, as processors do it.
+inline uint16_t half_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (bits >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to infinity
+  if (bits >= 0x38800000) return uint16_t(sign | (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+  const float magnitude = float_of_bits(bits) + 0.5f;  // a unit in the last place of 0.5 is the smallest half's
+  memcpy(&bits, &magnitude, 4);
+  return uint16_t(sign | (bits - 0x3f000000));
+}
 template <Type type> float weight_at(const uint8_t* p, int64_t i) {
   if (type == F16) return half_at(p + 2 * i);
   if (type == BF16) return float_of_bits(uint32_t(bits16_at(p + 2 * i)) << 16);

@@ -5,7 +5,7 @@
 
 using namespace edgespec;
 
-EXPORT int32_t edgespec_abi_version() { return 1; }
+EXPORT int32_t edgespec_abi_version() { return 2; }
 EXPORT const char* edgespec_path() { return path_in_use().name; }
 // 0 if this processor has that path.
 EXPORT int32_t edgespec_choose_path(const char* name) { return choose_path(name) ? 0 : -1; }
@@ -29,7 +29,7 @@ EXPORT int32_t edgespec_product(int32_t type, const uint8_t* tiles, int64_t n, i
   const Path& path = path_in_use();
   for (int64_t start = 0; start < m; start += kRowBlock) {
     const int rows = int(m - start < kRowBlock ? m - start : kRowBlock);
-    for (int r = 0; r < rows; r++) path.quantise(format(type).inputs, x + (start + r) * k, k, r, rows, scratch);
+    for (int r = 0; r < rows; r++) path.quantise(format(type).inputs, kNoGate, x + (start + r) * k, k, r, rows, scratch);
     path.product(type, tiles, n, k, scratch, rows, y + start * n, n, bias, first_tile, last_tile);
   }
   return 0;

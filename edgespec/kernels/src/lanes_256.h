@@ -3,6 +3,7 @@
 #include <immintrin.h>
 #include <cstring>
 #include "formats.h"
+#include "halves.h"
 #include "quantise_x86.h"
 
 namespace edgespec {
@@ -11,7 +12,7 @@ struct Two { __m256i a, b; };
 struct TwoFloats { __m256 a, b; };
 
 struct Lanes {
-  static constexpr int kRows = 4, kAhead = 4096;
+  static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 4096;
   using Bytes = Two;
   using Int = Two;
   using Part = Two;
@@ -94,6 +95,11 @@ struct Lanes {
   OP Float load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
   OP void store_floats(float* p, Float x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
   OP Float load_halves(const uint8_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 16))}; }
+  OP __m256 floats1(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))); }
+  OP Float load_codes(const uint8_t* p) { return {floats1(p), floats1(p + 8)}; }
+  OP Float broadcast_half(const uint8_t* p) { const __m256 x = _mm256_cvtph_ps(_mm_set1_epi16(int16_t(bits16_at(p)))); return {x, x}; }
+  OP __m128i halves1(__m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+  OP void store_halves(uint8_t* p, Float x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves1(x.a)); _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), halves1(x.b)); }
   OP __m256 load_bfloats(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p)), 16)); }
   template <Type type> OP Float load_weights(const uint8_t* p) {
     if (type == F16) return load_halves(p);

@@ -41,7 +41,7 @@ struct OrtCustomOp {
 
 namespace edgespec {
 
-enum { kTypeFloat = 1, kTypeUint8 = 2, kTypeInt64 = 7 };           // ONNXTensorElementDataType
+enum { kTypeFloat = 1, kTypeUint8 = 2, kTypeInt32 = 6, kTypeInt64 = 7 };  // ONNXTensorElementDataType
 enum { kRequired = 0, kOptional = 1 };                             // OrtCustomOpInputOutputCharacteristic
 enum { kFail = 1, kInvalidArgument = 2 };                          // OrtErrorCode
 
@@ -60,6 +60,7 @@ inline OrtStatus* element_type(const OrtShape* s, int* out) { return ort_call<Or
 inline OrtStatus* rank(const OrtShape* s, size_t* out) { return ort_call<OrtStatus*>(61, s, out); }
 inline OrtStatus* dims(const OrtShape* s, int64_t* out, size_t count) { return ort_call<OrtStatus*>(62, s, out, count); }
 inline OrtStatus* shape(const OrtValue* v, OrtShape** out) { return ort_call<OrtStatus*>(65, v, out); }
+inline OrtStatus* attribute(const OrtKernelInfo* i, const char* name, float* out) { return ort_call<OrtStatus*>(85, i, name, out); }
 inline OrtStatus* attribute(const OrtKernelInfo* i, const char* name, int64_t* out) { return ort_call<OrtStatus*>(86, i, name, out); }
 inline OrtStatus* num_outputs(const OrtKernelContext* c, size_t* out) { return ort_call<OrtStatus*>(89, c, out); }
 inline OrtStatus* input(const OrtKernelContext* c, size_t i, const OrtValue** out) { return ort_call<OrtStatus*>(90, c, i, out); }

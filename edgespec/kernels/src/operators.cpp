@@ -1,74 +1,16 @@
-// Two operators of ONNX Runtime in the domain "edgespec":
+// Two operators of ONNX Runtime in the domain "edgespec" (attention.cpp has the others):
 //   TiledMatMul(x [..., K], bias?, w0, w1?, w2?) -> y [..., sum of outputs] or one y [..., N] for each matrix
 //   TiledLookup(ids [...], tiles) -> rows [..., K]
 // Weights are uint8 tensors in the tile layout, used in place. Every size is checked before a kernel sees it.
-#include <atomic>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include "onnxruntime.h"
-#include "formats.h"
+#include "operator.h"
 
 namespace edgespec {
 const OrtApi* ort;
+OrtStatus* add_attention(OrtDomain* domain);
 namespace {
 
-constexpr int kMatrices = 3, kMaxRank = 8;
+constexpr int kMatrices = 3;
 constexpr int64_t kBatch = 512;  // rows that are quantised before they are multiplied
-#define TRY(expression) if (OrtStatus* status = (expression)) return status
-
-template <class... Args> OrtStatus* invalid(const char* format, Args... args) {
-  char text[256];
-  snprintf(text, sizeof text, format, args...);
-  return error(kInvalidArgument, text);
-}
-
-// Scratch memory of a run, lent by a few buffers that all kernels share: sessions may run at once, and what was used last is still in the cache.
-struct Scratch {
-  static constexpr int kSlots = 8;
-  struct Buffer { size_t size; };
-  static std::atomic<Buffer*> slots[kSlots];
-  Buffer* buffer = nullptr;
-  uint8_t* data = nullptr;  // on 64 bytes
-
-  bool get(size_t size) {
-    for (auto& slot : slots) if ((buffer = slot.exchange(nullptr, std::memory_order_acquire))) break;
-    if (!buffer || buffer->size < size) {
-      free(buffer);
-      if (size > SIZE_MAX - 128 || !(buffer = static_cast<Buffer*>(malloc(size + 128)))) return false;
-      buffer->size = size;
-    }
-    data = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(buffer + 1) + 63) & ~uintptr_t(63));
-    return true;
-  }
-  ~Scratch() {
-    for (auto& slot : slots) { Buffer* none = nullptr; if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return; }
-    free(buffer);
-  }
-};
-std::atomic<Scratch::Buffer*> Scratch::slots[Scratch::kSlots];
-
-struct Tensor { const void* data; int type; size_t rank; int64_t dims[kMaxRank]; };
-OrtStatus* read(const OrtValue* value, const char* name, int type, Tensor* out) {
-  OrtShape* s;
-  TRY(shape(value, &s));
-  OrtStatus* bad = element_type(s, &out->type);
-  if (!bad) bad = rank(s, &out->rank);
-  if (!bad && out->rank <= kMaxRank) bad = dims(s, out->dims, out->rank);
-  release(s);
-  if (bad) return bad;
-  if (out->type != type) return invalid("edgespec: %s has element type %d, expected %d", name, out->type, type);
-  if (out->rank > kMaxRank) return invalid("edgespec: %s has %zu dimensions, at most %d are allowed", name, out->rank, kMaxRank);
-  void* p;
-  TRY(data(const_cast<OrtValue*>(value), &p));
-  out->data = p;
-  return nullptr;
-}
-int64_t elements(const Tensor& t, size_t rank) {
-  int64_t count = 1;
-  for (size_t i = 0; i < rank; i++) count *= t.dims[i];
-  return count;
-}
 
 // Tiles in memory that a program holds. In a graph 8 bytes with their number stand for them while its session is made,
 // as ONNX Runtime would copy a weight that it is given in memory.
@@ -76,10 +18,6 @@ struct Held { int64_t number, bytes; const uint8_t* tiles; Held* next; };
 Held* held = nullptr;
 int64_t last_number = 0;
 std::atomic_flag held_in_use = ATOMIC_FLAG_INIT;
-struct HeldLock {
-  HeldLock() { while (held_in_use.test_and_set(std::memory_order_acquire)) {} }
-  ~HeldLock() { held_in_use.clear(std::memory_order_release); }
-};
 
 OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, const uint8_t** out) {
   Tensor t;
@@ -87,7 +25,7 @@ OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, co
   if (elements(t, t.rank) == int64_t(sizeof(int64_t))) {
     int64_t number;
     memcpy(&number, t.data, sizeof number);
-    HeldLock lock;
+    Lock lock(held_in_use);
     for (const Held* each = held; each; each = each->next)
       if (each->number == number && each->bytes == bytes) { *out = each->tiles; return nullptr; }
     return invalid("edgespec: %s names tiles that nobody holds, or of another size than %lld bytes", name, (long long)bytes);
@@ -100,7 +38,7 @@ OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, co
 // ---- TiledMatMul
 const char* const kNames[] = {"x", "bias", "w0", "w1", "w2"};
 struct MatMul {
-  int64_t k, all_outputs;  // all_outputs: of all matrices
+  int64_t k, gate, all_outputs;  // gate: x is [..., 2 k], see Path::quantise; all_outputs: of all matrices
   size_t count;
   int64_t types[kMatrices], outputs[kMatrices], bytes[kMatrices];
   const uint8_t* tiles[kMatrices];  // of constant initializers, else null
@@ -109,6 +47,8 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   MatMul m = {};
   size_t types = 0, outputs = 0, node_inputs, node_outputs;
   TRY(attribute(info, "K", &m.k));
+  if (OrtStatus* missing = attribute(info, "gate", &m.gate)) { release(missing); m.gate = kNoGate; }
+  if (m.gate < kNoGate || m.gate > kGelu) return invalid("edgespec: TiledMatMul has a gate %lld, 0, 1 (silu) and 2 (gelu) are known", (long long)m.gate);
   TRY(attributes(info, "types", nullptr, &types));
   TRY(attributes(info, "outputs", nullptr, &outputs));
   TRY(num_inputs(info, &node_inputs));
@@ -127,11 +67,7 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
     TRY(constant_input(info, 2 + i, &constant, &value));
     if (constant) TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &m.tiles[i]));
   }
-  MatMul* kept = static_cast<MatMul*>(malloc(sizeof m));
-  if (!kept) return error(kFail, "edgespec: out of memory");
-  *kept = m;
-  *out = kept;
-  return nullptr;
+  return keep(m, out);
 }
 
 // Kinds of activations: blocks of so many inputs.
@@ -147,6 +83,7 @@ struct Run {
   float* y[kMatrices];
   int64_t stride[kMatrices], first_tile[kMatrices + 1], rows, block_rows, pieces;
 
+  int64_t inputs() const { return m->gate ? 2 * m->k : m->k; }
   uint8_t* block(int kind, int64_t row) const { return activations[kind] + activation_bytes(kInputs[kind], m->k, row); }
   int64_t rows_of_block(int64_t row) const { return rows - row < block_rows ? rows - row : block_rows; }
 };
@@ -154,7 +91,7 @@ void ORT_CALL quantise_row(void* with, size_t row) {
   const Run& run = *static_cast<const Run*>(with);
   const int64_t start = int64_t(row) / run.block_rows * run.block_rows;
   for (int kind = 0; kind < kKinds; kind++)
-    if (run.activations[kind]) run.path->quantise(kInputs[kind], run.x + int64_t(row) * run.m->k, run.m->k, int64_t(row) - start, run.rows_of_block(start), run.block(kind, start));
+    if (run.activations[kind]) run.path->quantise(kInputs[kind], int(run.m->gate), run.x + int64_t(row) * run.inputs(), run.m->k, int64_t(row) - start, run.rows_of_block(start), run.block(kind, start));
 }
 // One piece of all the matrices' tiles, for all rows: its weights stay in the second-level cache.
 void ORT_CALL run_piece(void* with, size_t piece) {
@@ -166,12 +103,6 @@ void ORT_CALL run_piece(void* with, size_t piece) {
     if (first < last) run.path->product(int32_t(m.types[i]), run.tiles[i], m.outputs[i], m.k, run.block(kind_of(m.types[i]), row), int(run.rows_of_block(row)), run.y[i] + row * run.stride[i], run.stride[i], run.bias ? run.bias + at : nullptr, first - zero, last - zero);
   }
 }
-// In this thread where the work is smaller than what waking others costs.
-OrtStatus* run_all(const OrtKernelContext* context, bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
-  if (!is_small && count > 1) return parallel(context, run, size_t(count), with);
-  for (int64_t i = 0; i < count; i++) run(with, size_t(i));
-  return nullptr;
-}
 OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   const MatMul& m = *static_cast<const MatMul*>(self);
   Run run = {};
@@ -180,7 +111,7 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   const OrtValue* value;
   TRY(input(context, 0, &value));
   TRY(read(value, "x", kTypeFloat, &x));
-  if (!x.rank || x.dims[x.rank - 1] != m.k) return invalid("edgespec: TiledMatMul's x has %lld inputs, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)m.k);
+  if (!x.rank || x.dims[x.rank - 1] != run.inputs()) return invalid("edgespec: TiledMatMul's x has %lld inputs, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)run.inputs());
   TRY(input(context, 1, &value));
   if (value) {
     TRY(read(value, "bias", kTypeFloat, &bias));
@@ -222,7 +153,7 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
     run.rows = rows - row < batch ? rows - row : batch;
     TRY(run_all(context, run.rows * m.k < 65536, quantise_row, run.rows, &run));
     TRY(run_all(context, work / 8 * run.rows < 12288, run_piece, run.pieces, &run));
-    run.x += run.rows * m.k;
+    run.x += run.rows * run.inputs();
     for (size_t i = 0; i < m.count; i++) run.y[i] += run.stride[i] * run.rows;
   }
   return nullptr;
@@ -240,11 +171,7 @@ OrtStatus* create_lookup(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   const OrtValue* value;
   TRY(constant_input(info, 1, &constant, &value));
   if (constant) TRY(read_tiles(value, "tiles", l.bytes, &l.tiles));
-  Lookup* kept = static_cast<Lookup*>(malloc(sizeof l));
-  if (!kept) return error(kFail, "edgespec: out of memory");
-  *kept = l;
-  *out = kept;
-  return nullptr;
+  return keep(l, out);
 }
 OrtStatus* ORT_CALL compute_lookup(void* self, OrtKernelContext* context) {
   const Lookup& l = *static_cast<const Lookup*>(self);
@@ -265,24 +192,30 @@ OrtStatus* ORT_CALL compute_lookup(void* self, OrtKernelContext* context) {
 }
 
 // ---- registration
-template <bool is_matmul> void describe(OrtCustomOp* op) {
-  op->version = 16;
-  op->provider = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
-  op->destroy = [](void* kernel) { free(kernel); };
-  op->output_type = [](const OrtCustomOp*, size_t) -> int { return kTypeFloat; };
-  op->output_kind = [](const OrtCustomOp*, size_t i) -> int { return i ? kOptional : kRequired; };
-  op->input_memory = [](const OrtCustomOp*, size_t) { return 0; };
-  op->variadic_input_min = op->variadic_output_min = [](const OrtCustomOp*) { return 1; };
-  op->variadic_input_same = op->variadic_output_same = [](const OrtCustomOp*) { return 0; };
-  op->name = [](const OrtCustomOp*) -> const char* { return is_matmul ? "TiledMatMul" : "TiledLookup"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return is_matmul ? 2 + kMatrices : 2; };
-  op->num_outputs = [](const OrtCustomOp*) -> size_t { return is_matmul ? kMatrices : 1; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return is_matmul ? (i < 2 ? kTypeFloat : kTypeUint8) : i ? kTypeUint8 : kTypeInt64; };
-  op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return is_matmul && (i == 1 || i > 2) ? kOptional : kRequired; };
-  op->create = is_matmul ? create_matmul : create_lookup;
-  op->compute = is_matmul ? compute_matmul : compute_lookup;
-}
 OrtCustomOp matmul_operator, lookup_operator;
+void describe_matmul() {
+  OrtCustomOp* op = &matmul_operator;
+  describe(op);
+  op->name = [](const OrtCustomOp*) -> const char* { return "TiledMatMul"; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 2 + kMatrices; };
+  op->num_outputs = [](const OrtCustomOp*) -> size_t { return kMatrices; };
+  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i < 2 ? kTypeFloat : kTypeUint8; };
+  op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i == 1 || i > 2 ? kOptional : kRequired; };
+  op->output_kind = [](const OrtCustomOp*, size_t i) -> int { return i ? kOptional : kRequired; };
+  op->create = create_matmul;
+  op->compute = compute_matmul;
+}
+void describe_lookup() {
+  OrtCustomOp* op = &lookup_operator;
+  describe(op);
+  op->name = [](const OrtCustomOp*) -> const char* { return "TiledLookup"; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 2; };
+  op->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
+  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i ? kTypeUint8 : kTypeInt64; };
+  op->input_kind = op->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
+  op->create = create_lookup;
+  op->compute = compute_lookup;
+}
 
 }  // namespace
 }  // namespace edgespec
@@ -292,7 +225,7 @@ extern "C" __attribute__((visibility("default"))) int64_t edgespec_hold(const ui
   using namespace edgespec;
   Held* kept = static_cast<Held*>(malloc(sizeof(Held)));
   if (!kept) return 0;
-  HeldLock lock;
+  Lock lock(held_in_use);
   *kept = {++last_number, bytes, tiles, held};
   held = kept;
   return kept->number;
@@ -300,7 +233,7 @@ extern "C" __attribute__((visibility("default"))) int64_t edgespec_hold(const ui
 // Forgets a number; sessions that were made with it go on reading the tiles.
 extern "C" __attribute__((visibility("default"))) void edgespec_drop(int64_t number) {
   using namespace edgespec;
-  HeldLock lock;
+  Lock lock(held_in_use);
   for (Held** each = &held; *each; each = &(*each)->next)
     if ((*each)->number == number) { Held* gone = *each; *each = gone->next; free(gone); return; }
 }
@@ -310,12 +243,13 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCu
   static OrtDomain* domain;  // kept for the process's life, as sessions refer to it
   ort = base->get_api(18);
   if (!domain) {
-    describe<true>(&matmul_operator);
-    describe<false>(&lookup_operator);
+    describe_matmul();
+    describe_lookup();
     OrtDomain* fresh;
     TRY(new_domain("edgespec", &fresh));
     TRY(add_operator(fresh, &matmul_operator));
     TRY(add_operator(fresh, &lookup_operator));
+    TRY(add_attention(fresh));
     domain = fresh;
   }
   return add_domain(options, domain);

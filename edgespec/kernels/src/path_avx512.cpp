@@ -3,12 +3,13 @@
 #include <immintrin.h>
 #include <cstring>
 #include "formats.h"
+#include "halves.h"
 #include "quantise_x86.h"
 
 namespace edgespec {
 namespace {
 struct Lanes {
-  static constexpr int kRows = 8, kAhead = 4096;
+  static constexpr int kRows = 8, kPairs = 8, kSums = 16, kAhead = 8192;
   static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
   using Bytes = __m512i;
@@ -46,6 +47,9 @@ struct Lanes {
   OP void store_floats(float* p, Float x) { _mm512_storeu_ps(p, x); }
   OP __m256i half_register(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   OP Float load_halves(const uint8_t* p) { return _mm512_cvtph_ps(half_register(p)); }
+  OP Float load_codes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
+  OP Float broadcast_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_set1_epi16(int16_t(bits16_at(p)))); }
+  OP void store_halves(uint8_t* p, Float x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
   template <Type type> OP Float load_weights(const uint8_t* p) {
     if (type == F16) return load_halves(p);
     if (type == BF16) return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half_register(p)), 16));
@@ -55,6 +59,7 @@ struct Lanes {
 }  // namespace
 }  // namespace edgespec
 #include "products.h"
+#include "attention.h"
 
-namespace edgespec { const Path kAvx512 = {"avx512-vnni", has_avx512_vnni, quantise, product}; }
+namespace edgespec { const Path kAvx512 = {"avx512-vnni", has_avx512_vnni, quantise, product, &kAttention}; }
 #endif

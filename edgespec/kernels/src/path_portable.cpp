@@ -24,7 +24,7 @@ void codes32(const float* x, float inverse, int8_t* q, int* sums) {
   }
 }
 struct Lanes {
-  static constexpr int kRows = 1, kAhead = 4096;
+  static constexpr int kRows = 1, kPairs = 1, kSums = 1, kAhead = 4096;
   static constexpr bool kWideParts = true;
   static constexpr int capacity(int) { return 64; }
   struct Bytes { uint8_t at[64]; };
@@ -67,10 +67,14 @@ struct Lanes {
   static Float load_floats(const float* p) { Float x; memcpy(x.at, p, 64); return x; }
   static void store_floats(float* p, const Float& x) { memcpy(p, x.at, 64); }
   static Float load_halves(const uint8_t* p) { return floats([&](int i) { return half_at(p + 2 * i); }); }
+  static Float load_codes(const uint8_t* p) { return floats([&](int i) { return float(int8_t(p[i])); }); }
+  static Float broadcast_half(const uint8_t* p) { return broadcast(half_at(p)); }
+  static void store_halves(uint8_t* p, const Float& x) { each([&](int i) { const uint16_t h = half_of(x.at[i]); memcpy(p + 2 * i, &h, 2); }); }
   template <Type type> static Float load_weights(const uint8_t* p) { return floats([&](int i) { return weight_at<type>(p, i); }); }
 };
 }  // namespace
 }  // namespace edgespec
 #include "products.h"
+#include "attention.h"
 
-namespace edgespec { const Path kPortable = {"portable", [] { return true; }, quantise, product}; }
+namespace edgespec { const Path kPortable = {"portable", [] { return true; }, quantise, product, &kAttention}; }

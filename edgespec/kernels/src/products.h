@@ -9,14 +9,13 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
+#include "floats.h"
 #include "formats.h"
 
 namespace edgespec {
 namespace {
 
 // ---- activations
-inline float from_bits(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
-
 // Scale of a block, and 127 / its largest magnitude; no inverse if all codes are zeros.
 INLINE float scale_of(const float* x, int inputs, float* inverse) {
   const uint32_t top = largest_bits(x, inputs);
@@ -26,16 +25,23 @@ INLINE float scale_of(const float* x, int inputs, float* inverse) {
   *inverse = 127.f / from_bits(top);
   return from_bits(top) / 127.f;
 }
-void quantise(int inputs, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out) {
+void quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out) {
+  alignas(64) float gated[256];
   float inverse;
   int sums[2];
+  const auto block_at = [&](int64_t at, int count) {
+    if (!gate_kind) return x + at;
+    gate(gate_kind, x + at, x + k + at, count, gated);
+    return static_cast<const float*>(gated);
+  };
   if (inputs == 256) {
     Activations256* a = reinterpret_cast<Activations256*>(out) + row;
     for (int64_t at = 0; at < k; at += 256, a += rows) {
+      const float* block = block_at(at, 256);
       memset(a, 0, sizeof *a);
-      a->d = scale_of(x + at, 256, &inverse);
+      a->d = scale_of(block, 256, &inverse);
       if (inverse != 0) for (int s = 0; s < 8; s++) {
-        codes32(x + at + 32 * s, inverse, a->q + 32 * s, sums);
+        codes32(block + 32 * s, inverse, a->q + 32 * s, sums);
         for (int h = 0; h < 2; h++) { a->sums16[2 * s + h] = int16_t(sums[h]); a->minus32[2 * s + h] = -32 * sums[h]; }
         a->sums32[s] = int16_t(sums[0] + sums[1]);
       }
@@ -43,16 +49,18 @@ void quantise(int inputs, const float* x, int64_t k, int64_t row, int64_t rows, 
   } else if (inputs == 32) {
     Activations32* a = reinterpret_cast<Activations32*>(out) + row;
     for (int64_t at = 0; at < k; at += 32, a += rows) {
+      const float* block = block_at(at, 32);
       memset(a, 0, sizeof *a);
-      a->d = scale_of(x + at, 32, &inverse);
+      a->d = scale_of(block, 32, &inverse);
       if (inverse != 0) {
-        codes32(x + at, inverse, a->q, sums);
+        codes32(block, inverse, a->q, sums);
         sums[0] += sums[1];
         a->offsets[0] = -8 * sums[0]; a->offsets[1] = -16 * sums[0]; a->offsets[2] = -128 * sums[0];
       }
       a->d_sum = a->d * (inverse != 0 ? float(sums[0]) : 0);
     }
-  } else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
+  } else if (gate_kind) gate(gate_kind, x, x + k, k, reinterpret_cast<float*>(out) + row * k);
+  else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
 }
 
 // ---- products
@@ -71,6 +79,11 @@ template <Type kType> constexpr int kPasses = format(kType).is_signed() && !Lane
 template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
 template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make_integer_sequence<int, kCount>()); }
 
+// Fetches what is kAhead further, a little with each part of the work: many at once would keep the loads of that work
+// waiting. Into the second level: the first one is full of activations, and every line that is fetched into it drives one
+// out. Past the end at worst: a prefetch never faults.
+template <int kBytes> INLINE void fetch_ahead(const uint8_t* from) { UNROLL for (int at = 0; at < kBytes; at += 64) __builtin_prefetch(from + Lanes::kAhead + at, 0, 2); }
+
 // Adds one super-block to `v`.
 template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile, const Activations256* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
@@ -85,6 +98,7 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
     const Lanes::Scale scale[2] = {Lanes::first(pair), Lanes::second(pair)};
     unrolled<groups32>([&](auto h) ALWAYS_INLINE {
       const int at = p * groups32 + h;  // group of 32 inputs
+      fetch_ahead<f.tile_bytes() / 8>(tile + at * (f.tile_bytes() / 8));
       unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
         Lanes::Part part[kRows];
         unrolled<8>([&](auto j) ALWAYS_INLINE {
@@ -117,6 +131,7 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
   constexpr Format f = format(kType);
   constexpr int quads = Lanes::capacity(f.max_code()) < 8 ? Lanes::capacity(f.max_code()) : 8;  // of a part
   Lanes::Int sum[kRows];
+  fetch_ahead<f.tile_bytes()>(tile);
   UNROLL for (int r = 0; r < kRows; r++) sum[r] = f.offset ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
   unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
     [[maybe_unused]] Lanes::Part part[kRows];
@@ -172,9 +187,6 @@ template <Type kType> void product_of(const uint8_t* tiles, int64_t n, int64_t k
     for (int64_t b = 0; b < blocks; b += chunk) {
       const uint8_t* tile = tiles + (t * blocks + b) * f.tile_bytes();
       const int64_t count = blocks - b < chunk ? blocks - b : chunk;
-      // Into the second level: the first one is full of activations, and every line that is fetched into it drives one
-      // out. Eight rows took 1.5 times as long then. Past the end at worst: a prefetch never faults.
-      for (int64_t o = 0; o < count * f.tile_bytes(); o += 64) __builtin_prefetch(tile + Lanes::kAhead + o, 0, 2);
       for (int p = 0, r = 0; p < parts; p++) {  // groups of rows as even as possible
         const int size = (rows - r) / (parts - p);
         step_of<kType>(size, std::make_integer_sequence<int, Lanes::kRows>())(tile, count, activations + b * block_bytes + r * row_bytes, f.is_float() ? row_bytes : block_bytes, sums + r * kOutputs);

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from edgespec.tuning.datasets import (
+from edgespec.bench.prompts import (
     GSM8K_FILE,
     SGD_DEV_FILE,
     function_request,

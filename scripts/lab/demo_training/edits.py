@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from demo_training.corpus import BOS, SPECIAL_TOKENS, turn
 from demo_training.pretrain import TokenStream
 from demo_training.vocabulary import mark_id
-from edgespec.tuning.datasets import is_held_out, library_functions
+from edgespec.bench.prompts import is_held_out, library_functions
 
 _WORD = re.compile(r"\b[A-Za-z_]{4,}\b")
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 60, 1200

@@ -1,7 +1,6 @@
 """An EAGLE head of a small Llama, expanded like its target: the same drafts at the cost of a head for a bigger model.
 
-`edgespec.bench.expanded_heads` keeps a head's own width, so that it costs next to nothing beside a bigger target. Here,
-as in `edgespec.bench.expansion`, streams hold copies, readers give each copy a share, and norms make up for the mean
+As in `expansion.model`, streams hold copies, readers give each copy a share, and norms make up for the mean
 over other dimensions. States behind the target's last norm are an exception: its copies share the small one's out.
 """
 
@@ -12,11 +11,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.bench.expanded_tensors import shares_of
-from edgespec.bench.expansion import Expansion
 from edgespec.errors import ModelFileError
 from edgespec.formats.head_file import HeadFile, Matrix
 from edgespec.formats.head_manifest import PROJECT, HeadManifest
+from expansion.model import Expansion, shares_of
 
 Indices = NDArray[np.intp]
 

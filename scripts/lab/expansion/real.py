@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from edgespec.bench.expanded_weights import ExpandedCheckpoint, ExpandedWeights
-from edgespec.bench.expansion import Expansion, Shape
-from edgespec.errors import ConfigError
+import numpy as np
+
+from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf import convert
 from edgespec.export.gguf.quantise import FILE_TYPES, quantise
 from edgespec.export.manifest import write_manifest
@@ -38,18 +38,18 @@ from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from edgespec.formats.head_file import read_head_file, write_head_file
+from edgespec.formats.manifest import sha256_of
 from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks
 from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.platform.files import atomic_folder
+from edgespec.platform.files import atomic_file, atomic_folder
 from edgespec.platform.machine import products_saturate
-from expansion.checkpoint import genai_config, write_tensors
 from expansion.heads import expanded_heads, spread
-from expansion.pair import entry_of
-from expansion.rows import ExpandedRows, NoisyHead, RowCheckpoint
+from expansion.model import Expansion, Floats, Shape
+from expansion.weights import ExpandedCheckpoint, ExpandedRows, ExpandedWeights, NoisyHead, RowCheckpoint
 
 Progress = Callable[[int, int, str], None]
 ONNX_FORMATS = ("w8a8", "int8", "int4")
@@ -278,3 +278,78 @@ def compared(source: Path, paths: Sequence[Path], temporary: Path) -> dict[str, 
         with open_engine("gguf" if is_gguf else "onnx", file, CHECK_CONTEXT, None) as engine:
             found[path.name] = compare(reference, engine)
     return found
+
+
+def _dtype(shape: Sequence[int]) -> np.dtype[Any]:
+    return np.dtype("<f2") if len(shape) == 2 else np.dtype("<f4")
+
+
+def write_tensors(path: Path, shapes: Mapping[str, Sequence[int]], blocks: Callable[[str], Iterable[Floats]]) -> None:
+    """One safetensors file, row block by row block: eight bytes of header length, the header, the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + int(np.prod(shape)) * _dtype(shape).itemsize
+        kind = "F16" if _dtype(shape).itemsize == 2 else "F32"
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            for block in blocks(name):
+                stored = block.astype(_dtype(shape))
+                if not np.isfinite(stored).all():
+                    raise ModelFileError(f"a weight of {name} is too large for float16")
+                file.write(stored.tobytes())
+
+
+def genai_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What onnxruntime-genai wants to know of a graph of edgespec's own, given its config.json."""
+    names = {
+        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask"},
+        "outputs": {"logits": "logits"},
+    }
+    for part in ("key", "value"):
+        names["inputs"][f"past_{part}_names"] = f"past_key_values.%d.{part}"
+        names["outputs"][f"present_{part}_names"] = f"present.%d.{part}"
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": "model.onnx",
+        "head_size": config["head_dim"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        **names,
+    }
+    length = config["max_position_embeddings"]
+    return {
+        "model": {
+            "type": "llama",
+            "vocab_size": config["vocab_size"],
+            "context_length": length,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "decoder": decoder,
+        },
+        "search": {"max_length": length, "past_present_share_buffer": True},
+    }
+
+
+def entry_of(folder: Path, model: Path) -> dict[str, Any]:
+    """A model's table in the manifest."""
+    if model.is_file():
+        return _facts(folder, model)
+    graph = model / "model.onnx"
+    return {**_facts(folder, graph), "parts": [_facts(folder, path) for path in _files(model) if path != graph]}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _facts(folder: Path, path: Path) -> dict[str, Any]:
+    return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -1,0 +1,247 @@
+"""The engine of models on our own kernels: all rows of all texts in one pass, each with the bits that it has alone.
+
+Rows say where they belong (`formats.onnx.tiles.ROWS`), so a pass takes chains and trees of any sequences. The cache
+(`KernelCache`) is memory of ours, which is touched only as far as texts reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.base import EngineFacts, check_threads
+from edgespec.engines.booked import BookedEngine
+from edgespec.engines.envelope import StateStamp
+from edgespec.engines.held import HeldFiles
+from edgespec.engines.onnx.graph import Graph
+from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
+from edgespec.engines.onnx.library import run_options, translated, version
+from edgespec.engines.onnx.pages import untouched_zeros
+from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.source import Source
+from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.engines.onnx.waiting import open_sessions
+from edgespec.engines.rows import SequenceBook, SequenceRows
+from edgespec.errors import CapabilityError, StateError
+from edgespec.formats.onnx.tiles import CACHE, ROWS
+from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
+from edgespec.types import Batch, Logits
+
+MAX_BINDINGS = 512
+
+
+class KernelEngine(BookedEngine):
+    """One model on our kernels. Made by `OnnxEngine.load`. Logits stay valid until the next `forward`."""
+
+    vocabulary: TokenizerFile
+    states_of = "all rows"
+
+    def __init__(
+        self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
+    ) -> None:
+        """Raises CapabilityError for a device, an early exit or a size that the kernels do not have."""
+        if settings.exit_layer is not None:
+            raise CapabilityError("edgespec's own kernels have no early exit: export the model as int4, int8 or w8a8")
+        self._options = run_options()
+        self._sessions, device = open_sessions(graph, source, settings)
+        opened()
+        self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
+        self._session = self._sessions.current()
+        self.thread_change_s, self.thread_change_bytes = self._sessions.make_s, 0  # both sessions read the same tiles
+        kind, slots = settings.cache_type.upper(), settings.max_sequences
+        self._cache = make_cache(kind, graph.head_sizes, slots, settings.context_length)
+        self._cache_name = np.array([self._cache.number])
+        widest = max(settings.max_rows, slots)
+        self._max_outputs = max(settings.max_outputs(graph.vocabulary_size), slots)
+        self._ids, self._rows = np.zeros(widest, np.int64), np.zeros((widest, 4), np.int32)
+        self._outputs = np.zeros(self._max_outputs, np.int64)
+        self._counting = np.arange(-1, settings.context_length + widest, dtype=np.int32)
+        self._logits = untouched_zeros((self._max_outputs, graph.vocabulary_size), np.float32)
+        self._hidden_size = graph.hidden_size
+        self._hidden = np.zeros((widest, graph.hidden_size or 0), np.float32)
+        self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
+        self._bindings: dict[tuple[int, int], Any] = {}
+        self._width = 0
+        self._book = SequenceBook(slots)
+        self._held = HeldFiles(source.mapped)
+        self._stamp = StateStamp.of("onnx", source.files, version(), device.provider, kind, "kernels")
+        whole = 1, settings.max_batch
+        self.facts = EngineFacts(
+            name="onnx",
+            architecture=config.architecture,
+            context_length=settings.context_length,
+            max_sequences=slots,
+            max_batch=settings.max_batch,
+            can_rollback=True,
+            can_tree=True,
+            weight_bytes=source.weight_bytes(graph),
+            kv_bytes_per_token=self._cache.bytes_per_token,
+            width_classes=(whole,),
+            pinned_class=whole,
+            device=device.provider,
+            threads=settings.threads,
+            can_pack=slots > 1,
+            own_cells=True,
+            is_exact=True,
+        )
+
+    def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        outputs = np.flatnonzero(batch.outputs)
+        ids, rows = self._ids[: batch.width], self._rows[: batch.width]
+        self._order = None
+        if len(placed) == 1:
+            ((sequence, part),) = placed.items()
+            ids[:] = batch.token_ids
+            self._place(rows, sequence, part, 0)
+        else:
+            order = [row for part in placed.values() for row in part.rows]
+            if order != list(range(batch.width)):
+                self._order = np.array(order)
+                places = np.empty_like(self._order)
+                places[self._order] = np.arange(batch.width)
+                outputs = places[outputs]
+            start = 0
+            for sequence, part in placed.items():
+                count = len(part.rows)
+                ids[start : start + count] = part.token_ids
+                self._place(rows[start : start + count], sequence, part, start)
+                start += count
+        return self._run(batch.width, outputs)
+
+    def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows, start: int) -> None:
+        """Fill in `rows` [n, 4] of a sequence, the first of which is row `start` of the pass."""
+        base, count = part.base, len(part.rows)
+        rows[:, 0] = sequence
+        rows[:, 2] = self._counting[base + 1 : base + 1 + count]  # the first number is -1
+        if part.is_tree:
+            rows[:, 1] = part.positions()
+            rows[:, 3] = [parent + start if parent >= 0 else parent for parent in part.parents]
+        else:
+            rows[:, 1] = rows[:, 2]
+            rows[:, 3] = self._counting[start : start + count]
+            rows[0, 3] = -1
+
+    def _run(self, width: int, outputs: NDArray[np.intp]) -> Logits:
+        """Logits of the rows `outputs` of the pass that was filled in. One is computed where none is asked for."""
+        count = max(outputs.size, 1)
+        self._outputs[0] = 0
+        self._outputs[: outputs.size] = outputs
+        session = self._sessions.current()
+        if session is not self._session:  # a change of the number of threads makes another one
+            self._session = session
+            self._bindings.clear()
+        binding = self._bindings.get((width, count))
+        if binding is None:
+            if len(self._bindings) >= MAX_BINDINGS:
+                self._bindings.clear()
+            binding = self._bindings[width, count] = self._bind(width, count)
+        self._held.check()
+        with translated(self._options):
+            session.run_with_iobinding(binding, self._options)
+        self._width = width
+        return self._logits[: outputs.size]
+
+    def _bind(self, width: int, count: int) -> Any:
+        binding = self._session.io_binding()
+        inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
+            "input_ids": ((1, width), self._ids),
+            ROWS: ((width, 4), self._rows),
+            CACHE: ((1,), self._cache_name),
+            OUTPUT_ROWS: ((count,), self._outputs),
+        }
+        for name, (shape, array) in inputs.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        shape = 1, count, self._logits.shape[1]
+        binding.bind_output(LOGITS, "cpu", 0, np.float32, shape, self._logits.ctypes.data)
+        if self._hidden_size:
+            binding.bind_output(HIDDEN, "cpu", 0, np.float32, (1, width, self._hidden_size), self._hidden.ctypes.data)
+        return binding
+
+    def _truncate(self, to_length: int, sequence: int) -> None:
+        """Cells beyond a sequence's length are written before they are read."""
+
+    def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
+        """The branch that is kept moves to the cells of its positions."""
+        moved = [(position, row) for position, row in enumerate(path) if position != row]
+        if moved:
+            places, rows = (part.base + np.array(each, np.int32) for each in zip(*moved, strict=True))
+            self._cache.write(sequence, places, self._cache.read(sequence, rows))
+
+    def _copy(self, source: int, destination: int) -> None:
+        self._book.settle(destination, 0)
+        self._cache.copy(source, destination, self._book.lengths[source])
+
+    def _state(self, sequence: int) -> memoryview:
+        return memoryview(self._cache.read(sequence, np.arange(self._book.lengths[sequence], dtype=np.int32)))
+
+    def _restore(self, state: memoryview, length: int, sequence: int) -> None:
+        self._book.settle(sequence, 0)
+        try:
+            self._cache.write(sequence, np.arange(length, dtype=np.int32), np.frombuffer(state, np.uint8))
+        except ValueError as exc:
+            raise StateError(f"this saved sequence is damaged ({exc}); start from the prompt instead") from exc
+
+    def give_hidden_states(self, wanted: bool) -> None:
+        """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
+        self._require_open()
+        if wanted and not self._hidden_size:
+            raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        self._require_open()
+        if not self._hidden_size:
+            return super().hidden_states()
+        states = self._hidden[: self._width]
+        if self._order is None:
+            return states
+        sorted_back = np.empty_like(states)
+        sorted_back[self._order] = states
+        return sorted_back
+
+    def set_threads(self, threads: int) -> bool:
+        """With fewer, the same threads sleep instead of spinning (see `waiting`); the bits are the same."""
+        self._require_open()
+        check_threads(threads, self.facts)
+        if self.facts.threads == 1:
+            return False
+        self._sessions.want(spins=threads == self.facts.threads)
+        return True
+
+    def thread_steps(self) -> tuple[int, ...]:
+        return self.facts.threads, 1
+
+    @property
+    def is_settled(self) -> bool:
+        return self._sessions.is_settled
+
+    @property
+    def _is_cancelled(self) -> bool:
+        return bool(self._options.terminate)
+
+    @_is_cancelled.setter
+    def _is_cancelled(self, wanted: bool) -> None:
+        self._options.terminate = wanted
+
+    def _free(self) -> None:
+        self._held.close()
+        self._sessions.close()
+        self._bindings.clear()
+        del self._session
+        self._cache.close()
+
+
+def num_chunks(context_length: int) -> int:
+    """Chunks of cells for a text of so many tokens, and for the rows of a tree that are dropped again."""
+    return -(-(context_length + CHUNK // 4) // CHUNK)
+
+
+def make_cache(kind: str, head_sizes: tuple[int, ...], slots: int, context_length: int) -> KernelCache:
+    """In memory that nothing has touched. Raises CapabilityError, MemoryError."""
+    chunks = num_chunks(context_length)
+    size = cache_bytes(kind, head_sizes, slots, chunks)
+    if size is None:
+        raise CapabilityError(f"the kernels have no {kind.lower()} cache for heads of {head_sizes[0]} values: use f16")
+    return KernelCache(untouched_zeros(size, np.uint8, huge_pages=True), kind, head_sizes, slots, chunks)

@@ -1,0 +1,196 @@
+// Attention over a cache of keys and values, for one instruction set (`Lanes`, as in products.h).
+//
+// Same bits everywhere: a score is one sum over the head's size in order, a result one sum over the cells in order. Cells
+// lie in chunks of kChunk; a row's chunks are computed apart and merged in order. So a row's bits depend on its own cells
+// only: not on the rows beside it, on which cells of a tree hold them, nor on how chunks are shared out among threads.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include "cache.h"
+#include "floats.h"
+#include "formats.h"
+#include "halves.h"
+
+namespace edgespec {
+namespace {
+
+// A head of a query or of a key: normed if there is a weight, rotated if there are angles (Su et al., 2021; halves), scaled.
+void prepare(const float* x, const Head& h, const float* weight, const float* cosines, const float* sines, float scale, float* out) {
+  const float inverse = weight ? inverse_root_mean_square(x, h.size, h.epsilon) : 1.f;
+  if (weight) for (int i = 0; i < h.size; i++) out[i] = x[i] * inverse * weight[i];
+  else memcpy(out, x, sizeof(float) * size_t(h.size));
+  if (cosines) for (int i = 0; i < h.rotary; i++) {
+    const float a = out[i], b = out[i + h.rotary];
+    out[i] = a * cosines[i] - b * sines[i];
+    out[i + h.rotary] = b * cosines[i] + a * sines[i];
+  }
+  if (scale != 1.f) for (int i = 0; i < h.size; i++) out[i] *= scale;
+}
+
+// ---- the cache
+// Codes of 8 bits and their scale, as ggml's Q8_0.
+void codes_of(const float* x, int8_t* codes, uint8_t* scale) {
+  int sums[2];
+  const uint32_t top = largest_bits(x, 32);
+  const float largest = from_bits(top);
+  const uint16_t half = half_of(top >= 0x7f800000 ? from_bits(0x7fc00000) : largest / 127.f);
+  memcpy(scale, &half, 2);
+  if (top < 0x0d800000 || top >= 0x7f800000) memset(codes, 0, 32);  // below 2^-100, as `scale_of`
+  else codes32(x, 127.f / largest, codes, sums);
+}
+// Writes one cell of a chunk.
+void put(int32_t type, int size, const float* key, const float* value, uint8_t* keys, uint8_t* values, int cell, int cells) {
+  const int block = cell / kLanes, lane = cell % kLanes;
+  for (int start = 0; start < size; start += 32) {
+    const int count = size - start < 32 ? size - start : 32;
+    if (type == F16) {
+      alignas(64) uint16_t halves[32];
+      for (int i = 0; i < count; i += kLanes) Lanes::store_halves(reinterpret_cast<uint8_t*>(halves + i), Lanes::load_floats(key + start + i));
+      uint8_t* to = keys + (int64_t(block) * size + start) * kLanes * 2 + lane * 2;
+      for (int i = 0; i < count; i++) memcpy(to + i * kLanes * 2, halves + i, 2);
+      for (int i = 0; i < count; i += kLanes) Lanes::store_halves(values + (int64_t(start + i) / kLanes * cells + cell) * kLanes * 2, Lanes::load_floats(value + start + i));
+    } else {
+      int8_t codes[32];
+      uint8_t* in = keys + int64_t(block) * key_block_bytes(type, size);
+      codes_of(key + start, codes, in + size * kLanes + start / 32 * kLanes * 2 + lane * 2);
+      for (int i = 0; i < 32; i++) in[(start + i) * kLanes + lane] = uint8_t(codes[i]);
+      uint8_t* group = values + int64_t(start / 32) * 34 * cells;
+      codes_of(value + start, codes, group + 32 * cells + 2 * cell);
+      for (int half = 0; half < 2; half++) memcpy(group + (half * cells + cell) * kLanes, codes + half * kLanes, kLanes);
+    }
+  }
+}
+// What scores and results are sums of: vectors of 16 floats by `k` (of 16 cells by the head's size; of 16 of the head's
+// size by cells), for vector number `at` of them.
+template <int32_t kType> struct Keys {
+  const uint8_t* data; int size;
+  INLINE Lanes::Float vector(int at, int k) const {
+    const uint8_t* block = data + int64_t(at) * key_block_bytes(kType, size);
+    if constexpr (kType == F16) return Lanes::load_halves(block + k * kLanes * 2);
+    else return Lanes::multiply(Lanes::load_codes(block + k * kLanes), Lanes::load_halves(block + size * kLanes + k / 32 * kLanes * 2));
+  }
+};
+template <int32_t kType> struct Values {
+  const uint8_t* data; int cells;
+  INLINE Lanes::Float vector(int at, int k) const {
+    if constexpr (kType == F16) return Lanes::load_halves(data + (int64_t(at) * cells + k) * kLanes * 2);
+    const uint8_t* group = data + int64_t(at / 2) * 34 * cells;
+    return Lanes::multiply(Lanes::load_codes(group + (at % 2 * cells + k) * kLanes), Lanes::broadcast_half(group + 32 * cells + 2 * k));
+  }
+};
+
+// Adds factors [pair][k] times vectors for k in begin..end to sums [pair][16], of kAt vectors from `at` on, in the order of k.
+template <int kPairs, int kAt, class Vectors> void accumulate(const Vectors& vectors, int at, int begin, int end, const float* factors, int64_t stride, float* sums, int64_t sums_stride) {
+  Lanes::Float v[kPairs][kAt];
+  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++) v[p][i] = Lanes::load_floats(sums + p * sums_stride + i * kLanes);
+  for (int k = begin; k < end; k++) {
+    Lanes::Float x[kAt];
+    UNROLL for (int i = 0; i < kAt; i++) x[i] = vectors.vector(at + i, k);
+    UNROLL for (int p = 0; p < kPairs; p++) {
+      const Lanes::Float factor = Lanes::broadcast(factors[p * stride + k]);
+      UNROLL for (int i = 0; i < kAt; i++) v[p][i] = Lanes::fma(factor, x[i], v[p][i]);
+    }
+  }
+  UNROLL for (int p = 0; p < kPairs; p++) UNROLL for (int i = 0; i < kAt; i++) Lanes::store_floats(sums + p * sums_stride + i * kLanes, v[p][i]);
+}
+template <class Vectors> using Accumulate = void (*)(const Vectors&, int, int, int, const float*, int64_t, float*, int64_t);
+constexpr int at_once(int pairs) { return Lanes::kSums / pairs >= 4 ? 4 : Lanes::kSums / pairs >= 2 ? 2 : 1; }
+template <class Vectors, int... kPairs> Accumulate<Vectors> accumulate_of(int pairs, bool one, std::integer_sequence<int, kPairs...>) {
+  static constexpr Accumulate<Vectors> several[] = {accumulate<kPairs + 1, at_once(kPairs + 1), Vectors>...}, single[] = {accumulate<kPairs + 1, 1, Vectors>...};
+  return one ? single[pairs - 1] : several[pairs - 1];
+}
+template <class Vectors> Accumulate<Vectors> accumulate_of(int pairs, bool one) { return accumulate_of<Vectors>(pairs, one, std::make_integer_sequence<int, Lanes::kPairs>()); }
+
+// Scores of the pairs `first`.. for the vectors of cells begin..end (multiples of 16), `data` being at cell `zero`.
+template <int32_t kType> void score(const Attend& a, const uint8_t* data, int zero, int first, int pairs, int begin, int end) {
+  const Keys<kType> keys = {data, a.size};
+  const int step = at_once(pairs);
+  for (int cell = begin; cell < end;) {
+    const bool one = cell + step * kLanes > end;
+    float* scores = a.scores + int64_t(first) * kChunk + cell;
+    for (int p = 0; p < pairs; p++) memset(scores + p * kChunk, 0, sizeof(float) * size_t(one ? 1 : step) * kLanes);
+    accumulate_of<Keys<kType>>(pairs, one)(keys, (cell - zero) / kLanes, 0, a.size, a.queries + int64_t(first) * a.size, a.size, scores, kChunk);
+    cell += (one ? 1 : step) * kLanes;
+  }
+}
+// Adds the values of the cells begin..end, `data` being at cell `zero` of `cells`.
+template <int32_t kType> void add_values(const Attend& a, const uint8_t* data, int zero, int cells, int first, int pairs, int begin, int end) {
+  if (begin >= end) return;
+  const Values<kType> values = {data, cells};
+  const int step = at_once(pairs), count = a.size / kLanes;
+  for (int at = 0; at < count;) {
+    const bool one = at + step > count;
+    accumulate_of<Values<kType>>(pairs, one)(values, at, begin - zero, end - zero, a.scores + int64_t(first) * kChunk + zero, kChunk, a.results + first * a.stride + kResult + at * kLanes, a.stride);
+    at += one ? 1 : step;
+  }
+}
+// exp(scores - their maximum) of a pair in place; maximum and sum to its result.
+void soften(const Attend& a, int pair) {
+  float *scores = a.scores + int64_t(pair) * kChunk, *result = a.results + pair * a.stride;
+  const int begin = a.begin[pair], end = a.end[pair], low = begin / kLanes * kLanes, high = (end + kLanes - 1) / kLanes * kLanes;
+  if (a.cap > 0) for (int i = low; i < high; i++) scores[i] = a.cap * (1.f - 2.f / (exponential(2.f / a.cap * scores[i]) + 1.f));
+  for (int i = low; i < begin; i++) scores[i] = -INFINITY;
+  for (int i = end; i < high; i++) scores[i] = -INFINITY;
+  float tops[kLanes], sums[kLanes] = {}, top = -INFINITY;
+  for (int i = 0; i < kLanes; i++) tops[i] = -INFINITY;
+  for (int at = low; at < high; at += kLanes) for (int i = 0; i < kLanes; i++) tops[i] = scores[at + i] > tops[i] ? scores[at + i] : tops[i];
+  for (int i = 0; i < kLanes; i++) top = tops[i] > top ? tops[i] : top;
+  for (int at = low; at < high; at += kLanes) for (int i = 0; i < kLanes; i++) {
+    const float e = exponential(scores[at + i] - top);
+    scores[at + i] = e;
+    sums[i] += e;
+  }
+  result[0] = top;
+  result[1] = sum_of(sums);
+}
+template <int32_t kType> void attend_to(const Attend& a) {
+  const int parts = (a.pairs + Lanes::kPairs - 1) / Lanes::kPairs;
+  for (int part = 0, first = 0; part < parts; part++) {  // groups of pairs as even as possible
+    const int pairs = (a.pairs - first) / (parts - part);
+    int low = kChunk, high = 0, common_begin = 0, common_end = kChunk;
+    for (int p = first; p < first + pairs; p++) {
+      low = a.begin[p] < low ? a.begin[p] : low; high = a.end[p] > high ? a.end[p] : high;
+      common_begin = a.begin[p] > common_begin ? a.begin[p] : common_begin; common_end = a.end[p] < common_end ? a.end[p] : common_end;
+      memset(a.results + p * a.stride + kResult, 0, sizeof(float) * size_t(a.size));
+    }
+    low = low / kLanes * kLanes; high = (high + kLanes - 1) / kLanes * kLanes;
+    const int direct = high < a.direct ? high : a.direct;
+    score<kType>(a, a.keys, 0, first, pairs, low, direct);
+    if (direct < high) score<kType>(a, a.tail_keys, direct, first, pairs, low > direct ? low : direct, high);
+    for (int p = first; p < first + pairs; p++) soften(a, p);
+    if (a.direct < kChunk) {  // one row's pairs, which see the same cells
+      add_values<kType>(a, a.values, 0, kChunk, first, pairs, common_begin, common_end < a.direct ? common_end : a.direct);
+      add_values<kType>(a, a.tail_values, a.direct, a.tail_cells, first, pairs, common_begin > a.direct ? common_begin : a.direct, common_end);
+    } else if (common_begin < common_end) {
+      for (int p = first; p < first + pairs; p++) add_values<kType>(a, a.values, 0, kChunk, p, 1, a.begin[p], common_begin);
+      add_values<kType>(a, a.values, 0, kChunk, first, pairs, common_begin, common_end);
+      for (int p = first; p < first + pairs; p++) add_values<kType>(a, a.values, 0, kChunk, p, 1, common_end, a.end[p]);
+    } else for (int p = first; p < first + pairs; p++) add_values<kType>(a, a.values, 0, kChunk, p, 1, a.begin[p], a.end[p]);
+    first += pairs;
+  }
+}
+void attend(const Attend& a) { a.type == F16 ? attend_to<F16>(a) : attend_to<Q8_0>(a); }
+
+// Adds a chunk's result to that of the chunks before it.
+void merge(float* into, const float* from, int size, bool is_first) {
+  if (is_first) { memcpy(into, from, sizeof(float) * size_t(size + kResult)); return; }
+  const float top = into[0] > from[0] ? into[0] : from[0], old = exponential(into[0] - top), fresh = exponential(from[0] - top);
+  into[0] = top;
+  into[1] = into[1] * old + from[1] * fresh;
+  for (int i = kResult; i < kResult + size; i++) into[i] = into[i] * old + from[i] * fresh;
+}
+// The mean of the values; `sink` (or null): a score of its own without a value.
+void finish(const float* result, int size, const float* sink, float* out) {
+  float factor = 1.f, total = result[1];
+  if (sink) {
+    const float top = result[0] > *sink ? result[0] : *sink;
+    factor = exponential(result[0] - top);
+    total = total * factor + exponential(*sink - top);
+  }
+  for (int i = 0; i < size; i++) out[i] = result[kResult + i] * factor / total;
+}
+
+constexpr Attention kAttention = {norm, gate, prepare, put, attend, merge, finish};
+
+}  // namespace
+}  // namespace edgespec

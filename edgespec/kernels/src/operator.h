@@ -1,0 +1,95 @@
+// What all operators need: arguments that are checked, scratch memory, threads.
+#pragma once
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include "onnxruntime.h"
+#include "formats.h"
+
+namespace edgespec {
+constexpr int kMaxRank = 8;
+#define TRY(expression) if (OrtStatus* status = (expression)) return status
+
+template <class... Args> OrtStatus* invalid(const char* format, Args... args) {
+  char text[256];
+  snprintf(text, sizeof text, format, args...);
+  return error(kInvalidArgument, text);
+}
+
+// Scratch memory of a run, lent by a few buffers that all kernels share: sessions may run at once, and what was used last is still in the cache.
+struct Scratch {
+  static constexpr int kSlots = 32;
+  struct Buffer { size_t size; };
+  static inline std::atomic<Buffer*> slots[kSlots];
+  Buffer* buffer = nullptr;
+  uint8_t* data = nullptr;  // on 64 bytes
+
+  bool get(size_t size) {
+    for (auto& slot : slots) if ((buffer = slot.exchange(nullptr, std::memory_order_acquire))) break;
+    if (!buffer || buffer->size < size) {
+      free(buffer);
+      if (size > SIZE_MAX - 128 || !(buffer = static_cast<Buffer*>(malloc(size + 128)))) return false;
+      buffer->size = size;
+    }
+    data = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(buffer + 1) + 63) & ~uintptr_t(63));
+    return true;
+  }
+  ~Scratch() {
+    for (auto& slot : slots) { Buffer* none = nullptr; if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return; }
+    free(buffer);
+  }
+};
+
+struct Tensor { const void* data; int type; size_t rank; int64_t dims[kMaxRank]; };
+inline OrtStatus* read(const OrtValue* value, const char* name, int type, Tensor* out) {
+  OrtShape* s;
+  TRY(shape(value, &s));
+  OrtStatus* bad = element_type(s, &out->type);
+  if (!bad) bad = rank(s, &out->rank);
+  if (!bad && out->rank <= kMaxRank) bad = dims(s, out->dims, out->rank);
+  release(s);
+  if (bad) return bad;
+  if (out->type != type) return invalid("edgespec: %s has element type %d, expected %d", name, out->type, type);
+  if (out->rank > kMaxRank) return invalid("edgespec: %s has %zu dimensions, at most %d are allowed", name, out->rank, kMaxRank);
+  void* p;
+  TRY(data(const_cast<OrtValue*>(value), &p));
+  out->data = p;
+  return nullptr;
+}
+inline int64_t elements(const Tensor& t, size_t rank) {
+  int64_t count = 1;
+  for (size_t i = 0; i < rank; i++) count *= t.dims[i];
+  return count;
+}
+struct Lock {
+  using Flag = std::atomic_flag;
+  explicit Lock(Flag& flag) : flag(flag) { while (flag.test_and_set(std::memory_order_acquire)) {} }
+  ~Lock() { flag.clear(std::memory_order_release); }
+  Flag& flag;
+};
+// In this thread where the work is smaller than what waking others costs.
+template <class Run> OrtStatus* run_all(const OrtKernelContext* context, bool is_small, void(ORT_CALL* run)(void*, size_t), int64_t count, Run* with) {
+  if (!is_small && count > 1) return parallel(context, run, size_t(count), with);
+  for (int64_t i = 0; i < count; i++) run(with, size_t(i));
+  return nullptr;
+}
+
+// Constants of a node, kept for its life.
+template <class Kernel> OrtStatus* keep(const Kernel& kernel, void** out) {
+  if (!(*out = malloc(sizeof kernel))) return error(kFail, "edgespec: out of memory");
+  memcpy(*out, &kernel, sizeof kernel);
+  return nullptr;
+}
+// The parts of an operator that all have in common.
+inline void describe(OrtCustomOp* op) {
+  op->version = 16;
+  op->provider = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  op->destroy = [](void* kernel) { free(kernel); };
+  op->output_type = [](const OrtCustomOp*, size_t) -> int { return kTypeFloat; };
+  op->input_memory = [](const OrtCustomOp*, size_t) { return 0; };
+  op->variadic_input_min = op->variadic_output_min = [](const OrtCustomOp*) { return 1; };
+  op->variadic_input_same = op->variadic_output_same = [](const OrtCustomOp*) { return 0; };
+}
+
+}  // namespace edgespec
