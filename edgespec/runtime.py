@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters, read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve
@@ -48,7 +47,7 @@ from edgespec.sampling import Sampling
 from edgespec.types import Progress
 
 if TYPE_CHECKING:
-    from edgespec.chat.parts import AnswerParts
+    from edgespec.chat.reasoning import AnswerParts
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -174,7 +173,7 @@ class Model(Closing):
         None: the answer goes on from an assistant's text if there is one. Raises PromptError if the model has no chat
         template or the template rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
-        from edgespec.chat.continuation import Ending
+        from edgespec.chat.template import Ending
 
         messages = checked_chat(messages)
         tools = checked_tools(tools)
@@ -255,7 +254,7 @@ class Model(Closing):
         arguments. Raises CapabilityError for tools with a model whose chat template writes calls in no known form,
         StateError if the model is closed.
         """
-        from edgespec.chat.parts import answer_parts
+        from edgespec.chat.reasoning import answer_parts
 
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""

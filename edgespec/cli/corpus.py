@@ -22,8 +22,15 @@ from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
 from edgespec.config.options import REMEMBERING
 from edgespec.config.sources import resolve
-from edgespec.corpus.database import MAX_BUDGET_BYTES, MAX_NAME_LENGTH, Corpus, CorpusText, check_budget, check_name
-from edgespec.corpus.documents import Documents
+from edgespec.corpus.database import (
+    MAX_BUDGET_BYTES,
+    MAX_NAME_LENGTH,
+    Corpus,
+    CorpusText,
+    Documents,
+    check_budget,
+    check_name,
+)
 from edgespec.corpus.learnt import LearntTexts
 from edgespec.corpus.store import DamagedError, vocabulary_key
 from edgespec.drafters.factory import learnt_texts

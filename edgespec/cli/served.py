@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import read_template
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions

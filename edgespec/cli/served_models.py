@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import read_template
 from edgespec.cli.served import Served, SharedMemory
 from edgespec.config import LoadOptions, ServeOptions
 from edgespec.config.sources import Settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgespec.chat.reasoning import Reasoning, before_structure
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
 from edgespec.cli.shell import continue_command

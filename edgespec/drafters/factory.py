@@ -31,11 +31,10 @@ def make_ngram(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> 
 
 
 def make_suffix(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    from edgespec.corpus.shipped import shipped_text
     from edgespec.drafters.suffix import SuffixDrafter
 
-    found = (user_corpus(vocabulary), shipped_text(vocabulary)) if options.corpus else ()
-    return SuffixDrafter(corpora=[index for index in found if index is not None])
+    found = user_corpus(vocabulary) if options.corpus else None
+    return SuffixDrafter(corpora=[] if found is None else [found])
 
 
 def make_cache(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:

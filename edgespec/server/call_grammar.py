@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from edgespec.chat.argument_types import bare, kinds_of, listed_of, resolved
+from edgespec.chat.arguments import bare, kinds_of, listed_of, resolved
 from edgespec.chat.tool_forms import Form
 from edgespec.sampling.constraint.grammar import escaped, laid_out
 from edgespec.vocabulary import Vocabulary

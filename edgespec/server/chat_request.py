@@ -6,12 +6,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from edgespec.chat.continuation import Ending
-from edgespec.chat.history import part_text
 from edgespec.chat.marks import reasoning_marks
+from edgespec.chat.messages import part_text
 from edgespec.chat.reasoning import Reasoning, before_structure
-from edgespec.chat.rendered import chat_text
-from edgespec.chat.template import answer_prefix, num_characters
+from edgespec.chat.template import Ending, answer_prefix, chat_text, num_characters
 from edgespec.chat.tool_forms import call_form
 from edgespec.config import REASONING_FORMATS
 from edgespec.errors import shown

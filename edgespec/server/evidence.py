@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edgespec.chat.history import num_answered, unread_kinds
+from edgespec.chat.messages import num_answered, unread_kinds
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgespec.chat.history import part_text
 from edgespec.chat.marks import reasoning_marks
+from edgespec.chat.messages import part_text
 from edgespec.server.evidence import check_question
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request

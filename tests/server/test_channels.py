@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.chat.channels import ChannelSplitter, call_header
+from edgespec.chat.marks import ChannelSplitter, call_header
 from edgespec.cli.main import cli
 from edgespec.reports import Stats
 from edgespec.server.answer import Piece

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.chat.history import checked_messages
+from edgespec.chat.messages import checked_messages
 from edgespec.chat.template import render_chat
 from edgespec.errors import ConfigError, PromptError
 from edgespec.export.training.target import TargetFacts

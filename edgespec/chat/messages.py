@@ -1,19 +1,71 @@
-"""The messages of a conversation, checked and in the form that chat templates expect.
+"""The messages of a conversation, checked and in the forms that chat templates expect.
 
 What a conversation holds from earlier turns is evidence and no input to validate: an agent sends it again with every
 request. Broken tool arguments, results without a text, refusals, and parts that no text model reads are shown as far as
 they have a text. Only a question that still waits for its answer must be readable.
+
+Some templates take other forms of the same messages: content as parts, arguments as text, ids of calls of nine letters
+and digits, which is Mistral's own form ("Tool call IDs should be alphanumeric strings with length 9!").
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from edgespec.chat.message_forms import Message
 from edgespec.chat.spelling import read_arguments
-from edgespec.errors import PromptError, shown
+from edgespec.errors import EdgespecError, PromptError, shown
+
+Message = dict[str, Any]
+_TYPE = re.compile(r"""\[['"]type['"]\]|\.type\b""")
+_PROBE = "What is it?"
+
+
+def other_forms(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a template may have meant that fails over the type of one of its `values`."""
+    if not values["tools"]:
+        yield {**values, "tools": []}  # Hermes' templates go through tools that nobody gave
+    if any(message.get("tool_calls") for message in values["messages"]):  # DeepSeek R1's joins arguments to a text
+        yield {**values, "messages": [_with_text_arguments(message) for message in values["messages"]]}
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") or call
+    text = json.dumps(function.get("arguments"), ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def in_parts(message: Message) -> Message:
+    """A message whose content is a list of typed parts."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
+
+
+def takes_parts_only(source: str, render: Callable[[Message], str]) -> bool:
+    """Whether a template leaves out content that is no list of parts, as those of models that see pictures may.
+
+    `render`: what it makes of a message.
+    """
+    if _TYPE.search(source) is None:
+        return False
+
+    def says(message: Message) -> bool:
+        with suppress(EdgespecError):  # said where a conversation is rendered
+            return _PROBE in render(message)
+        return False
+
+    probe: Message = {"role": "user", "content": _PROBE}
+    return not says(probe) and says(in_parts(probe))
+
 
 ROLES = ("system", "user", "assistant", "tool")
 _TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text")
@@ -140,3 +192,41 @@ def _call(call: Any, index: int) -> Any:
     if not isinstance(function, Mapping):
         raise PromptError(f"message {index} has a tool call whose function is {shown(function)}; allowed: an object")
     return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
+
+
+_WANTS_NINE = re.compile(r"\.id\s*\|\s*length\s*!=\s*9|\[.id.\]\s*\|\s*length\s*!=\s*9")
+_NINE = re.compile(r"[0-9A-Za-z]{9}")
+
+
+def wants_short_ids(template: str) -> bool:
+    """Whether a template takes ids of nine letters and digits only."""
+    return _WANTS_NINE.search(template) is not None
+
+
+def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` in which calls, and the results that answer them, have ids of nine letters and digits.
+
+    Equal ids stay equal, and a call has the same one in every turn. A result without an id answers the first call that
+    has no answer yet.
+    """
+    found, open_ids, count = list[dict[str, Any]](), list[str](), 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            names = [_short(call.get("id"), count + index) for index, call in enumerate(calls)]
+            count += len(calls)
+            open_ids += names
+            message = message | {"tool_calls": [{**call, "id": name} for call, name in zip(calls, names, strict=True)]}
+        elif message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            name = _short(given, count) if given or not open_ids else open_ids[0]
+            if name in open_ids:
+                open_ids.remove(name)
+            message = message | {"tool_call_id": name}
+        found.append(message)
+    return found
+
+
+def _short(given: object, place: int) -> str:
+    text = given if isinstance(given, str) and given else f"call {place}"
+    return text if _NINE.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]

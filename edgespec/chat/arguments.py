@@ -1,6 +1,7 @@
-"""Values in tool calls, read as models write them and written as JSON: JSON with slips, Python's, and Gemma 4's.
+"""Arguments of tool calls, read as models write them and written as JSON: JSON with slips, Python's, and Gemma 4's.
 
-Anything may stand there: whatever is no value is a ValueError and nothing else. What is JSON keeps its spelling.
+Anything may stand there: whatever is no value is a ValueError and nothing else. What is JSON keeps its spelling. A
+tool's schema says which value a text without marks is.
 """
 
 from __future__ import annotations
@@ -274,3 +275,118 @@ class ValueReader:
 def begun_text(text: str, mark: str = "") -> str:
     """JSON of a text that is cut, perhaps within the `mark` that ends it."""
     return dumped(text[: len(text) - begun(text, mark)])[:-1]
+
+
+_MOST_REFERENCES = 16
+_CHOICES = ("anyOf", "oneOf", "allOf")
+
+
+def schema_of(key: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an argument, references followed; empty where there is none."""
+    properties = parameters.get("properties")
+    return resolved(properties.get(key), parameters) if isinstance(properties, dict) else {}
+
+
+def named_of(parameters: Mapping[str, Any]) -> set[str]:
+    """The names of the arguments that a call may have, as far as they are given."""
+    found = parameters.get("properties")
+    return set(found) if isinstance(found, dict) else set()
+
+
+def required_of(parameters: Mapping[str, Any]) -> list[Any]:
+    """The names of the arguments that a call must have."""
+    found = parameters.get("required")
+    return found if isinstance(found, list) else []
+
+
+def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema`, or what it refers to in `root`."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return schema
+        schema = _found(root, reference)
+    return {}
+
+
+def _found(root: Mapping[str, Any], reference: str) -> object:
+    found: object = root
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The types that a schema names."""
+    known = resolved(schema, root)
+    kind = known.get("type")
+    found = {kind} if isinstance(kind, str) else {str(each) for each in kind} if isinstance(kind, list) else set()
+    for name in _CHOICES:
+        for each in known[name] if isinstance(known.get(name), list) and depth < _MOST_REFERENCES else ():
+            found |= kinds_of(each, root, depth + 1)
+    if not found and (listed := listed_of(known, root)) is not None and any(isinstance(each, str) for each in listed):
+        found.add("string")
+    return found
+
+
+def listed_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
+    """All values that a schema allows, where it lists them; None where it does not."""
+    known = resolved(schema, root)
+    if isinstance(known.get("enum"), list):
+        return list(known["enum"])
+    if "const" in known:
+        return [known["const"]]
+    if known.get("type") == "null":
+        return [None]
+    choices = next((known[name] for name in _CHOICES[:2] if isinstance(known.get(name), list)), None)
+    if not choices or depth > _MOST_REFERENCES:
+        return None
+    found = list[Any]()
+    for each in choices:
+        listed = listed_of(each, root, depth + 1)
+        if listed is None:
+            return None
+        found += listed
+    return found
+
+
+def bare(value: object) -> str:
+    """A value without quotation marks around texts."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
+    """JSON of an argument's bare `text`: JSON or Python of a type that the schema names, else text.
+
+    Where the schema allows texts, only JSON of another type that it names is none; without a type it may be anything.
+    """
+    schema = schema_of(key, parameters)
+    listed = listed_of(schema, parameters)
+    for value in listed or ():
+        if bare(value) == text:
+            return dumped(value)
+    kinds = kinds_of(schema, parameters)
+    try:
+        if "string" not in kinds:
+            return as_json(text.strip())
+        value = loaded(text)
+    except ValueError:
+        return dumped(text)
+    return text.strip() if _kinds_of_value(value) & kinds else dumped(text)
+
+
+def begun_value(text: str, key: str, parameters: Mapping[str, Any]) -> str:
+    """JSON of an argument's bare `text` that is cut: as it stands where the schema names types without texts."""
+    kinds = kinds_of(schema_of(key, parameters), parameters)
+    return text.strip() if kinds and "string" not in kinds else dumped(text)[:-1]
+
+
+def _kinds_of_value(value: object) -> set[str]:
+    """The types of JSON Schema that a value has, texts apart."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
+    return {name for name, kind in (("null", type(None)), ("object", dict), ("array", list)) if isinstance(value, kind)}
