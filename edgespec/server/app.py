@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from edgespec.server import embeddings, facts, messages, native, ollama, ollama_facts, page, readable, responses
+from edgespec.server import embeddings, facts, messages, native, ollama, page, readable, responses
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import apply_template, count_input_tokens, read_chat
 from edgespec.server.completions import read_completion
@@ -25,14 +25,13 @@ from edgespec.server.fields import Fields, parse_object
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.infill import read_infill
-from edgespec.server.service import Loaded, Service
-from edgespec.server.services import Services
-from edgespec.server.waking import WakingStream
+from edgespec.server.service import Loaded, Service, Services
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
     Bodies,
     Body,
+    WakingStream,
     error_response,
     json_response,
     respond,
@@ -78,7 +77,7 @@ _REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
     "/v1/messages/count_tokens": messages.count_tokens,
 }
 _TELLING: dict[str, Callable[[Service, Fields], dict[str, Any]]] = {  # no model has to be loaded for these
-    "/api/show": ollama_facts.show,
+    "/api/show": facts.show,
 }
 _EMBEDDING: dict[str, embeddings.Read] = {
     "/v1/embeddings": embeddings.read_openai,

@@ -13,12 +13,11 @@ from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tool_forms import Form
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, Piece
+from edgespec.server.answer import Answer, Piece, logprobs_of, usage
 from edgespec.server.exchange import DONE, Exchange, sse
-from edgespec.server.figures import logprobs_of, usage
 from edgespec.server.llamacpp_fields import prompt_progress
+from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.ticket import Job, Ticket
 
 FINGERPRINT = f"edgespec-{__version__}"
 

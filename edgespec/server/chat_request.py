@@ -31,10 +31,10 @@ from edgespec.server.options import (
     read_stream_options,
     require_model,
 )
+from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.server.structure import forced_calls, read_structure, structured_behind
 from edgespec.server.system_turns import placed
-from edgespec.server.ticket import Job
 
 MOST_TOP_LOGPROBS = 20
 _LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")  # the last is llama.cpp's

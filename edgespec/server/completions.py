@@ -16,11 +16,10 @@ from functools import partial
 from typing import Any
 
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer
+from edgespec.server.answer import Answer, token_logprob, usage
 from edgespec.server.chat_completions import FINGERPRINT
 from edgespec.server.exchange import DONE, Exchange, sse
 from edgespec.server.fields import Fields
-from edgespec.server.figures import token_logprob, usage
 from edgespec.server.fim import fill_prompt, require_fim
 from edgespec.server.http_errors import bad_request
 from edgespec.server.llamacpp_fields import prompt_progress, read_llamacpp
@@ -34,9 +33,9 @@ from edgespec.server.options import (
     read_stream_options,
     require_model,
 )
+from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Limits, Loaded
 from edgespec.server.structure import read_structure
-from edgespec.server.ticket import Job, Ticket
 
 MOST_LOGPROBS = 20  # OpenAI's limit is 5, Ollama's and llama-server's clients ask for more
 

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from edgespec.errors import CapabilityError
 from edgespec.generation.embedding import Text, normalised
+from edgespec.server.facts import require_served
 from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.ollama_facts import require_served
 from edgespec.server.options import require_model
 from edgespec.server.service import Loaded
 from edgespec.server.web import Body, json_response, while_connected

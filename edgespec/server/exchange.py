@@ -10,8 +10,8 @@ from typing import Any
 from edgespec.server.answer import Answer
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
+from edgespec.server.scheduler import Job, Ticket
 from edgespec.server.service import Loaded, Names
-from edgespec.server.ticket import Job, Ticket
 
 
 class Exchange(ABC):

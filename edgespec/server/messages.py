@@ -16,8 +16,8 @@ from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
 from edgespec.server.messages_input import as_chat, as_counted_chat
+from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.ticket import Ticket
 
 PATH = "/v1/messages"
 _SENT_AS = {

@@ -14,18 +14,12 @@ from edgespec.server.evidence import check_question
 from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import MOST_TOKENS, answered_by
-from edgespec.server.service import Loaded
+from edgespec.server.service import Loaded, asks_for_claude
 
 _SAME = ("temperature", "top_p", "top_k", "stream", "speculative", "seed")
 _MOST_BLOCKS = 4096
-_CLAUDE = "claude-"
 _RUN_THERE = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|advisor)_\d{8}")
 _WITHOUT_EFFECT = ("metadata", "service_tier", "betas", "cache_control", "inference_geo", "speed")
-
-
-def asks_for_claude(name: str) -> bool:
-    """Whether a model is one of Claude's, which are answered by a model that is here."""
-    return name.startswith(_CLAUDE)
 
 
 def as_chat(loaded: Loaded, fields: Fields) -> dict[str, Any]:

@@ -13,13 +13,12 @@ from typing import Any
 from edgespec.config import GenerateOptions
 from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampling
-from edgespec.server.answer import Answer, Piece
+from edgespec.server.answer import Answer, Piece, logprobs_of
 from edgespec.server.exchange import Exchange, sse
-from edgespec.server.figures import logprobs_of
 from edgespec.server.llamacpp_fields import prompt_progress
 from edgespec.server.options import SAMPLING
+from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.ticket import Ticket
 from edgespec.vocabulary import Vocabulary
 
 

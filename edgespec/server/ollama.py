@@ -10,20 +10,19 @@ from typing import Any
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer
-from edgespec.server.call_grammar import ANY_OBJECT
+from edgespec.server.answer import Answer, logprobs_of
 from edgespec.server.chat_request import MOST_TOP_LOGPROBS, read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Exchange, compact
+from edgespec.server.facts import require_served
 from edgespec.server.fields import Fields
-from edgespec.server.figures import logprobs_of
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.keep_alive import read_keep_alive
 from edgespec.server.llamacpp_fields import OLLAMA, read_unbuilt
-from edgespec.server.ollama_facts import require_served
 from edgespec.server.options import MOST_TOKENS, SAMPLING
+from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded, Names
-from edgespec.server.ticket import Ticket
+from edgespec.server.structure import ANY_OBJECT
 
 _EFFORTS = ("low", "medium", "high")
 _OPTIONS = (*SAMPLING, "stop")

@@ -10,8 +10,8 @@ from edgespec.config import GenerateOptions
 from edgespec.errors import SamplingError
 from edgespec.sampling import Sampling
 from edgespec.server.fields import Fields
-from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.service import Limits, Loaded, Names
+from edgespec.server.http_errors import bad_request
+from edgespec.server.service import Limits, Loaded, Names, unknown_model
 
 # What requests call the settings of sampling, in every protocol.
 _NAMED_ALIKE = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
@@ -43,22 +43,10 @@ def require_model(names: Names, fields: Fields) -> None:
     answered_by(names, fields)
 
 
-def without_tag(name: str) -> str:
-    """A model's name without the tag that Ollama adds."""
-    return name.removesuffix(":latest")
-
-
 def answered_by(names: Names, fields: Fields) -> None:
     """Note that another model answers than the request asks for."""
     why = "no model here has that name" if names.beside else "the only model here"
     fields.note("model", f"{names.own} answers, {why}")
-
-
-def unknown_model(names: Names) -> HttpError:
-    """404 for a model that is not served."""
-    served = ", ".join(map(repr, (*names.all, *names.beside)))
-    message = f"no such model here; this server serves {served} (under other names with --alias or --any-model)"
-    return HttpError(404, message, param="model", code="model_not_found")
 
 
 def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:

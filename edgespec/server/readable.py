@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from edgespec.server import facts, native, ollama_facts
+from edgespec.server import facts, native
 from edgespec.server.openapi import document
-from edgespec.server.options import unknown_model
-from edgespec.server.service import Service
-from edgespec.server.services import Services
+from edgespec.server.service import Service, Services, unknown_model
 from edgespec.server.web import json_response
 
 ReadPath = Callable[[Services, Request], Response]
@@ -65,15 +63,15 @@ def _slots(services: Services, request: Request) -> Response:
 
 
 def _version(_services: Services, _: Request) -> Response:
-    return json_response(ollama_facts.version())
+    return json_response(facts.version())
 
 
 def _listed(services: Services, _: Request) -> Response:
-    return json_response(ollama_facts.listed(services))
+    return json_response(facts.listed(services))
 
 
 def _running(services: Services, _: Request) -> Response:
-    return json_response(ollama_facts.running(services))
+    return json_response(facts.running(services))
 
 
 AT_ONCE: Mapping[str, ReadPath] = {

@@ -10,17 +10,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, Piece
+from edgespec.server.answer import Answer, Piece, usage
 from edgespec.server.chat_completions import ChatExchange
 from edgespec.server.chat_request import read_chat
 from edgespec.server.exchange import Exchange, sse
 from edgespec.server.fields import Fields
-from edgespec.server.figures import usage
 from edgespec.server.http_errors import HttpError
 from edgespec.server.responses_input import SENT_AS, as_chat
 from edgespec.server.responses_tools import freeform_input, freeform_names
+from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
-from edgespec.server.ticket import Ticket
 
 
 class ResponsesExchange(Exchange):

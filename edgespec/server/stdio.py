@@ -19,19 +19,16 @@ from typing import IO, Any
 from edgespec import __version__
 from edgespec.errors import shown
 from edgespec.reports import Stats
-from edgespec.server.answer import Answer, Piece
+from edgespec.server.answer import Answer, Piece, logprobs_of, timings, usage
 from edgespec.server.chat_request import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.exchange import Read, compact
 from edgespec.server.facts import described
 from edgespec.server.fields import Fields, parse_object
-from edgespec.server.figures import logprobs_of, timings, usage
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
-from edgespec.server.lifecycle import Loader, handling
 from edgespec.server.llamacpp_fields import prompt_progress
-from edgespec.server.residence import Loading
-from edgespec.server.service import Service
-from edgespec.server.services import Services
+from edgespec.server.residence import Loader, Loading, handling
+from edgespec.server.service import Service, Services
 from edgespec.vocabulary import Vocabulary
 
 PROTOCOL = 1

@@ -13,8 +13,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import LoadOptions, Sampling
 from edgespec.loading.requirements import resolve_pair
-from edgespec.server.at_rest import at_rest
-from edgespec.server.facts import described
+from edgespec.server.facts import at_rest, described
 from edgespec.server.service import Service
 from several import GGUF, ONNX, PATHS
 from tiny_bert import write_bert

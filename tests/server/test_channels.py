@@ -25,10 +25,10 @@ from edgespec.cli.main import cli
 from edgespec.reports import Stats
 from edgespec.server.answer import Piece
 from edgespec.server.app import create_app
-from edgespec.server.call_grammar import terminal
 from edgespec.server.messages import MessagesExchange
 from edgespec.server.responses import ResponsesExchange
 from edgespec.server.service import Limits, Service
+from edgespec.server.structure import terminal
 from serving import BASE_URL
 from tiny_gguf import Shape, write_model
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.server.ollama_facts import QUANTIZATIONS, _of_headers
+from edgespec.server.facts import QUANTIZATIONS, _of_headers
 from edgespec.server.web import NOTES
 
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]

@@ -24,10 +24,8 @@ from edgespec.server.app import create_app
 from edgespec.server.facts import health
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
-from edgespec.server.scheduler import Scheduler
-from edgespec.server.service import Service
-from edgespec.server.services import Services
-from edgespec.server.ticket import Job, Ticket
+from edgespec.server.scheduler import Job, Scheduler, Ticket
+from edgespec.server.service import Service, Services
 from waiting import reached
 
 LONG = GenerateOptions(max_tokens=1900, ignore_eos=True, logprobs=False)
@@ -324,7 +322,7 @@ def test_what_a_client_waited_for_in_a_child_ends_with_it(scheduler: Scheduler):
 
 def test_a_thread_that_is_stuck_does_not_keep_the_process():
     code = (
-        "import threading; from edgespec.server.daemon_threads import DaemonThreads; "
+        "import threading; from edgespec.server.scheduler import DaemonThreads; "
         "thread = DaemonThreads('x'); assert thread.submit(lambda: 5).result() == 5; "
         "thread.submit(threading.Event().wait); unused = thread.submit(print); unused.cancel(); thread.close()"
     )
