@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from edgespec.server.run import Binding
     from edgespec.server.service import Service, Services
 
-_NEEDED = ("starlette", "uvicorn", "msgspec")
+_NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
 _HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
@@ -103,6 +103,52 @@ class Piece:
         return bool(self.text or self.calls or self.tokens or self.reasoning or self.reasoning_tokens)
 
 
+@dataclass(slots=True)
+class Part:
+    """One part of an answer, as protocols show it that have items or blocks. `is_last`: it was open at the end."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    call: ToolCall | None = None
+    is_last: bool = False
+
+
+class Event(NamedTuple):
+    """What becomes of a part: it begins, grows by `text`, ends; a call is `whole` at once."""
+
+    what: Literal["begins", "grows", "ends", "whole"]
+    part: Part
+    text: str = ""
+
+
+async def events(answer: Answer) -> AsyncIterator[Event]:
+    """The answer as its parts come, of which one is open at a time. An empty answer has one empty text."""
+    opened: Part | None = None
+    async for piece in answer.pieces():
+        for part in (Part("reasoning", piece.reasoning), Part("text", piece.text)):
+            if not part.text:
+                continue
+            if opened is None or opened.kind != part.kind:
+                if opened is not None:
+                    yield Event("ends", opened)
+                opened = Part(part.kind)
+                yield Event("begins", opened)
+            opened.text += part.text
+            yield Event("grows", opened, part.text)
+        for call in piece.calls:
+            if opened is not None:
+                yield Event("ends", opened)
+                opened = None
+            yield Event("whole", Part("call", call=call))
+    if opened is not None:
+        opened.is_last = True
+        yield Event("ends", opened)
+    if not (answer.text.strip() or answer.calls or (opened is not None and opened.kind == "text")):
+        empty = Part("text", is_last=True)
+        for what in ("begins", "grows", "ends"):
+            yield Event(what, empty)
+
+
 class Answer:
     """The answer of one ticket: iterate over `pieces` once; everything else is complete after that.
 
@@ -190,6 +236,13 @@ class Answer:
             return None
         rest = self._vocabulary.decode(self._token_ids)[self._num_characters :]
         return next((stop for stop in stops if rest.startswith(stop)), None)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What `events` has told of, with each kind of text as one part."""
+        text = [Part("text", self.text, is_last=True)] if self.text.strip() or not self.calls else []
+        reasoning = [Part("reasoning", self.reasoning)] if self.reasoning else []
+        return [*reasoning, *text, *(Part("call", call=call) for call in self.calls)]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""

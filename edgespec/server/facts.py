@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from msgspec import Meta
 
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
@@ -23,10 +26,9 @@ from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import planned
 from edgespec.memory.verdict import Room
 from edgespec.sampling import Sampling
-from edgespec.server.fields import Fields
 from edgespec.server.http_errors import bad_request
-from edgespec.server.native import slots
 from edgespec.server.options import require_model
+from edgespec.server.requests import Fields, read, wrong
 from edgespec.server.service import Described, Loaded, Names, Service, Services, without_tag
 from edgespec.vocabulary import Vocabulary
 
@@ -70,7 +72,6 @@ def described(loaded: Loaded) -> Described:
     return Described(
         loaded.model.context_length,
         _properties(loaded) | {"is_sleeping": True, "memory": None},
-        slots(loaded, must_have_room=False),
         shown(Known.of(loaded)),
         entry(Known.of(loaded)),
     )
@@ -154,23 +155,35 @@ def _escaped(name: str) -> str:
     return name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def tokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """`/tokenize`: {"content": TEXT} becomes token ids; `parse_special` reads control tokens that TEXT spells out."""
-    require_model(loaded.names, fields)
-    content = fields.text("content")
-    if content is None:
-        raise bad_request("content is missing: give a text", "content")
-    adds_bos, parse_special = fields.flag("add_special"), fields.flag("parse_special")
-    with_pieces = fields.flag("with_pieces")
-    fields.finish()
+class TokenizeRequest(Fields, kw_only=True):
+    """A request to `/tokenize`. `parse_special`: control tokens that the text spells out are read as such."""
+
+    content: str
+    model: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(Fields, kw_only=True):
+    """A request to `/detokenize`."""
+
+    tokens: Annotated[list[Any], Meta(max_length=MOST_TOKENS)]
+    model: str | None = None
+
+
+def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """`/tokenize`: {"content": TEXT} becomes token ids."""
+    request = read(TokenizeRequest, values, notes)
+    require_model(loaded.names, request.model, notes)
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
-    ids = model.encode(content, parse_special=parse_special)
-    most = MOST_PIECES if with_pieces else MOST_TOKENS
+    ids = model.encode(request.content, parse_special=bool(request.parse_special))
+    most = MOST_PIECES if request.with_pieces else MOST_TOKENS
     if len(ids) > most:
         raise bad_request(f"content has {len(ids)} tokens; at most {most} are listed at once", "content")
-    if not adds_bos and vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id]:
+    if not request.add_special and vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id]:
         del ids[0]
-    if not with_pieces:
+    if not request.with_pieces:
         return {"tokens": ids}
     return {"tokens": [{"id": token_id, "piece": _piece(vocabulary, token_id)} for token_id in ids]}
 
@@ -184,14 +197,14 @@ def _piece(vocabulary: Vocabulary, token_id: int) -> str | list[int]:
         return list(piece)
 
 
-def detokenize(loaded: Loaded, fields: Fields) -> dict[str, Any]:
+def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """`/detokenize`: {"tokens": [IDS]} becomes text."""
-    require_model(loaded.names, fields)
-    tokens = fields.listed("tokens", MOST_TOKENS)
-    if tokens is None:
-        raise bad_request("tokens is missing: give a list of token ids", "tokens")
-    fields.finish()
-    return {"content": loaded.model.decode(tokens)}
+    request = read(DetokenizeRequest, values, notes)
+    require_model(loaded.names, request.model, notes)
+    return {"content": loaded.model.decode(request.tokens)}
+
+
+# -- Ollama
 
 
 PROTOCOL_VERSION = "0.12.11"  # of Ollama, whose requests are understood; VS Code wants 0.6.4 or more
@@ -293,12 +306,12 @@ def _size_label(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
-def require_served(names: Names, fields: Fields) -> None:
-    """Check the field `model`, which may end in the tag that Ollama adds. Raises HttpError 404."""
-    name = fields.text("model")
+def served_name(names: Names, name: Any) -> str | None:
+    """The model's name without the tag that Ollama adds, where one is served under it. Raises HttpError for no text."""
+    if name is not None and not isinstance(name, str):
+        raise wrong("model", "must be a string", name)
     served = {without_tag(each): each for each in names.all}
-    known = None if name is None else served.get(without_tag(name), name)
-    require_model(names, Fields({"model": known}, notes=fields.notes))
+    return None if name is None else served.get(without_tag(name), name)
 
 
 def version() -> dict[str, Any]:
@@ -367,15 +380,21 @@ def _details(known: Known) -> dict[str, Any]:
     }
 
 
-def show(service: Service, fields: Fields) -> dict[str, Any]:
-    """`/api/show`. Older clients call the model `name`."""
-    loaded, unloaded = service.loaded, service.unloaded
-    name, former = fields.text("model"), fields.text("name")
-    if name is not None and former is not None and name != former:
+class ShowRequest(Fields):
+    """A request to `/api/show`. Older clients call the model `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`/api/show`."""
+    loaded, unloaded, request = service.loaded, service.unloaded, read(ShowRequest, values, [])
+    if request.model is not None and request.name is not None and request.model != request.name:
         raise bad_request("model and name are the same setting: give one", "name")
-    require_served(service.names, Fields({"model": former if name is None else name}))
-    fields.flag("verbose")
-    fields.finish()
+    name = request.name if request.model is None else request.model
+    require_model(service.names, served_name(service.names, name), [])
     return unloaded.shown if loaded is None and unloaded is not None else shown(Known.of(loaded or service.require()))
 
 
@@ -431,4 +450,4 @@ def at_rest(
         "memory": None,
     }
     properties = shared_properties(name, known.files.chat_template, context_length, sampling, max_tokens) | more
-    return Described(context_length, properties, [], shown(known), entry(known))
+    return Described(context_length, properties, shown(known), entry(known))

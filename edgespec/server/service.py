@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,9 +13,9 @@ from typing import Any
 from edgespec.config import GenerateOptions, ReasoningFormat
 from edgespec.runtime import Model
 from edgespec.sampling import Sampling
-from edgespec.server.fields import Fields, parse_object
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
+from edgespec.server.requests import wrong
 from edgespec.server.residence import Loading, Places, Residence
 from edgespec.server.scheduler import Scheduler
 
@@ -28,11 +28,6 @@ class Limits:
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 30.0
     timeout_s: float | None = 600.0
-    max_choices: int = 16
-    max_stops: int = 16
-    max_stop_characters: int = 512
-    max_biases: int = 1024
-    max_tools: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +93,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is told of a model while it is not loaded: `/props`, `/slots`, `/api/show`, its entry in `/api/tags`."""
+    """What is told of a model while it is not loaded: `/props`, `/api/show`, its entry in `/api/tags`."""
 
     context_length: int
     properties: dict[str, Any]
-    slots: list[dict[str, Any]]
     shown: dict[str, Any]
     entry: dict[str, Any]
 
@@ -314,14 +308,13 @@ class Services:
             return self.default
         raise unknown_model(self.default.names)
 
-    def asked_by(self, body: bytes, path: str) -> Service:
-        """The one for a request with this `body`. Raises HttpError 400 and 404."""
-        if not self.are_several:
-            return self.default
-        fields = Fields(parse_object(body))
-        name = fields.text("model")
+    def asked_by(self, values: Mapping[str, Any], path: str = "") -> Service:
+        """The one for a request with these `values`. Raises HttpError 400 and 404."""
+        name = values.get("model")
         if name is None and path == "/api/show":  # older clients
-            name = fields.text("name")
+            name = values.get("name")
+        if name is not None and not isinstance(name, str):
+            raise wrong("model", "must be a string", name)
         return self.named(name, path)
 
     @property

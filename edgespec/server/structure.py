@@ -19,23 +19,22 @@ from edgespec.chat.tool_forms import Form
 from edgespec.config import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.sampling.constraint.grammar import escaped, laid_out
-from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.options import Generated, ResponseFormat
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
 MOST_CALLS = 4  # of one answer: small models tend to go on calling
-_PLAIN = ("grammar", "regex", "free_until")
+_STRUCTURES = ("json_schema", "grammar", "regex")
 
 
-def read_structure(fields: Fields, loaded: Loaded, options: GenerateOptions) -> GenerateOptions:
+def read_structure(
+    request: Generated, loaded: Loaded, options: GenerateOptions, form: ResponseFormat | None = None
+) -> GenerateOptions:
     """`options` with the structure that the request asks for, checked. Raises HttpError 400."""
-    given: dict[str, Any] = {name: text for name in _PLAIN if (text := fields.text(name)) is not None}
-    schema = fields.fields("json_schema")
-    if schema is not None:
-        given["json_schema"] = fields.given("json_schema")
-    where = fields.path(next((name for name in ("json_schema", "grammar", "regex") if name in given), "free_until"))
-    described = _response_format(fields)
+    given = {name: value for name in (*_STRUCTURES, "free_until") if (value := getattr(request, name)) is not None}
+    where = next(iter(given), "")
+    described = None if form is None else _described(form)
     if described is not None:
         if "json_schema" in given:
             raise bad_request("response_format and json_schema are the same setting: give one", "response_format")
@@ -43,32 +42,20 @@ def read_structure(fields: Fields, loaded: Loaded, options: GenerateOptions) -> 
     return structured(loaded, options, given, where) if given else options
 
 
-def _response_format(fields: Fields) -> tuple[str, Mapping[str, Any]] | None:
+def _described(form: ResponseFormat) -> tuple[str, Mapping[str, Any]] | None:
     """(the field that holds the schema, the schema) of OpenAI's `response_format`; None for free text."""
-    form = fields.fields("response_format")
-    if form is None:
+    where = "response_format"
+    for name, kind in (("schema", "json_object"), ("json_schema", "json_schema")):
+        if getattr(form, name) is not None and form.type != kind:
+            raise bad_request(f"{where}.{name} needs type {kind}, got {form.type}", f"{where}.{name}")
+    if form.type == "text":
         return None
-    kind = form.choice("type", ("text", "json_object", "json_schema"))
-    if kind is None:
-        where = fields.path("response_format")
-        raise bad_request(f"{form.path('type')} is missing: give text, json_object or json_schema", where)
-    if kind == "json_object" and form.fields("schema") is not None:  # llama.cpp's form, from before OpenAI's
-        form.finish()
-        return form.path("schema"), form.given("schema")
-    if kind != "json_schema":
-        form.finish()
-        return None if kind == "text" else (fields.path("response_format"), ANY_OBJECT)
-    described = form.fields("json_schema")
-    schema = None if described is None else described.fields("schema")
-    if described is None or schema is None:
-        where = form.path("json_schema")
+    if form.type == "json_object":
+        return (where, ANY_OBJECT) if form.schema is None else (f"{where}.schema", form.schema)
+    if form.json_schema is None:
+        where += ".json_schema"
         raise bad_request(f'{where} is missing: give {{"name": ..., "schema": {{...}}}}', where)
-    described.text("name", 64)
-    described.ignore("description")
-    described.flag("strict")  # every schema is kept strictly
-    described.finish()
-    form.finish()
-    return described.path("schema"), described.given("schema")
+    return f"{where}.json_schema.schema", form.json_schema.schema
 
 
 def structured(loaded: Loaded, options: GenerateOptions, given: Mapping[str, Any], where: str) -> GenerateOptions:
@@ -77,7 +64,7 @@ def structured(loaded: Loaded, options: GenerateOptions, given: Mapping[str, Any
         chosen = replace(options, **given)
         loaded.model.check_structure(chosen)
     except ConfigError as exc:
-        name = next((name for name in ("json_schema", "grammar", "regex") if str(exc).startswith(name)), "")
+        name = next((name for name in _STRUCTURES if str(exc).startswith(name)), "")
         message = f"{where}{str(exc).removeprefix(name)}" if name else str(exc)
         raise bad_request(message, where, "invalid_structure") from exc
     except CapabilityError as exc:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -17,14 +17,16 @@ from starlette.types import Receive, Scope, Send
 from edgespec.errors import shown
 from edgespec.platform.memory import return_freed_memory
 from edgespec.server.answer import Answer
-from edgespec.server.exchange import Exchange, Read, compact
-from edgespec.server.fields import Fields, parse_object
+from edgespec.server.exchange import Exchange, compact
 from edgespec.server.http_errors import HttpError, as_http_error
+from edgespec.server.requests import parse_object
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Limits, Loaded, Service
 
 logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
+Read = Callable[[Loaded, Mapping[str, Any], list[str]], Exchange]
+"""Checks a request and encodes its prompts; blocks meanwhile. Adds to the notes what it does not get."""
 NOTES = "X-Edgespec-Note"
 _MOST_NOTED, _MOST_NOTE = 64, 2000
 _BODIES, _SMALL_BYTES = 4, 1 << 16  # so many of the largest size at once; those that are not counted
@@ -158,7 +160,7 @@ def _left_s(began_s: float, timeout_s: float | None) -> float | None:
 
 async def _queued(loaded: Loaded, read: Read, body: Body, notes: list[str]) -> tuple[Exchange, list[Ticket]]:
     """A request and its places in the queue."""
-    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body.data), notes=notes)))
+    exchange = await loaded.scheduler.prepare(lambda: read(loaded, parse_object(body.data), notes))
     return exchange, await loaded.scheduler.submit(exchange.jobs)
 
 

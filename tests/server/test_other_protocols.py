@@ -105,10 +105,10 @@ def test_a_tool_is_used_and_its_result_answered(client: TestClient):
         ({"system": 5}, "reads text only"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tool_choice": {"type": "any"}}, "no tools are given"),
-        ({"thinking": {"type": "on"}}, "enabled, adaptive, disabled"),
+        ({"thinking": {"type": "on"}}, "adaptive, disabled, enabled"),
         ({"mcp_servers": [{"type": "url"}]}, "runs no tools itself"),
         ({"max_token": 3}, "did you mean 'max_tokens'"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
         ({"output_config": {"form": {}}}, "output_config.form"),
     ],
 )

@@ -282,7 +282,8 @@ def test_a_client_that_leaves_just_when_its_request_is_queued(
 def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monkeypatch: pytest.MonkeyPatch):
     """As a grammar may in native code, which nothing can interrupt."""
     held = threading.Event()
-    monkeypatch.setitem(app._GENERATING, "/v1/chat/completions", lambda loaded, fields: held.wait())
+    chat = replace(app.ENDPOINTS["/v1/chat/completions"], read=lambda *_: held.wait())
+    monkeypatch.setitem(app.ENDPOINTS, "/v1/chat/completions", chat)
     service = Service("demo")
     service.use(model)
     served = create_app(service)
