@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from edgespec.config import DrafterName, EngineName, LoadOptions
 from edgespec.errors import CapabilityError, StateError
-from edgespec.formats.files import is_folder
+from edgespec.platform.files import is_folder
 
 if TYPE_CHECKING:
     from edgespec.corpus.index import SuffixIndex

@@ -273,7 +273,7 @@ class ContinuousBatch:
             return []
         except Exception as exc:
             if len(chosen) == 1:
-                self._answer(chosen[0], partial(chosen[0].steps.throw, exc))
+                chosen[0].resume = partial(chosen[0].steps.throw, exc)
                 return list(chosen)
             for member in chosen:  # each alone, to find out whose fault it is
                 with suppress(EdgespecError):  # it fails again, alone
@@ -289,15 +289,8 @@ class ContinuousBatch:
             is_disturbed = self._was_disturbed(num_rows_of(chosen), seconds, started)
             share_target(chosen, seconds, self._num_passes, is_disturbed=is_disturbed)
         for member, rows in zip(chosen, logits, strict=True):
-            self._answer(member, partial(member.steps.send, rows))
+            member.resume = partial(member.steps.send, rows)
         return list(chosen)
-
-    @staticmethod
-    def _answer(member: Member, resume: Callable[[], TokenEvent | PassRequest]) -> None:
-        """The pass that a member waited for is over; `resume` tells its loop."""
-        member.resume = resume
-        if member.run.share is not None:
-            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
 
     def _was_disturbed(self, num_rows: int, seconds: float, started: Started) -> bool:
         """Whether other load disturbed a pass of the target, as thread control sees it."""
@@ -340,6 +333,8 @@ class ContinuousBatch:
 
     def _resumed(self, member: Member) -> TokenEvent | None:
         """Run a member's loop up to its next event; None: it waits for a pass, or has ended."""
+        if member.waiting is not None and member.run.share is not None:
+            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
         if not member.is_drafting:
             self._look_around(member)
         if member.controller is not None:  # controllers share what they know of costs
