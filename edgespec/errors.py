@@ -27,20 +27,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Options whose flag is not their name in Python, and the others.
-_RENAMED = {"ctx-size": "context_length", "ctx-size-draft": "draft_context_length", "model-draft": "draft"}
-_RENAMED |= {"temp": "temperature", "draft-temp": "draft_temperature", "repeat-last-n": "penalty_window"}
-_RENAMED |= {f"{name}-draft": f"draft_{name.replace('-', '_')}" for name in ("gpu-layers", "device")}
-_RENAMED |= {f"cache-type-{part}-draft": f"draft_cache_type_{part}" for part in "kv"}
-_CHOICES = ("engine", "provider", "drafter", "verify", "pooling")
-_SWITCHES = ("kv-offload", "reproducible", "corpus", "recall", "learn", "ignore-eos")
-_NAMED_ALIKE = (
-    *("medium", "exit-layer", "heads", "chat-template-file", "threads", "gpu-layers", "device", "rpc", "memory"),
-    *("cache-type-k", "cache-type-v", "draft-length", "max-slowdown", "max-tokens", "stop", "json-schema", "grammar"),
-    *("regex", "free-until", "top-k", "top-p", "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty"),
-    *("seed", *_CHOICES, *_SWITCHES),
-)
-PYTHON_NAMES = _RENAMED | {name: name.replace("-", "_") for name in _NAMED_ALIKE}
+# The names in Python of options that messages name by their flags; the table of options says them.
+PYTHON_NAMES: dict[str, str] = {}
+_SWITCHES: set[str] = set()
+_CHOICES: set[str] = set()  # options whose values are names
 _FLAG = re.compile(
     r"edgespec [a-z][^.;:)]*"  # a command, which is for the command line
     r"|(?:-[a-z]+/)?--(no-)?([a-z]+(?:-[a-z]+)*)(?: (?!or\b|and\b|to\b|is\b|with\b)([a-z0-9-]+)\b)?"
@@ -49,6 +39,12 @@ _TEMPLATE = re.compile(r"--no-chat-template(, or (generate\(\)|--prompt))?")
 _TWICE = re.compile(r"\b(\w+=)('[\w-]+')? \(\1\.{3}\)| \(\w+= in Python\)")
 _IN_PYTHON = re.compile(r" \(\w+=\.{3}\)| \(\w+= in Python\)")
 _speaks_cli = False
+
+
+def name_option(key: str, name: str, *, is_switch: bool, is_name: bool) -> None:
+    """Have messages for Python say `name` for the flag --`key`."""
+    PYTHON_NAMES[key] = name
+    (_SWITCHES if is_switch else _CHOICES if is_name else set()).add(key)
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters, read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
 from edgespec.control.cost import CostCurve
@@ -35,20 +34,20 @@ from edgespec.generation.inputs import (
     refuses_unknown_keywords,
     require_writer,
 )
-from edgespec.generation.request_maker import RequestMaker
+from edgespec.generation.request import RequestMaker
 from edgespec.generation.saved_state import load_sequence, save_sequence, state_path
 from edgespec.loading.opening import open_models, start_trial
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
-from edgespec.memory.report import MemoryReport
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room
+from edgespec.memory.watch import MemoryReport
 from edgespec.platform.memory import keep_one_arena
 from edgespec.reports import RoundRecord, Stats
 from edgespec.sampling import Sampling
 from edgespec.types import Progress
 
 if TYPE_CHECKING:
-    from edgespec.chat.parts import AnswerParts
+    from edgespec.chat.reasoning import AnswerParts
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -174,7 +173,7 @@ class Model(Closing):
         None: the answer goes on from an assistant's text if there is one. Raises PromptError if the model has no chat
         template or the template rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
-        from edgespec.chat.continuation import Ending
+        from edgespec.chat.template import Ending
 
         messages = checked_chat(messages)
         tools = checked_tools(tools)
@@ -255,7 +254,7 @@ class Model(Closing):
         arguments. Raises CapabilityError for tools with a model whose chat template writes calls in no known form,
         StateError if the model is closed.
         """
-        from edgespec.chat.parts import answer_parts
+        from edgespec.chat.reasoning import answer_parts
 
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""
@@ -279,11 +278,10 @@ class Model(Closing):
         `max_wait_s`: as in GenerateOptions. Raises Busy and StateError.
         """
         with self._executor.exclusive(max_wait_s):
-            found = ContinuousBatch(self._executor)
             try:
-                yield found
+                yield self._executor.batch
             finally:
-                found.close()
+                self._executor.batch.end_all()
 
     @refuses_unknown_keywords
     def generate_all(
@@ -405,7 +403,7 @@ class Model(Closing):
 
     def cancel(self) -> None:
         """End the running generation after at most one pass. Does nothing if none runs. See `Generation.cancel`."""
-        self._executor.interruption.interrupt()
+        self._executor.cancel()
 
     def close(self) -> None:
         """Cancel the running generation, wait for it to end and free both models. Closing twice is allowed.

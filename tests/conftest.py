@@ -98,14 +98,14 @@ def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for engine in ("llamacpp", "onnx"):
             patch.setattr(f"edgespec.engines.{engine}.settings.default_threads", lambda: TEST_THREADS)
         patch.setattr("edgespec.generation.advisor.LEAST_S", math.inf)  # a busy machine must not decide about notes
-        patch.setattr("edgespec.sampling.parameters.fresh_seed", lambda: 0)  # a text must not decide about a test
+        patch.setattr("edgespec.config.options.fresh_seed", lambda: 0)  # a text must not decide about a test
         yield home
 
 
 @pytest.fixture
 def fresh_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generations without a seed differ, as they do outside the tests."""
-    monkeypatch.setattr("edgespec.sampling.parameters.fresh_seed", lambda: secrets.randbits(32))
+    monkeypatch.setattr("edgespec.config.options.fresh_seed", lambda: secrets.randbits(32))
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def q4_k_m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
     if not has_engine("llamacpp"):
         pytest.skip("quantises with llama.cpp, which is not installed")
-    from edgespec.export.gguf import export_gguf
+    from edgespec.export.gguf.quantise import export_gguf
 
     path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
     export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
@@ -166,7 +166,7 @@ def onnx_path() -> Path:
 def tiny_graph_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny_path` as a float32 ONNX graph with attention over a shared cache, as a conversion writes it."""
     pytest.importorskip("gguf", reason="a conversion needs the package gguf")
-    from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+    from edgespec.export.onnx.writer import convert_gguf, open_gguf
 
     return convert_gguf(open_gguf(tiny_path), tmp_path_factory.mktemp("graph"), "fp32", None)
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgespec.chat.history import checked_messages
-from edgespec.chat.message_forms import Message
+from edgespec.chat.messages import Message, checked_messages
 from edgespec.errors import PromptError, StateError
 from edgespec.platform.files import read_text, write_atomically
 

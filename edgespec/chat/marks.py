@@ -1,6 +1,10 @@
 """The marks around what a model reasons before its answer, and text searched for marks as it comes.
 
 Which marks a model has is read from its chat template: templates open the reasoning, or cut it out of earlier answers.
+
+Answers in channels, as gpt-oss writes them (OpenAI's harmony format), have a header in front of each part:
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from edgespec.vocabulary import Vocabulary
 
@@ -45,7 +50,6 @@ KNOWN_MARKS = (
     Marks("[THINK]", "[/THINK]"),
     Marks("<think:opensource>", "</think:opensource>"),
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
-    Marks("<|inner_prefix|>", "<|inner_suffix|>"),
     Marks("<seed:think>", "</seed:think>"),
     Marks("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 )
@@ -77,3 +81,101 @@ def control_text(vocabulary: Vocabulary, token_id: int, names: Collection[str]) 
         return ""
     name = vocabulary.token_name(token_id)
     return name if name in names else ""
+
+
+ANSWER_HEADER = f"{CHANNEL}final{MESSAGE}"
+CALL_OPENING = f"{CHANNEL}commentary to=functions."
+_LAST = (CALL, "<|return|>")  # end the answer, and so are marks only where nothing follows
+_HEADERS = (START, CHANNEL, "to=")
+_LONGEST_HEADER = 200
+_RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,64})")
+_PART = "\n\n"  # between two parts of the same kind
+
+
+def call_header(name: str) -> str:
+    """What a call of the function `name` begins with, up to its JSON."""
+    return f"{CALL_OPENING}{name} <|constrain|>json{MESSAGE}"
+
+
+class ChannelSplitter:
+    """Splits the text of one answer, as it comes, into reasoning and answer, without the headers.
+
+    The reasoning is the channel `analysis`, the answer everything else. A call keeps its marks, in one form however the
+    model orders them, so that a parser of calls finds it. Marks in another place than the format has them are text, and
+    so is what has no header.
+    """
+
+    def __init__(self, *, is_open: bool = False, is_answering: bool = False) -> None:
+        self._held = ""
+        self._place: Literal["header", "reasoning", "answer", "call"] = "reasoning" if is_open else "header"
+        if is_answering:
+            self._place = "answer"
+        self._is_new = self._place == "header"  # whether nothing of the part was passed on yet
+        self.has_reasoned = is_open
+        self.is_answering = is_answering
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, answer) that are certain after `text`."""
+        self._held += text
+        reasoning = answer = ""
+        while True:
+            is_complete, more_reasoning, more_answer = self._header() if self._place == "header" else self._part()
+            reasoning, answer = reasoning + more_reasoning, answer + more_answer
+            if not is_complete:
+                return reasoning, answer
+
+    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
+        """The rest, at the end of the text; a header that nothing follows is dropped, longer text is none."""
+        held, self._held = self._held, ""
+        if self._place == "header":
+            is_header = any(mark in held for mark in (START, CHANNEL)) and len(held.split()) <= 4
+            self._place = "answer"
+            return ("", "") if is_header else self._passed(held)
+        last = next((mark for mark in (*_LAST, END) if held.endswith(mark)), "")
+        reasoning, answer = self._passed(held.removesuffix(last))
+        return reasoning, answer + (CALL if last and self._place == "call" else "")
+
+    def _header(self) -> tuple[bool, str, str]:
+        """(whether it is complete, or there is none, reasoning, answer)."""
+        begin, at = self._held.lstrip(), self._held.find(MESSAGE)
+        may_be = any(begin.startswith(mark) or mark.startswith(begin) for mark in _HEADERS)
+        if not may_be or (at < 0 and len(self._held) > _LONGEST_HEADER):
+            self._place, self._is_new = "answer", True
+            return True, "", ""
+        if at < 0:
+            return False, "", ""
+        header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
+        self._is_new = True
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            self._place = "reasoning" if "analysis" in header else "answer"
+            return True, "", ""
+        self._place, self.is_answering = "call", True
+        return True, "", call_header(recipient[1])
+
+    def _part(self) -> tuple[bool, str, str]:
+        """(whether it has ended, so that a header follows, reasoning, answer)."""
+        end = self._held.find(END + START)
+        if end < 0:
+            # Also the last marks: only the end of the text tells whether they are some.
+            end = len(self._held) - begun(self._held, END + START, *(mark + "." for mark in _LAST))
+            text, self._held = self._held[:end], self._held[end:]
+            return False, *self._passed(text)
+        text, self._held = self._held[:end], self._held[end + len(END) :]
+        reasoning, answer = self._passed(text)
+        answer += CALL if self._place == "call" else ""
+        self._place = "header"
+        return True, reasoning, answer
+
+    def _passed(self, text: str) -> tuple[str, str]:
+        if self._place == "call" or not text:
+            return "", text
+        is_reasoning = self._place == "reasoning"
+        has_before = self.has_reasoned if is_reasoning else self.is_answering
+        whole = _PART + text if self._is_new and has_before else text
+        self._is_new = False
+        if is_reasoning:
+            self.has_reasoned = True
+            return whole, ""
+        self.is_answering = True
+        return "", whole

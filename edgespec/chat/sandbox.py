@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from edgespec.chat.message_forms import Message, in_parts, other_forms, takes_parts_only
+from edgespec.chat.messages import Message, in_parts, other_forms, takes_parts_only
 from edgespec.errors import CapabilityError, PromptError
 
 MAX_PROMPT_CHARACTERS = 16_000_000

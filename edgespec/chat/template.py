@@ -1,34 +1,91 @@
 """Chat templates: render messages as the prompt text that a model was trained on, and encode it.
 
-Templates come from model files and are untrusted: they run in a sandbox in a child process, which limits what they may
-take. Rendering a conversation of a few messages there takes a millisecond.
+Templates come from model files or from the user and are untrusted: they run in a sandbox in a child process, which
+limits what they may take. Rendering a conversation of a few messages there takes a millisecond.
+
+Control tokens that a text spells out stay text: characters stand for them while a template renders it. Where the last
+message is an assistant's text, the answer goes on behind it. Templates render only finished messages, so a mark is put
+behind that text, and what a template writes from there on, as its end of the turn, is cut off.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import dropwhile, takewhile
+from pathlib import Path
 from pickle import PicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
-from edgespec.chat.call_ids import wants_short_ids, with_short_ids
-from edgespec.chat.continuation import USUAL_ENDING, Ending, begun_answer, cut_at, marked, without_empty_end
-from edgespec.chat.history import checked_messages
 from edgespec.chat.marks import PRINTED_MARKS
-from edgespec.chat.message_forms import Message
+from edgespec.chat.messages import Message, checked_messages, wants_short_ids, with_short_ids
 from edgespec.chat.spelling import as_written
-from edgespec.chat.stand_ins import as_text, printed_marks, replaced, texts, unused_characters
-from edgespec.chat.tool_messages import with_tools
+from edgespec.chat.tool_forms import with_tools
 from edgespec.contained import Containment, Overrun
-from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
+_BAR = "|\N{FULLWIDTH VERTICAL LINE}"
+_MARK = re.compile(f"<[{_BAR}].+[{_BAR}]>")
+_MOST_CHARACTERS = 1 << 20  # published templates have a few ten thousand
 CHILDREN = Containment("edgespec.chat.sandbox", most=2, limit_s=2.0)
 _TOO_DEEP = "the messages or tools are nested too deeply"
 _THINKING = re.compile(r"\.thinking\b|\[.thinking.\]")
 _FIX = "give another with --chat-template-file, or use --no-chat-template"
+
+
+class Ending(NamedTuple):
+    """How a prompt ends. `opens`: with the beginning of the assistant's turn, unless it goes on from a text.
+
+    `continues`: whether it goes on from the last message, an assistant's text; None: if it is one. Requests call them
+    `add_generation_prompt` and `continue_final_message`.
+    """
+
+    opens: bool = True
+    continues: bool | None = None
+
+    def is_begun(self, last: Message) -> bool:
+        """Whether the answer goes on from the `last` message. Raises PromptError where it must and cannot."""
+        has_begun = bool(begun_answer(last))
+        if self.continues and not has_begun:
+            raise PromptError("continue_final_message needs a conversation that ends with a text of the assistant")
+        return has_begun and self.continues is not False
+
+
+USUAL_ENDING = Ending()
+
+
+def begun_answer(message: Message) -> str:
+    """The text of a checked message that the answer goes on from; "" if it is no assistant's, or only holds calls."""
+    is_answer = message["role"] == "assistant" and not message.get("tool_calls")
+    text = message["content"] if is_answer else ""
+    return text if text.strip() else ""
+
+
+def without_empty_end(messages: Sequence[Message]) -> list[Message]:
+    """Checked messages without an assistant's at the end that holds nothing: some clients send one to be filled."""
+    last = messages[-1]
+    has_more = last["content"].strip() or last.get("tool_calls") or last.get("reasoning_content")
+    is_empty = last["role"] == "assistant" and not has_more
+    return [*messages[:-1]] if is_empty and len(messages) > 1 else [*messages]
+
+
+def marked(messages: Sequence[Message], end: str) -> list[Message]:
+    """`messages` with the mark `end` behind the last one's text; it also keeps templates from cutting blanks there."""
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + end}]
+
+
+def cut_at(rendered: str, end: str) -> str:
+    """The rendered conversation up to the last mark `end`. Raises PromptError where the template left the text out."""
+    text, found, _ = rendered.rpartition(end)
+    if not found:
+        raise PromptError(
+            "the conversation ends with an assistant's message, which the model is to go on from, but its chat "
+            "template leaves that message out: end with another message, or give another template with "
+            "--chat-template-file"
+        )
+    return text.replace(end, "")  # templates may show a text more than once
 
 
 def render_chat(
@@ -156,6 +213,51 @@ def answer_opening(vocabulary: Vocabulary) -> tuple[int, ...]:
     return tuple(dropwhile(vocabulary.piece, reversed(opening)))
 
 
+def printed_marks(vocabulary: Vocabulary) -> list[str]:
+    """Tokens that have the form of a mark of turns and print themselves, as DeepSeek R1's do."""
+    return [name for name in vocabulary.printed_names if _MARK.fullmatch(name)]
+
+
+def as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
+    """Token ids that spell a mark and are not its token."""
+    ids = vocabulary.encode(mark)
+    prints = mark in PRINTED_MARKS or mark in vocabulary.printed_names
+    is_unknown = max(ids, default=0) >= vocabulary.size  # behind the vocabulary
+    if is_unknown or (prints and len(ids) == 1 and vocabulary.token_name(ids[0]) == mark):
+        return vocabulary.encode(mark[:1]) + vocabulary.encode(mark[1:])
+    return ids
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in (*value, *value.values()):
+            yield from texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts(each)
+
+
+def replaced(value: Any, stand_ins: Mapping[str, str]) -> Any:
+    """A JSON value with `stand_ins` in place of marks in every text of it."""
+    if isinstance(value, str):
+        for mark, stand_in in stand_ins.items():
+            value = value.replace(mark, stand_in)
+        return value
+    if isinstance(value, Mapping):
+        return {replaced(key, stand_ins): replaced(each, stand_ins) for key, each in value.items()}
+    return [replaced(each, stand_ins) for each in value] if isinstance(value, list | tuple) else value
+
+
+def unused_characters(count: int, text: str) -> list[str]:
+    """Private-use characters (from U+F0000) that do not occur in `text`."""
+    used = set(text)
+    free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
+    return [next(free) for _ in range(count)]
+
+
 def encode_rendered(
     vocabulary: Vocabulary,
     render: Callable[..., str],
@@ -207,3 +309,54 @@ def answer_prefix(messages: Sequence[Mapping[str, Any]], ending: Ending = USUAL_
     """
     last = checked_messages(messages)[-1]
     return begun_answer(last) if ending.is_begun(last) else ""
+
+
+def chat_text(
+    vocabulary: Vocabulary,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    ending: Ending = USUAL_ENDING,
+) -> str:
+    """The rendered text, without a token at its beginning that encoding puts there again.
+
+    It ends behind an assistant's text at the end of the conversation, as in `encode_messages`.
+    Control tokens are spelled out, those in messages too: unlike in `encode_messages` these can forge a turn.
+    Raises PromptError without a template or where it leaves that text out, and the errors of `render_chat`.
+    """
+    source = vocabulary.chat_template
+    if source is None:
+        raise PromptError("this model has no chat template")
+    bos, eos = (
+        "" if token_id is None else vocabulary.token_name(token_id)
+        for token_id in (vocabulary.bos_id, vocabulary.eos_id)
+    )
+    given = without_empty_end(checked_messages(messages))
+    given = with_short_ids(given) if wants_short_ids(source) else given
+    render = partial(render_chat, source, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
+    if ending.is_begun(given[-1]):
+        (end,) = unused_characters(1, "\0".join(texts([given, list(tools or ()), dict(arguments or {})])))
+        text = cut_at(render(marked(given, end), add_generation_prompt=False), end)
+    else:
+        text = render(given, add_generation_prompt=ending.opens)
+    return text.removeprefix(bos) if vocabulary.adds_bos else text
+
+
+def read_template(path: Path | None) -> str | None:
+    """The Jinja source in a file; None where none is given. Raises ConfigError for a file that is no chat template."""
+    if path is None:
+        return None
+    try:
+        with path.open(encoding="utf-8") as file:
+            source = file.read(_MOST_CHARACTERS + 1)
+    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"chat-template-file: {path} cannot be read: {reason}") from exc
+    if len(source) > _MOST_CHARACTERS:
+        raise ConfigError(f"chat-template-file: {path} has more than {_MOST_CHARACTERS} characters: no chat template")
+    problem = template_problem(source)
+    if problem is None and "messages" not in source:
+        problem = "it does not mention 'messages', which a template writes as text"
+    if problem is not None:
+        raise ConfigError(f"chat-template-file: {path} is not a Jinja chat template: {problem}")
+    return source

@@ -1,23 +1,31 @@
-"""The forms of tool calls that are known, as data, and which of them a chat template teaches."""
+"""The forms of tool calls that are known, as data; which of them a chat template teaches; and tools for templates that
+take them in another place than OpenAI's API, or not at all.
+
+Templates of Hermes, Qwen, Llama and Mistral read `tools` and each message's `tool_calls`. SmolLM3's calls the tools
+`xml_tools`, Phi-4-mini's reads them from the system message, and neither shows the calls of earlier turns, as LFM2's
+does not: these are put into the message's text as the model writes them, so that no part of a conversation is lost.
+DeepSeek's show calls and no tools, which the system message tells then. Gemma 4's first template reads results from the
+message with the calls; gpt-oss's and Llama's show one call of a message.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from edgespec.chat.channels import ANSWER_HEADER, CALL_OPENING
-from edgespec.chat.literals import written_value
-from edgespec.chat.marks import CALL, CHANNEL, CHANNELS, MESSAGE, with_suffixes
+from edgespec.chat.arguments import written_value
+from edgespec.chat.marks import ANSWER_HEADER, CALL, CALL_OPENING, CHANNEL, CHANNELS, MESSAGE, with_suffixes
+from edgespec.errors import PromptError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # around calls of several forms
 _OBJECT, _OBJECT_END = '{"name": "{name}", "arguments": ', "}"
 # What calls of MiniMax, functionary and others have in or around them, which are not known.
 _OTHERS = ("<invoke", "<function=", "<arg_key>", "<tool_calls>")
 _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
-_CDATA = "<![CDATA[{}]]>"
 # What stands for more in the data below. Where a form is read, a blank stands for any, and so for none.
 _SLOTS = {
     "{name}": r"(?P<name>[A-Za-z0-9_.-]{1,128})",
@@ -53,8 +61,6 @@ class Form:
     bare: str = ""  # whether an answer may begin with an object without marks: of a "known" tool, or "any"
     id_length: int = 0  # 0: a number
     kept_id: str = ""  # the id of a call that has one
-    is_keyed: bool = False  # whether an object has its arguments by the name of the function
-    is_cdata: bool = False  # whether a text with marks or line ends stands in CDATA marks
     other_marks: tuple[str, ...] = ()
 
     @cached_property
@@ -139,9 +145,7 @@ class Form:
     def _value(self, value: object) -> str:
         if self.quote:
             return written_value(value, self.quote)
-        if not self.closed or not isinstance(value, str):
-            return json.dumps(value, ensure_ascii=False)
-        return _CDATA.format(value) if self.is_cdata and re.search(r"[<&\n]", value) else value
+        return value if self.closed and isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _patterns(spec: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -205,7 +209,6 @@ _SEP = "<\uff5ctool▁sep\uff5c>"
 _ACTION, _ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 _KIMI, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _KIMI_ARGS = "<|tool_call_argument_begin|>"
-_SOLAR, _SOLAR_NAME, _SOLAR_ARGS = "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>"
 
 _PHI = _objects("phi", _PHI_TOOLS, _PHI_OPEN, _PHI_CLOSE)
 _MISTRAL_NAMED = Form(
@@ -225,11 +228,6 @@ FORMS = (
     ),
     _xml("seed", "<seed:tool_call>", "</seed:tool_call>", "<parameter={key}>", "</parameter>\n"),
     _xml("qwen_xml", OPEN, CLOSE, "<parameter={key}>\n", "\n</parameter>\n"),
-    Form(
-        "minicpm", ('<function name="', '<param name="'), '<function name="{name}">', "</function>",
-        ("<function name=",), ("</function>",), ('<function name= "{name}" >',), argument='<param name="{key}">',
-        closed="</param>", is_cdata=True,
-    ),
     _hunyuan(":opensource"),
     _hunyuan(""),
     _keyed("glm", (OPEN, "<arg_key>", "<arg_value>")),
@@ -242,16 +240,10 @@ FORMS = (
         "lfm", ("List of tools: ", "<|im_start|>"), "{name}(", ")", ("<|tool_call_start|>",), ("<|tool_call_end|>",),
         ("{name} (",), ("<|tool_call_start|>[", "]<|tool_call_end|>"), ", ", "{key}=", between_arguments=", ",
     ),
-    _objects("nemotron", ("<TOOLCALL>[",), "<TOOLCALL>", "</TOOLCALL>"),
-    _objects("apriel", ("<tool_calls>[", '"arguments"'), "<tool_calls>", "</tool_calls>"),
     replace(
         _objects("command", (_ACTION,), _ACTION, _ACTION_END),
         head='    {"tool_call_id": "{id}", "tool_name": "{name}", "parameters": ', between=",\n",
         around=(f"{_ACTION}[\n", f"\n]{_ACTION_END}"),
-    ),
-    replace(
-        _objects("apertus", ("<|tools_prefix|>",), "<|tools_prefix|>", "<|tools_suffix|>"),
-        head='{"{name}": ', is_keyed=True,
     ),
     replace(_objects("granite", (_PHI_OPEN, "available_tools"), _PHI_OPEN, ""), opens=(_PHI_OPEN, OPEN)),
     _deepseek("deepseek_json", (_SEP, "```json"), f"function{_SEP}{{name}}\n```json\n", "\n```"),
@@ -262,13 +254,6 @@ FORMS = (
         (f"functions.{{name}}:{{id}} {_KIMI_ARGS}", f"{{name}}:{{id}} {_KIMI_ARGS}"),
         (_KIMI, _KIMI_END), kept_id="functions.{name}:{id}",
     ),
-    Form(
-        "solar", (_SOLAR, _SOLAR_ARGS), f"{_SOLAR}{{id}}{_SOLAR_NAME}{{name}}{_SOLAR_ARGS}", "<|tool_call:end|>",
-        ("<|tool_calls|>", _SOLAR), ("<|tool_call:end|>", "<|calls|>"),
-        (f"{{id}} {_SOLAR_NAME} {{name}} {_SOLAR_ARGS}",),
-        ("<|tool_calls|>", ""), id_length=10, kept_id="{id}",
-    ),
-    Form("gigachat", ("<|function_call|>",), f"<|function_call|>{_OBJECT}", "}", ("<|function_call|>",)),
 )  # fmt: skip
 PLAIN_FORMS = (
     Form("hermes", (OPEN,), f"{OPEN}\n{_OBJECT}", f"}}\n{CLOSE}", (OPEN,), (CLOSE,), between="\n", bare="known"),
@@ -278,10 +263,6 @@ PLAIN_FORMS = (
     ),
     _MISTRAL_NAMED,
     _objects("mistral", (_MISTRAL,), _MISTRAL, ""),
-    replace(
-        _PHI, name="phi_single", told_by=(*_PHI_TOOLS, _PHI_OPEN + "{"), head=_PHI_OPEN + _OBJECT,
-        tail="}" + _PHI_CLOSE, around=("", ""), between="",
-    ),
     _PHI,
     _LLAMA_FORM,
     replace(_LLAMA_FORM, told_by=(_LLAMA,)),
@@ -295,3 +276,116 @@ def call_form(template: str | None) -> Form | None:
         return None
     known = FORMS if any(other in source for other in _OTHERS) else (*FORMS, *PLAIN_FORMS)
     return next((form for form in known if all(mark in source for mark in form.told_by)), None)
+
+
+_OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
+_RESULTS = "tool_responses"
+_TOOL_ROLE = re.compile(r"[=!]=\s*['\"]tool['\"]")
+_DEEPSEEK = "<\uff5ctool▁sep\uff5c>"
+_TOLD = "You can call these functions:\n{functions}\n\nA call is written like this:\n{call}"
+_OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[.tools.\])")
+
+
+def with_tools(
+    template: str, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(the messages, names for the template besides `tools`) in which every tool and call is where `template` looks.
+
+    Raises PromptError for tools that it would leave out.
+    """
+    shown = [_with_calls(template, message) for message in messages]
+    if "tool" not in template:  # it may leave out roles that it does not know
+        shown = [message | ({"role": "user"} if message["role"] == "tool" else {}) for message in shown]
+    if CHANNEL in template or "single tool-calls" in template:
+        shown = _one_call_each(shown)
+    if _RESULTS in template and _TOOL_ROLE.search(template) is None:
+        shown = _with_results(shown)
+    if not tools or _OWN_NAME.search(template):
+        return shown, {}
+    if "xml_tools" in template:
+        return shown, {"xml_tools": list(tools)}
+    form, is_of_message = call_form(template), _OF_MESSAGE.search(template) is not None
+    if form is None and not is_of_message:
+        raise PromptError("the chat template of this model does not support tools: leave them out")
+    functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    if shown[0]["role"] != "system":
+        shown.insert(0, {"role": "system", "content": ""})
+    if is_of_message or form is None:
+        shown[0] = shown[0] | {"tools": functions}
+    else:
+        told = _TOLD.format(functions=functions, call=form.written([("function_name", {"argument": "value"})]))
+        shown[0] = shown[0] | {"content": f"{shown[0]['content']}\n\n{told}".strip()}
+    return shown, {}
+
+
+def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls or "tool_calls" in template:
+        shows_empty = calls and not message.get("content") and _DEEPSEEK in template and " none" in template
+        return message | {"content": None} if shows_empty else message
+    form = call_form(template) or PLAIN_FORMS[0]  # of another model, which this conversation began with
+    functions = [call.get("function") or {} for call in calls]
+    written = form.written((str(each.get("name")), each.get("arguments") or {}) for each in functions)
+    text = message.get("content") or ""
+    return message | {"content": f"{text}\n{written}" if text else written}
+
+
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with one call at most, each with its result behind it."""
+    found, rest = list[dict[str, Any]](), list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = list[dict[str, Any]]()
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.pop(0))
+        for place, call in enumerate(calls):
+            own = next((each for each in results if _is_of(each, call)), results[0] if results else None)
+            text = {} if not place else {"content": ""}
+            found += [message | {"tool_calls": [call]} | text, *([own] if own is not None else ())]
+            results = [each for each in results if each is not own]
+        found += results
+    return found
+
+
+def _is_of(result: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+    """Whether a result names the call that it is of."""
+    return isinstance(call.get("id"), str) and call["id"] == result.get("tool_call_id")
+
+
+def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which calls, their results and the answer behind them are one, as in one turn of the model.
+
+    A text before the calls is a message of its own: the template would put it behind the results.
+    """
+    found = list[dict[str, Any]]()
+    for message in messages:
+        turn = found[-1] if found else {}
+        if message["role"] == "tool" and turn.get("tool_calls"):
+            turn[_RESULTS] = [*turn.get(_RESULTS, []), _result(message, turn)]
+        elif turn.get(_RESULTS) and not turn["content"] and _is_answer(message):
+            turn["content"] = message["content"]
+        elif message.get("tool_calls") and message["content"]:
+            found += [{"role": message["role"], "content": message["content"]}, message | {"content": ""}]
+        else:
+            found.append(dict(message))
+    return found
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and not message.get("tool_calls")
+
+
+def _result(message: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with the name of the function: that of its call, or else of the call at its place."""
+    calls = turn["tool_calls"]
+    place = min(len(turn.get(_RESULTS, [])), len(calls) - 1)
+    call = next((each for each in calls if _is_of(message, each)), calls[place])
+    try:
+        content = json.loads(message["content"])
+    except (ValueError, RecursionError):
+        content = message["content"]
+    return {"name": str((call.get("function") or {}).get("name")), "response": content}

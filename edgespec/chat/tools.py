@@ -13,8 +13,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from edgespec.chat.argument_types import as_typed, begun_value, named_of, required_of
-from edgespec.chat.literals import Unfinished, ValueReader, as_json, behind_blanks, complete_members, dumped, loaded
+from edgespec.chat.arguments import (
+    Unfinished,
+    ValueReader,
+    as_json,
+    as_typed,
+    begun_value,
+    behind_blanks,
+    complete_members,
+    dumped,
+    loaded,
+    named_of,
+    required_of,
+)
 from edgespec.chat.marks import begun
 
 if TYPE_CHECKING:
@@ -30,7 +41,6 @@ _ANY_BARE = ('{"name":"', '{"type":"function","name":"')
 _BARE_KEYS = {"name", "type", "id", *_ARGUMENTS}
 _PAIRS = {"]": "[", "}": "{"}
 _FENCED, _BRACE = re.compile(_FENCE), re.compile("}")
-_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
 def _new_id() -> str:
@@ -289,14 +299,11 @@ class ToolParser:
 
     def _value(self, raw: str) -> str:
         """A bare value without what stands around it."""
-        form = self.form
-        if form.is_cdata and (found := _CDATA.fullmatch(raw)):
-            return found[1]
-        raw = raw.removeprefix("\n") if form.argument.endswith("\n") else raw
-        return raw.removesuffix("\n") if form.closed.startswith("\n") else raw
+        raw = raw.removeprefix("\n") if self.form.argument.endswith("\n") else raw
+        return raw.removesuffix("\n") if self.form.closed.startswith("\n") else raw
 
     def _object(self, text: str, at: int, *, is_end: bool) -> tuple[ToolCall, int]:
-        """A call that is a JSON object, with its name and arguments as members, or the arguments by the name."""
+        """A call that is a JSON object, with its name and arguments as members."""
         if text.startswith("{", doubled := behind_blanks(text, at + 1)):
             call, end = self._object(text, doubled, is_end=is_end)
             behind = behind_blanks(text, end)
@@ -333,9 +340,6 @@ class ToolParser:
         """The call of the members, with `otherwise` where its arguments are missing; None if they are none."""
         name = next((members[key] for key in _NAMES if members.get(key, "").startswith('"')), None)
         arguments = next((members[key] for key in _ARGUMENTS if key in members), otherwise)
-        if self.form.is_keyed and name is None and len(members) == 1:
-            ((key, arguments),) = members.items()
-            name = dumped(key)
         if name is None or arguments is None:
             return None
         arguments = _text_of(arguments)

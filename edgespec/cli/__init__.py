@@ -51,7 +51,7 @@ def wrapped(text: str, stream: TextIO | None = None) -> str:
 
 def as_typed(error: EdgespecError) -> str:
     """Its message; where that is about a setting, settings have the names of options, not those of Python's fields."""
-    from edgespec.config.settings import BY_KEY
+    from edgespec.config.options import BY_KEY
 
     text = error.on_the_command_line
     if "_" not in (name := text.partition(" ")[0]) or name not in BY_KEY:

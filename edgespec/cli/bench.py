@@ -34,7 +34,7 @@ from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.config.settings import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
+from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
 from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 

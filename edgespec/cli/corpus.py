@@ -16,11 +16,17 @@ from edgespec.cli import FilePath, printable, say
 from edgespec.cli.terminal import note
 from edgespec.config import LoadOptions
 from edgespec.config.sources import resolve
-from edgespec.corpus.database import MAX_BUDGET_BYTES, Corpus, CorpusText, check_budget, check_name
-from edgespec.corpus.documents import Documents
+from edgespec.corpus.database import (
+    MAX_BUDGET_BYTES,
+    Corpus,
+    CorpusText,
+    Documents,
+    check_budget,
+    check_name,
+)
 from edgespec.corpus.learnt import LearntTexts
 from edgespec.corpus.store import DamagedError, vocabulary_key
-from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, StateError
 from edgespec.loading.opening import open_vocabulary
 from edgespec.platform.files import resolved

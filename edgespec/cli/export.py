@@ -130,7 +130,7 @@ def _request(
     **rest: Any,
 ) -> ExportRequest:
     from edgespec.export.request import DEFAULT_QUANTS, ExportRequest, parse_formats, parse_quants
-    from edgespec.loading.shipped_heads import GAINING, shipped_heads
+    from edgespec.loading.engine_choice import GAINING, shipped_heads
 
     formats = parse_formats(to)
     if output is None:

@@ -18,7 +18,7 @@ from edgespec.cli.session import Session, open_session, require_chat_template, s
 from edgespec.cli.stdin import text_behind, whole_input
 from edgespec.cli.terminal import complain, length_note
 from edgespec.config import GenerateOptions, SessionOptions
-from edgespec.config.names import MAX_TOP_LOGPROBS
+from edgespec.config.values import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Generation, Result
 from edgespec.installation import quoted

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
-from edgespec.config import GenerateOptions, LoadOptions, ServeOptions, SessionOptions
 from edgespec.config.habits import CALLED, INSTEAD
-from edgespec.config.settings import Part, Setting
+from edgespec.config.table import Setting
 
-_OWNERS = {"load": LoadOptions, "generate": GenerateOptions, "session": SessionOptions, "serve": ServeOptions}
 OWN, OTHER = "Options", "Other"  # the sections of what one command alone takes, and of what all take
 _SECTIONS = (OWN, "Model", "Hardware", "Speculation", "Sampling", "Answer", "Output", OTHER)
 _TITLES = {"Sampling": "Sampling (a model may come with defaults of its own)"}
 _SHOWS_ALL = "edgespec.help-all"
 _MOST_CHOICES = 40  # characters of choices that stand beside a flag; longer lists only with --help-all
 _WIDEST_FLAGS = 28  # columns; a longer flag has its text on the next line
-# Defaults that depend on the model, the machine or another option, and that no dataclass can say.
-_DEFAULTS = {
-    "model": "demo",
-    "draft": "the pair's",
-    "context_length": "the model's, at most 4096",
-    "draft_context_length": "the draft's, at most 4096",
-    "threads": "free fast cores",
-    "reproducible": "on if free",
-    "recall": "on with --learn",
-    "draft_gpu_layers": "as --gpu-layers",
-    "device": "all GPUs, with --gpu-layers",
-    "draft_device": "as --device",
-    "cache_type_k": "f16, ONNX f32",
-    "cache_type_v": "f16, ONNX f32",
-    "draft_cache_type_k": "f16, ONNX f32",
-    "draft_cache_type_v": "f16, ONNX f32",
-    "memory": "all free memory",
-    "seed": "random",
-    "max_tokens": "until it ends",
-    "cors_origin": "local ones",
-    "allowed_host": "local ones; any with another --host",
-    "idle_unload": "never",
-}
-
-
-def default_of(setting: Setting) -> Any:
-    """What a setting is when nobody gives it; None when model and machine decide."""
-    if setting.name == "seed":
-        return None
-    (field,) = (field for field in dataclasses.fields(_owner(setting.part)) if field.name == setting.name)
-    return field.default
-
-
-def _owner(part: Part) -> type[Any]:
-    """The dataclass whose fields the settings of `part` fill."""
-    if part == "sampling":
-        from edgespec.sampling import Sampling  # imports numpy, which commands that load nothing do without
-
-        return Sampling
-    return _OWNERS[part]
 
 
 def show(value: Any) -> str:
@@ -91,7 +48,8 @@ class SettingOption(GroupedOption):
         value = "" if self.setting.kind == "switch" else f" {_value(self.setting)}"
         choices = "|".join(self.setting.choices)
         listed = f": {', '.join(self.setting.choices)}" if shows_all and len(choices) > _MOST_CHOICES else ""
-        return f"{', '.join(flags)}{value}", f"{self.setting.help}{listed}{_default(self.setting)}"
+        text, bracket, without = self.setting.help.partition(" [")
+        return f"{', '.join(flags)}{value}", f"{text}{listed}{bracket}{without}{_default(self.setting)}"
 
 
 def _value(setting: Setting) -> str:
@@ -103,9 +61,8 @@ def _value(setting: Setting) -> str:
 
 
 def _default(setting: Setting) -> str:
-    known = default_of(setting)
-    text = _DEFAULTS.get(setting.name) or ("" if known in (None, (), "") else show(known))
-    return f" [{text}]" if text else ""
+    is_said = setting.help.endswith("]") or setting.default in (None, (), "")
+    return "" if is_said else f" [{show(setting.default)}]"
 
 
 class SettingsCommand(click.Command):

@@ -18,19 +18,19 @@ from edgespec.cli.terminal import note
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.listing import (
+from edgespec.loading.own_models import (
     Listed,
     drafted_from,
     entry_bytes,
+    fits,
     list_elsewhere,
     list_here,
     list_known,
     pair_bytes,
+    remove,
 )
 from edgespec.loading.own_models import add as add_model
-from edgespec.loading.own_models import remove
 from edgespec.loading.registry import is_known, models_folder, resolve
-from edgespec.loading.room import fits
 
 _FITS = {True: "yes", False: "no", None: "?"}
 _LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewer for them
@@ -89,7 +89,7 @@ def show(name: str) -> int:
     if entry is not None:
         _show_entry(entry)
         if not is_known(name):
-            say(f"get it: {_how_to_get(entry)}")
+            say(f"get it: edgespec pull {entry.name}")
     return 0
 
 
@@ -137,15 +137,11 @@ def _show_here(name: str) -> None:
 
 def _show_entry(entry: Entry) -> None:
     say(f"{entry.name}: {entry.description}, {entry.parameters / 1e9:.3g} billion weights")
-    quant = f", {entry.quant}" if entry.quant else ""
-    say(f"source: {entry.source}{quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
+    say(f"source: {entry.repo}, {entry.quant} (licence: {entry.licence}; tokenizer family: {entry.family})")
     if entry.draft:
         say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
         say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), convert it with: {head.command}")
-    for each in entry.measured:
-        figure = f"speedup {each.speedup}" if each.speedup is not None else f"acceptance {each.acceptance_rate}"
-        say(f"measured: {figure} with {each.drafter}; {each.where}")
     if entry.advice:
         say(f"advice: {entry.advice}")
     say(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
@@ -157,13 +153,6 @@ def _show_fit(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> Non
     answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
     size = f"{'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB{' with its draft' if has_draft else ''}"
     say(f"size: {size}; {answer} into the memory that is available now")
-
-
-def _how_to_get(entry: Entry) -> str:
-    if not entry.convert:
-        return f"edgespec pull {entry.name}"
-    draft = entries().get(entry.draft)
-    return f"edgespec export {entry.convert}{f' --draft {draft.convert}' if draft else ''} -o {entry.name}"
 
 
 def _size(each: Listed) -> str:

@@ -13,8 +13,9 @@ from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.habits import did_you_mean
-from edgespec.config.settings import SETTINGS, Kind, Part, Setting, contents
+from edgespec.config.options import SETTINGS
 from edgespec.config.sources import Settings, resolve
+from edgespec.config.table import Kind, Part, Setting, contents
 from edgespec.errors import ConfigError
 
 if TYPE_CHECKING:

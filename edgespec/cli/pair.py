@@ -22,15 +22,14 @@ from edgespec.control.length import expected_speedup
 from edgespec.control.measure import file_curve
 from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.errors import ConfigError, EdgespecError
+from edgespec.formats.gguf.check import require_language_model
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.kind import require_language_model
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries
-from edgespec.loading.draft_vocabulary import Comparison, comparing
-from edgespec.loading.own_models import files_of
+from edgespec.loading.drafts import Comparison, comparing
+from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
-from edgespec.loading.room import fits
 
 ASSUMED_ACCEPTANCE = 0.7
 LENGTHS = range(1, 13)
@@ -235,17 +234,13 @@ def _to_pull(aim: Aim) -> Iterator[Candidate]:
     for entry in entries().values():
         is_smaller = entry.guessed_bytes() <= MOST_SHARE * aim.bytes
         is_compared = aim.file is not None and is_known(entry.name)
-        if entry.family == aim.entry.family and is_smaller and not is_compared and not entry.convert:
+        if entry.family == aim.entry.family and is_smaller and not is_compared:
             found = Comparison(f"family {entry.family}, compared once it is on this machine", is_same=True)
             yield _candidate(aim, entry.name, entry.guessed_bytes(), found, None)
 
 
 def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFile | None) -> Candidate:
-    entry = aim.entry
-    measured = [] if entry is None else [each.acceptance_rate for each in entry.measured if each.drafter == name]
-    known = next((rate for rate in measured if rate is not None), None)
-    acceptance = ASSUMED_ACCEPTANCE if known is None else known
-    speedup, length = _forecast(aim, size, file, acceptance)
+    speedup, length = _forecast(aim, size, file, ASSUMED_ACCEPTANCE)
     return Candidate(
         name=name,
         bytes=size,
@@ -253,8 +248,8 @@ def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFil
         vocabulary=found.text,
         is_same=found.is_same,
         why_not=found.why_not,
-        acceptance=acceptance,
-        is_assumed=known is None,
+        acceptance=ASSUMED_ACCEPTANCE,
+        is_assumed=True,
         speedup=0.0 if found.why_not else speedup,
         draft_length=length,
         fits=fits(aim.bytes + size),

@@ -12,16 +12,14 @@ from edgespec.cli import say
 from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.config import LoadOptions
-from edgespec.config.settings import REMEMBERING
-from edgespec.config.sizes import as_size
+from edgespec.config.options import REMEMBERING
+from edgespec.config.values import as_size
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import Fitted, chosen_context, fit
-from edgespec.memory.placement import placed
-from edgespec.memory.plan import Plan, planned
-from edgespec.memory.report import plan_object
-from edgespec.memory.verdict import Room
+from edgespec.memory.fit import Fitted, chosen_context, fit, placed
+from edgespec.memory.plan import Plan, Room, planned
+from edgespec.memory.watch import plan_object
 
 REFUSED = 2
 

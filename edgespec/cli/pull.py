@@ -22,10 +22,9 @@ from edgespec.cli.shell import names_known, run_command
 from edgespec.cli.terminal import note, verbosity
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.download import OnBytes
-from edgespec.loading.listing import pair_bytes
+from edgespec.loading.own_models import fits, pair_bytes
 from edgespec.loading.pull import OnNote
 from edgespec.loading.pull import pull as pull_model
-from edgespec.loading.room import fits
 
 
 @click.command("pull", short_help="Get a model, with a draft that fits it.")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from edgespec.config.endpoints import DEFAULT_PORT, is_loopback
+from edgespec.config.values import DEFAULT_PORT, is_loopback
 from edgespec.errors import ConfigError, EngineError
 from edgespec.installation import require_engine
 from edgespec.platform.files import user_folder

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import read_template
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions
@@ -18,8 +18,7 @@ from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import chosen_context, fit
-from edgespec.memory.plan import planned
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
     from edgespec.runtime import Model
@@ -130,7 +129,7 @@ class Served:
 
     def at_rest(self) -> Described:
         """What is told of it before the first request for it. Raises as `check`."""
-        from edgespec.server.at_rest import at_rest
+        from edgespec.server.facts import at_rest
 
         sampling = self._seeded(
             sampling_of(self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}"))

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import read_template
 from edgespec.cli.served import Served, SharedMemory
 from edgespec.config import LoadOptions, ServeOptions
 from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room
 
 if TYPE_CHECKING:
     from edgespec.server.service import Limits
@@ -30,7 +30,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
 
     Raises ConfigError, and what `resolve_pair` raises: before anything listens.
     """
-    from edgespec.server.places import Places
+    from edgespec.server.residence import Places
     from edgespec.server.service import Service
 
     loading = [LoadOptions(**each.part("load")) for each in settings]

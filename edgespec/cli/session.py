@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgespec.chat.reasoning import Reasoning, before_structure
-from edgespec.chat.template_file import read_template
+from edgespec.chat.template import read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
 from edgespec.cli.shell import continue_command
@@ -23,11 +23,11 @@ from edgespec.cli.terminal import (
     verbosity,
 )
 from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions, SessionOptions
-from edgespec.config.settings import REMEMBERING
+from edgespec.config.options import REMEMBERING
 from edgespec.config.sources import Settings
-from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, PromptError
-from edgespec.loading.draft_hint import new_draft_hint
+from edgespec.loading.drafts import new_draft_hint
 from edgespec.loading.opening import has_chat_template, require_writer_file
 from edgespec.loading.requirements import resolve_pair
 from edgespec.platform.files import exists

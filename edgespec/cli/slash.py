@@ -21,15 +21,16 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli import printable
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
-from edgespec.cli.help import default_of, show
+from edgespec.cli.help import show
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import in_effect
 from edgespec.cli.stdin import file_text, is_interactive
 from edgespec.cli.terminal import counted, reply, stats_lines
 from edgespec.config import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
 from edgespec.config.habits import did_you_mean
-from edgespec.config.settings import BY_KEY, PRINTING, SETTINGS, STRUCTURE, Setting
+from edgespec.config.options import BY_KEY, PRINTING, SETTINGS, STRUCTURE
 from edgespec.config.sources import find
+from edgespec.config.table import Setting
 from edgespec.errors import ConfigError, StateError
 from edgespec.platform.files import exists, expanded
 
@@ -168,7 +169,7 @@ def _unset(chat: Chat, argument: str) -> None:
     elif setting.name in model.pair.recommended:
         value = model.pair.recommended[setting.name]
     else:
-        value = None if setting.name in _CHANGEABLE_LATER else default_of(setting)
+        value = None if setting.name in _CHANGEABLE_LATER else setting.default
     _change(chat, setting, value)
     _say(chat, setting)
 
@@ -241,7 +242,7 @@ def _origin(chat: Chat, setting: Setting, value: Any) -> str:
     given = chat.session.settings
     if given.values.get(setting.name) == value:
         return given.sources[setting.name]
-    return "" if value == default_of(setting) else "this chat"
+    return "" if value == setting.default else "this chat"
 
 
 def _stats(chat: Chat, argument: str) -> None:

@@ -15,7 +15,7 @@ from edgespec.cli.help import SettingsCommand
 from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.config.settings import REMEMBERING
+from edgespec.config.options import REMEMBERING
 from edgespec.errors import ConfigError
 from edgespec.generation.totals import Totals
 from edgespec.reports import Stats

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from edgespec.config.generate_options import GenerateOptions, SessionOptions
-from edgespec.config.load_options import LoadKeywords, LoadOptions, keywords_of
-from edgespec.config.names import (
+from edgespec.config.options import (
+    MAX_TEMPERATURE,
+    GenerateOptions,
+    LoadKeywords,
+    LoadOptions,
+    Sampling,
+    ServeOptions,
+    SessionOptions,
+    keywords_of,
+)
+from edgespec.config.values import (
     CACHE_TYPES,
     DRAFTERS,
     ENGINES,
@@ -25,7 +33,6 @@ from edgespec.config.names import (
     ReasoningFormat,
     RuleName,
 )
-from edgespec.config.serve_options import ServeOptions
 
 __all__ = [
     "CACHE_TYPES",
@@ -34,6 +41,7 @@ __all__ = [
     "LOSSY",
     "MAX_DRAFT_LENGTH",
     "MAX_PARALLEL",
+    "MAX_TEMPERATURE",
     "POOLINGS",
     "PROVIDERS",
     "RANDOM_SEED",
@@ -50,6 +58,7 @@ __all__ = [
     "ProviderName",
     "ReasoningFormat",
     "RuleName",
+    "Sampling",
     "ServeOptions",
     "SessionOptions",
     "keywords_of",

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.config.habits import did_you_mean
-from edgespec.config.settings import BY_KEY, ENVIRONMENT_PREFIX, PLACES, SETTINGS, Part, Setting
+from edgespec.config.options import BY_KEY, SETTINGS
+from edgespec.config.table import Part, Setting
 from edgespec.errors import ConfigError
 from edgespec.platform.files import exists, expanded, is_file, read_text, user_folder
 
+ENVIRONMENT_PREFIX = "EDGESPEC_"
+# Variables that are no settings: where things lie, a real model for the tests that want one, the key of `serve`.
+PLACES = ("CONFIG", "HOME", "KERNELS", "MODELS", "TEST_MODEL", "API_KEY")
 _NAMED = ("model", "draft", "medium")  # a path, or the name that a model goes by here
 
 
@@ -130,7 +134,9 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
         if setting.name in seen:
             raise ConfigError(f"{path}: {key!r} and {seen[setting.name]!r} are the same setting; keep one")
         seen[setting.name] = key
-        found.append((setting.name, setting.check(_placed(setting, value, path.parent), f"{path}: {key}"), str(path)))
+        found.append(
+            (setting.name, setting.from_toml(_placed(setting, value, path.parent), f"{path}: {key}"), str(path))
+        )
     return found
 
 

@@ -26,7 +26,7 @@ from edgespec.engines.remote_pipe import LOAD, Loaded
 from edgespec.engines.remote_process import EngineProcess, ProcessEnded
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import Cancelled, EdgespecError, StateError, Unreachable
-from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.check import model_files
 from edgespec.types import Batch, Logits, TokenIds
 
 _DIAGNOSIS_S = 1.0  # for each server, when the child has ended

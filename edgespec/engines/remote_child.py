@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgespec.config.endpoints import split_endpoint
+from edgespec.config.values import split_endpoint
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.rpc_probe import RpcServer
 from edgespec.engines.model_use import ModelUse

@@ -16,10 +16,8 @@ from pathlib import Path
 
 from edgespec.closing import Closing
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
-from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.kind import gives_only_embeddings
-from edgespec.formats.gguf.split import model_files
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import child_environment, quoted, require_engine
 from edgespec.platform import disk_cache

@@ -341,7 +341,7 @@ class _Check:
         return [_logits_of(engine, token_ids, self._compared) for token_ids in reference.token_ids]
 
     def _reference(self, engine: Engine, name: str) -> Reference:
-        return reference_of(engine, name, self._compared)
+        return engine_reference(engine, name, self._compared)
 
     def _drafted(self, reference: Reference) -> Reference:
         return dataclasses.replace(reference, logits=tuple(map(self._compared, reference.logits)))
@@ -387,7 +387,7 @@ class _Check:
         return ""
 
 
-def reference_of(engine: Engine, name: str, kept: Kept = np.copy) -> Reference:
+def engine_reference(engine: Engine, name: str, kept: Kept = np.copy) -> Reference:
     """What an open engine makes of the probe texts; `kept` copies from some rows of logits what is to be compared."""
     vocabulary = engine.vocabulary
     ids = probe_ids([vocabulary.encode(text) for text in PROBE_TEXTS.values()], engine.facts.context_length)

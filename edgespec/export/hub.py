@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from edgespec.config.checks import is_number
+from edgespec.config.values import is_number
 from edgespec.errors import ModelFileError, ModelNotFound, SamplingError
 from edgespec.loading.hub import endpoint as hub_endpoint
 from edgespec.loading.hub import library, reason_of

@@ -332,7 +332,7 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
     check_round_trip(source.folder)
     architecture = found.facts.architecture
     if "gguf" in request.formats:
-        from edgespec.formats.architectures.table import ARCHITECTURES
+        from edgespec.formats.architectures import ARCHITECTURES
 
         if architecture not in ARCHITECTURES:
             raise unsupported(source.name, architecture, "GGUF", ARCHITECTURES)

@@ -18,7 +18,7 @@ from edgespec.export.hub import Source
 from edgespec.export.onnx.weights import kept_in_more
 from edgespec.export.reference import has_transformers
 from edgespec.export.request import TILED, ExportRequest, Format
-from edgespec.formats.architectures.table import is_tied
+from edgespec.formats.architectures import is_tied
 from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, named_architecture
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.hub_folder import read_json

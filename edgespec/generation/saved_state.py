@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.config.checks import as_path
+from edgespec.config.values import as_path
 from edgespec.engines.cached_text import CachedText
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, StateError, shown
@@ -33,8 +33,6 @@ _AGAIN = "the prompt is read again instead"
 def state_path(given: str | os.PathLike[str]) -> Path:
     """`given` as the path of a saved state. Raises ConfigError for what is none."""
     path = as_path("path", given)
-    if path is None:
-        raise ConfigError("path is None: name the file of the saved state")
     if not path.name:
         raise ConfigError(f"path {shown(str(given))} is a folder: name the file of the saved state")
     return path

@@ -1,20 +1,26 @@
-"""The models that edgespec knows where to get: `models/*.toml`, one file per family.
+"""The models that edgespec knows where to get (`models/*.toml`, one file per family), and how a user names one.
 
-An entry names a source (a repository of the hub, a Python package, or weights to convert), the model that drafts for
-it, its licence, advice, and figures where somebody measured them. Sizes and checksums that are not written down come
-from the hub when a model is pulled. What this module does not know: what is installed.
+An entry names a repository of the hub, the model that drafts for it, its licence and advice. Sizes and checksums that
+are not written down come from the hub when a model is pulled. What this module does not know: what is installed.
+
+A user names an entry, a hub repository or the address of one, with a quantisation: `qwen3-8b`, `qwen3-8b:Q8_0`,
+`Qwen/Qwen3-8B-GGUF:Q4_K_M`, `https://huggingface.co/Qwen/Qwen3-8B-GGUF`.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, ModelNotFound, shown
+from edgespec.loading.hub import REPO, endpoint
 from edgespec.platform.files import shipped_models
 
 CATALOGUE_FORMAT = 1
@@ -31,22 +37,6 @@ class SourceFile:
     path: str
     bytes: int
     sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The entry's file in `count` Python packages, for a network without the hub. `package` and `path` in it are filled
-    with the number of the piece, from 1; `bytes`: the size of every piece but the last."""
-
-    package: str
-    revision: str
-    path: str
-    count: int
-    bytes: int
-
-    @property
-    def summary(self) -> str:
-        return f"{self.package.format(1)} to {self.count}, version {self.revision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +60,13 @@ class HeadSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A figure that was measured, and `where`. `speedup` over plain decoding; `acceptance_rate` from 0 to 1."""
-
-    where: str
-    drafter: str = ""
-    speedup: float | None = None
-    acceptance_rate: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """A model to pull. One of `repo` (hub), `package` (Python index) and `convert` (hub id for export) is given.
+    """A model to pull from `repo` of the hub.
 
-    `weights`: hub id of the original weights, as vLLM and the like read them; empty: that of `convert`.
-    `family`: models of one family have the same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is
-    no use alone; `quant`: which of the repository's files, in `pieces` elsewhere, too; `verified`: what was tried here,
-    empty for nothing; `sampling`: what its makers recommend, by names of `Sampling`.
+    `weights`: hub id of the original weights, as vLLM and the like read them; `family`: models of one family have the
+    same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is no use alone; `quant`: which of the
+    repository's files; `verified`: what was tried here, empty for nothing; `sampling`: what its makers recommend, by
+    names of `Sampling`.
     """
 
     name: str
@@ -94,31 +74,16 @@ class Entry:
     licence: str
     description: str
     parameters: int
-    repo: str = ""
-    package: str = ""
-    convert: str = ""
-    weights: str = ""
-    revision: str = ""
-    quant: str = ""
+    repo: str
+    weights: str
+    quant: str
     files: tuple[SourceFile, ...] = ()
-    pieces: Pieces | None = None
     draft: str = ""
     draft_only: bool = False
     heads: tuple[HeadSource, ...] = ()
     advice: str = ""
     verified: str = ""
-    measured: tuple[Measured, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
-
-    @property
-    def source(self) -> str:
-        """Where it comes from, as manifests of pulled models say it."""
-        return self.repo or f"{self.package}=={self.revision}" if not self.convert else self.convert
-
-    @property
-    def original(self) -> str:
-        """Hub id of the original weights."""
-        return self.weights or self.convert
 
     @property
     def known_bytes(self) -> int | None:
@@ -150,6 +115,89 @@ def _read(path: Path) -> Iterator[Entry]:
 
 def _with_tables(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of an entry with its lists of tables as dataclasses."""
-    kinds: dict[str, Any] = {"files": SourceFile, "heads": HeadSource, "measured": Measured}
+    kinds: dict[str, Any] = {"files": SourceFile, "heads": HeadSource}
     made = {key: tuple(kind(**table) for table in values.get(key, ())) for key, kind in kinds.items()}
-    return {**values, **made, "pieces": Pieces(**values["pieces"]) if "pieces" in values else None}
+    return {**values, **made}
+
+
+_HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
+_NAME = re.compile(r"[^\W_]([\w.-]{0,98}[\w-])?")
+MOST_NAME_BYTES = 200  # file systems allow 255, and parts are added to it
+_RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # Windows has devices of these names
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model to get: a catalogue `entry`, or a `repo` of the hub; `wanted` is a quantisation or file name or empty."""
+
+    text: str
+    entry: Entry | None
+    repo: str
+    wanted: str
+    revision: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name that it gets on this machine."""
+        base = (
+            self.entry.name
+            if self.entry
+            else re.sub(r"[-_.]GGUF$", "", self.repo.rpartition("/")[2], flags=re.IGNORECASE)
+        )
+        suffix = re.sub(r"\.(gguf|onnx)$", "", self.wanted.rpartition("/")[2]).lower()
+        return f"{base}-{suffix}" if suffix else base
+
+
+def parse(text: str) -> Reference:
+    """What `text` names. Raises ModelNotFound, with the nearest known name."""
+    if "://" in text:
+        return _from_address(text)
+    text = without_hub(text)
+    base, _, wanted = text.partition(":")
+    if base in entries():
+        entry = entries()[base]
+        return Reference(text, entry, entry.repo, wanted)
+    if REPO.fullmatch(base):
+        return Reference(text, None, base, wanted)
+    if base.lower() in entries():
+        return parse(base.lower() + (f":{wanted}" if wanted else ""))
+    near = difflib.get_close_matches(base.lower(), entries(), 3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ModelNotFound(
+        f"{shown(text)} is not a known model: {hint}edgespec ls --all lists them; or give a hub repository such as "
+        "Qwen/Qwen3-8B-GGUF:Q4_K_M"
+    )
+
+
+def without_hub(text: str) -> str:
+    """`text` without the name of the hub in front, with which Ollama has it: hf.co/Qwen/Qwen3-8B-GGUF:Q4_K_M."""
+    hub, _, rest = text.partition("/")
+    return rest if hub.lower() in _HUBS else text
+
+
+def check_name(name: str) -> str:
+    """`name`, if a folder may be called so. Raises ModelNotFound."""
+    if not _NAME.fullmatch(name) or _RESERVED.fullmatch(name):
+        raise ModelNotFound(f"{shown(name)} is not a valid name: use letters, digits, '.', '_' and '-'")
+    if len(name.encode()) > MOST_NAME_BYTES:
+        raise ModelNotFound(
+            f"{shown(name)} is too long for a folder: it has {len(name.encode())} bytes, at most {MOST_NAME_BYTES} are "
+            "allowed"
+        )
+    return name
+
+
+def _from_address(text: str) -> Reference:
+    """ORG/NAME, and behind /blob/ or /resolve/ a revision and a file."""
+    url = urlsplit(text)
+    if url.hostname not in (*_HUBS, urlsplit(endpoint()).hostname):
+        raise ModelNotFound(f"{text} is not on the hub ({endpoint()}): fetch the file yourself, then edgespec add FILE")
+    parts = [unquote(part) for part in url.path.strip("/").split("/")]
+    repo = "/".join(parts[:2])
+    if not REPO.fullmatch(repo):
+        raise ModelNotFound(
+            f"{text} does not name a repository: give one, as in https://huggingface.co/Qwen/Qwen3-8B-GGUF"
+        )
+    is_file = len(parts) > 4 and parts[2] in ("blob", "resolve", "raw")
+    revision = parts[3] if len(parts) > 3 and parts[2] in ("blob", "resolve", "raw", "tree") else ""
+    return Reference(text, None, repo, "/".join(parts[4:]) if is_file else "", "" if revision == "main" else revision)

@@ -1,7 +1,8 @@
 """Fetches a file: resumes where an interrupted run stopped, checks it, and renames it only when it is complete.
 
 Until then it is called `.NAME.KEY.part`, where KEY identifies the version of the file, so that a process that is killed
-at any moment leaves nothing that looks like a model.
+at any moment leaves nothing that looks like a model. Checksums of large files are compared once, and again only when a
+file changes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,33 @@ from pathlib import Path
 from time import sleep
 
 from edgespec.errors import DownloadError, StateError
-from edgespec.formats.manifest import ModelFile, sha256_of
-from edgespec.loading.checksums import keep_hash
+from edgespec.formats.manifest import ModelFile, check_file, sha256_of
 from edgespec.loading.hub import HubFile, Overloaded, hub_errors, open_stream
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.files import is_file, write_errors
+
+
+def was_hashed(file: ModelFile) -> bool:
+    """Whether these contents had the checksum that the manifest says."""
+    return disk_cache.is_marked("hashed", _key(file))
+
+
+def check_hash(file: ModelFile) -> None:
+    """Raise ModelFileError when a file is missing or is not the one described; else it counts as `was_hashed`."""
+    key = _key(file)
+    check_file(file, is_large_too=True)
+    disk_cache.mark("hashed", key, file.path)
+
+
+def keep_hash(file: ModelFile) -> None:
+    """Remember that the caller has just compared this file's checksum, so that the first load need not."""
+    disk_cache.mark("hashed", _key(file), file.path)
+
+
+def _key(file: ModelFile) -> str:
+    return key_of("hashed", file_key(file.path), file.sha256)
+
 
 logger = logging.getLogger("edgespec")
 OnBytes = Callable[[str, int, int], None]

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.loading.catalogue import without_hub
 from edgespec.loading.hub import HubFile
 from edgespec.loading.hub_choice import choose, gguf_groups
-from edgespec.loading.reference import without_hub
 from edgespec.platform.files import (
     TEMPORARY,
     absolute,

@@ -1,4 +1,4 @@
-"""Which engine runs a GGUF: our kernels in ONNX Runtime where they can, else llama.cpp.
+"""Which engine runs a GGUF: our kernels in ONNX Runtime where they can, else llama.cpp; and the heads shipped for it.
 
 On the processor the kernels give rows of a pass that cost little and have the same bits beside any others. What they
 lack stays with llama.cpp: GPUs, other architectures, heads in GGUF, caches of other types.
@@ -6,6 +6,7 @@ lack stays with llama.cpp: GPUs, other architectures, heads in GGUF, caches of o
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,13 +16,15 @@ from types import MappingProxyType
 from edgespec.config import LoadOptions
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
-from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
+from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.kind import gives_only_embeddings, has_mtp
-from edgespec.formats.manifest import ModelFile, ModelPair
+from edgespec.formats.manifest import ModelFile, ModelPair, sha256_of
 from edgespec.installation import IMPORT_FAILURES, has_engine, not_importable
 from edgespec.kernels.library import library_path, why_missing
+from edgespec.platform.disk_cache import file_key, get, key_of, put, text
+from edgespec.platform.files import is_file, shipped_models
 
 KERNEL_CACHE_TYPES = (None, "f16", "q8_0")
 
@@ -40,8 +43,6 @@ def with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
 
 def _heads(options: LoadOptions, pair: ModelPair) -> Mapping[str, ModelFile]:
     """The pair's heads, or the shipped ones for its very target where nothing else drafts for it."""
-    from edgespec.loading.shipped_heads import shipped_heads  # imports numpy
-
     target = pair.files["target"]
     if pair.heads or pair.draft or options.heads or options.drafter not in ("auto", "eagle"):
         return pair.heads
@@ -166,3 +167,45 @@ def _why_unreadable(path: Path) -> str:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+logger = logging.getLogger("edgespec")
+SHIPPED = "eagle.npz"
+# Types of ONNX models for which the shipped heads' drafts were measured to gain (docs/benchmarks/heads.md).
+GAINING = frozenset({"w8a8", "int8", "int4"})
+
+
+def shipped_heads(source: Path, sha256: str | None = None) -> Path | None:
+    """The heads in `models/NAME` for the GGUF `source`, whose checksum is computed once where it is not given.
+
+    None for other files. Heads that cannot be read are logged and left out.
+    """
+    from edgespec.formats.head_file import read_head_manifest  # imports numpy
+
+    if source.suffix.lower() != ".gguf" or not is_file(source):
+        return None
+    for path in sorted(shipped_models().glob(f"*/{SHIPPED}")):
+        try:
+            manifest = read_head_manifest(path)
+        except ModelFileError as exc:
+            logger.warning("the heads are left out: %s", exc)
+            continue
+        try:
+            header = read_header(source)
+            sizes = header.metadata.get(f"{header.architecture}.embedding_length"), len(header.tokens)
+            if sizes != (manifest.hidden_size, manifest.vocabulary_size):
+                continue
+            if (sha256 or _known_sha256(source)) == manifest.target_sha256:
+                return path
+        except (EdgespecError, OSError):  # opening the file says what is wrong with it
+            return None
+    return None
+
+
+def _known_sha256(path: Path) -> str:
+    key = key_of("sha256", file_key(path))
+    found = get("checksums", key, text)
+    if found is None:
+        found = sha256_of(path)
+        put("checksums", key, found)
+    return str(found)

@@ -24,8 +24,8 @@ from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
 from edgespec.engines.head import CachedHead, HeadLayer
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.gguf.check import HEAD_NAMES
 from edgespec.formats.gguf.head_reader import head_kind_of
-from edgespec.formats.gguf.kind import HEAD_NAMES
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.requirements import head_paths

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgespec.errors import ModelFileError, ModelNotFound
-from edgespec.formats.gguf.split import SPLIT_NAME
+from edgespec.formats.gguf.check import SPLIT_NAME
 from edgespec.loading.hub import HubFile
 
 # The first that a repository has is taken where none is asked for: 4 bits, then the next larger, then smaller ones.

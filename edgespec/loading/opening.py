@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,25 +10,23 @@ from dataclasses import replace
 from edgespec.closing import closed_on_failure
 from edgespec.config import DrafterName, LoadOptions
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
 from edgespec.engines.base import Engine
+from edgespec.engines.model_use import ModelUse
 from edgespec.engines.trial import Trial
-from edgespec.errors import ModelFileError, UsageError
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
+from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files, require_language_model
 from edgespec.formats.gguf.header import keeping_headers, read_header
-from edgespec.formats.gguf.kind import gives_only_embeddings, require_language_model
-from edgespec.formats.gguf.split import model_files
 from edgespec.formats.manifest import ModelFile, ModelPair, check_file
-from edgespec.loading.checksums import check_hash, was_hashed
-from edgespec.loading.draft_vocabulary import draft_cache
+from edgespec.loading.download import check_hash, was_hashed
+from edgespec.loading.drafts import draft_cache
 from edgespec.loading.engine_choice import with_engines
 from edgespec.loading.heads import open_head_file, open_heads, open_own_layers, read_heads, state_layers
-from edgespec.loading.model_engine import load_libraries, open_draft, open_engine, open_target
 from edgespec.loading.registry import resolve
-from edgespec.loading.requirements import Chosen, resolve_pair
-from edgespec.loading.uses import target_use
+from edgespec.loading.requirements import Chosen, draft_use, resolve_pair, target_use
 from edgespec.vocabulary import Vocabulary, check_same_vocabulary
 
 
@@ -92,10 +90,7 @@ def _opened(
     """The drafters with models for `name` that are not `opened` yet."""
     pair = chosen.pair
     if name == "early-exit":
-        if chosen.is_cut:
-            return {name: SharedStateDrafter(target, options.draft_temperature)}
-        engine = open_draft(options, pair.files["draft"], target)
-        return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
+        return {name: EarlyExitDrafter(target, options.draft_temperature)}
     if name == "mtp" and chosen.has_own_mtp:
         return {name: open_own_layers(options, target)}
     if name in HEAD_FILES:
@@ -191,3 +186,73 @@ def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
     checks = [thread.submit(check_hash, file) for file in later]
     thread.shutdown(wait=False)
     return checks
+
+
+def load_libraries(models: Iterable[ModelFile]) -> None:
+    """Import what opening them needs. Raises CapabilityError where a library is missing."""
+    engines = {model.engine for model in models}
+    if "onnx" in engines:
+        from edgespec.engines.onnx.library import library
+
+        library()
+    if "llamacpp" in engines:
+        from edgespec.engines.llamacpp.library import library
+
+        library()
+
+
+def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | None) -> Engine:
+    """The target. `states`: layers whose inputs come with its hidden states; None: no hidden states are needed.
+
+    Raises as `open_engine`.
+    """
+    file = chosen.pair.files["target"]
+    if file.is_gguf and options.provider not in ("auto", "cpu"):
+        raise ConfigError(
+            f"--provider {options.provider} is for ONNX models (--engine onnx, where a pair has both); layers of a "
+            "GGUF go to a GPU with -ngl"
+        )
+    use = replace(target_use(options, chosen), hidden_states=states is not None, state_layers=states or ())
+    return open_engine(options, file, use)
+
+
+def open_draft(options: LoadOptions, file: ModelFile, target: Engine) -> Engine:
+    """A draft model for `target`. Raises as `open_engine`, and CapabilityError for one that cannot roll back."""
+    engine = open_engine(options, file, draft_use(options, file, target.facts.context_length))
+    if not (engine.facts.can_rollback or engine.facts.has_checkpoints):
+        engine.close()
+        raise CapabilityError(f"draft {file.path.name} cannot roll back its state and so cannot draft")
+    return engine
+
+
+def open_engine(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
+    """The engine of a file. Raises as the engine's `load`, and ConfigError for `options` that ONNX Runtime ignores."""
+    found = _open(options, file, use)
+    if file.note:
+        found.facts = replace(found.facts, notes=(*found.facts.notes, file.note))
+    return found
+
+
+def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
+    if file.engine == "onnx":
+        from edgespec.engines.onnx import OnnxEngine
+
+        _check_for_onnx(options, use)
+        return OnnxEngine.load(file.path, use)
+    if gives_only_embeddings(check_gguf(file.path)):
+        from edgespec.engines.llamacpp.encoder import EncoderEngine
+
+        return EncoderEngine.load(file.path, use)
+    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.remote import RemoteEngine
+
+    return (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use)
+
+
+def _check_for_onnx(options: LoadOptions, use: ModelUse) -> None:
+    given = {"-ngl": options.gpu_layers, "--device": options.device, "--rpc": options.rpc}
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag} {value} is for llama.cpp; the device of an ONNX model is set with --provider")
+    if use.cache_type_k != use.cache_type_v:
+        raise ConfigError("this model caches keys and values in one type: give -ctk and -ctv the same")

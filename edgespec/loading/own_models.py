@@ -9,28 +9,40 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from edgespec.engines.trial import check_model_file
-from edgespec.errors import Busy, CapabilityError, ConfigError, ModelFileError, ModelNotFound, shown, shown_path
+from edgespec.errors import (
+    Busy,
+    CapabilityError,
+    ConfigError,
+    EdgespecError,
+    ModelFileError,
+    ModelNotFound,
+    shown,
+    shown_path,
+)
 from edgespec.formats.manifest import (
     ENGINE_TABLES,
     MANIFEST,
     MANIFEST_FORMAT,
     ModelFile,
+    ModelPair,
     read_pair,
     read_table,
     sha256_of,
 )
-from edgespec.loading.checksums import keep_hash
-from edgespec.loading.download import PART
+from edgespec.loading.catalogue import Entry, check_name, entries
+from edgespec.loading.download import PART, keep_hash
+from edgespec.loading.elsewhere import found_elsewhere
 from edgespec.loading.hub import library
-from edgespec.loading.reference import check_name
 from edgespec.loading.registry import folder_of, model_in, models_folder, name_in, registered_folders
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
+from edgespec.platform.memory import free_memory
 
 _LOCKS, UNFINISHED = ".locks", ".unfinished"
 
@@ -227,7 +239,7 @@ def files_of(path: Path) -> ModelFile:
 
         paths = [path, *(each for each in all_files(path) if each != path)]
     else:
-        from edgespec.formats.gguf.split import model_files
+        from edgespec.formats.gguf.check import model_files
 
         paths = list(model_files(path))
     return ModelFile(paths[0], parts=tuple(map(ModelFile, paths[1:])))
@@ -241,3 +253,80 @@ def _common_folder(paths: list[Path]) -> Path:
             raise ConfigError(f"the files of one model are on different drives ({drives}): move them to one")
         shared = shared.parent
     return shared
+
+
+_BESIDE_WEIGHTS = 1.1  # weights with caches and buffers, over the weights alone
+
+
+def fits(num_bytes: int) -> bool | None:
+    """Whether models of `num_bytes` fit into the memory that is available now; None if that is unknown."""
+    available = free_memory()
+    return None if available is None else num_bytes * _BESIDE_WEIGHTS <= available
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model of the list. `state`: here, in another program, unfinished, damaged or to pull.
+
+    `is_guess`: its size is not known yet; `draft`: the draft model, or the heads, that come with it.
+    """
+
+    name: str
+    state: str
+    bytes: int
+    is_guess: bool
+    fits: bool | None
+    draft: str
+    description: str
+
+
+def list_here() -> Iterator[Listed]:
+    """Models on this machine by name, damaged and unfinished ones too."""
+    found = registered_folders()
+    for name, folder in sorted(found.items()):
+        try:
+            pair = read_pair(folder, check_hashes=False)
+        except EdgespecError as exc:
+            yield Listed(name, "damaged", 0, False, None, "", str(exc))
+            continue
+        size = pair_bytes(pair)
+        yield Listed(name, "here", size, False, fits(size), drafted_from(pair), pair.description)
+    for name, folder in own_folders().items():
+        size = sum(
+            path.stat().st_size for path in folder.rglob("*") if path.suffix in (PART, ".gguf", ".data", ".onnx")
+        )
+        if name not in found and size:
+            yield Listed(name, "unfinished", size, False, None, "", f"edgespec pull {name} resumes it")
+
+
+def list_elsewhere() -> Iterator[Listed]:
+    """Models that other programs keep on this machine, which run under these names."""
+    for each in found_elsewhere():
+        yield Listed(each.name, f"in {each.program}", each.bytes, False, fits(each.bytes), "", str(each.path))
+
+
+def list_known(here: set[str]) -> Iterator[Listed]:
+    """Models of the catalogue that are not `here`; the size and whether it fits are those with its draft."""
+    for entry in entries().values():
+        if entry.name not in here:
+            size = entry_bytes(entry)
+            yield Listed(entry.name, "to pull", size, not entry.known_bytes, fits(size), entry.draft, entry.description)
+
+
+def drafted_from(pair: ModelPair) -> str:
+    """The name of its draft model, else its heads, which draft where there is none."""
+    return pair.draft.name if pair.draft else ", ".join(f"{kind} heads" for kind in pair.heads)
+
+
+def pair_bytes(pair: ModelPair) -> int:
+    """The size of the files of the target and of what drafts for it."""
+    used = [pair.files[role] for role in ("target", "draft") if role in pair.files]
+    used += () if pair.draft else pair.heads.values()
+    sizes = {part.path: part.bytes or part.path.stat().st_size for file in used for part in file.all_files}
+    return sum(sizes.values())
+
+
+def entry_bytes(entry: Entry) -> int:
+    """The size of an entry with its draft, guessed where it is not known."""
+    draft = entries().get(entry.draft)
+    return entry.guessed_bytes() + (draft.guessed_bytes() if draft else 0)

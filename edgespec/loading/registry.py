@@ -16,15 +16,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown, shown_path
-from edgespec.formats.gguf.split import SPLIT_NAME
+from edgespec.formats.gguf.check import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
-from edgespec.loading.catalogue import entries
+from edgespec.loading.catalogue import Reference, entries, parse, without_hub
 from edgespec.loading.elsewhere import path_elsewhere
 from edgespec.loading.hub import REPO
 from edgespec.loading.hub_choice import NO_MODEL
-from edgespec.loading.reference import Reference, parse, without_hub
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 
 logger = logging.getLogger("edgespec")

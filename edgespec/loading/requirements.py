@@ -10,15 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, LoadOptions
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
+from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.kind import has_mtp
-from edgespec.formats.gguf.split import is_early_exit
-from edgespec.formats.manifest import HEAD_KINDS, ModelPair
+from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.engine_choice import with_engines
 from edgespec.loading.registry import resolve
 from edgespec.platform.files import expanded
@@ -102,7 +102,7 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     wanted = _taken_by_auto(options, pair, own) if options.drafter == "auto" else _asked_for(options, pair, own)
     if wanted == ("mtp",) and "mtp" not in own:
         return wanted  # these layers come with the target
-    _check_files(wanted, pair, has_exit=exit_layer is not None or "early-exit" in own)
+    _check_files(wanted, pair, has_exit=exit_layer is not None)
     _check_kind(wanted, own, pair)
     _check_engine(wanted, pair)
     return wanted
@@ -121,8 +121,6 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
         return ()
     if name == "mtp" and "mtp" not in own:
         return _only_mtp(pair, can_mtp=_takes_mtp(options, pair))
-    if name == "hierarchical" and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
-        return (*own, name)  # an exit in GGUF drafts over the target's weights: it is the small model
     return (name,) if name in own or SPECS[name].roles else ()
 
 
@@ -141,11 +139,8 @@ def _is_named(need: Need, options: LoadOptions) -> bool:
 
 
 def _no_exit(pair: ModelPair) -> str:
-    hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
-    return (
-        f"drafter 'early-exit' needs to know where {pair.name!r} exits early: give {hint}a pair made with edgespec "
-        "export --derive early-exit:LAYERS"
-    )
+    where = "" if pair.files["target"].engine == "onnx" else ", for a target in ONNX"
+    return f"drafter 'early-exit' needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
 
 
 def _check_files(wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
@@ -193,7 +188,7 @@ def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:
         return ()
     file = pair.files["draft"]
     head = head_kind_of(file.path) if file.is_gguf else None
-    return (head or ("early-exit" if _draft_is_exit(pair) else "model"),)
+    return (head or "model",)
 
 
 def _needs(name: DrafterName, pair: ModelPair) -> tuple[Need, ...]:
@@ -206,31 +201,15 @@ def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:
 
     Raises CapabilityError where an exit was asked for and there is none.
     """
-    target, draft = pair.files["target"], pair.files.get("draft")
-    if options.drafter not in ("auto", "early-exit"):
+    target = pair.files["target"]
+    if options.drafter not in ("auto", "early-exit") or options.exit_layer is None:
         return None
-    if options.exit_layer is not None:
-        if target.engine != "onnx":
-            raise CapabilityError(
-                "--exit-layer is for ONNX targets; the exit of a GGUF is chosen when it is written: edgespec export "
-                f"--derive early-exit:{options.exit_layer}"
-            )
-        return options.exit_layer
-    if draft is not None and not target.is_gguf and not draft.is_gguf:
-        from edgespec.engines.onnx.partition import exit_layer_of as exit_layer_of_files
-
-        return exit_layer_of_files(draft.path, target.path)
-    return None
-
-
-def _draft_is_exit(pair: ModelPair) -> bool:
-    """Whether the pair's draft is the beginning of its target, over the same weights."""
-    target, draft = pair.files["target"], pair.files["draft"]
-    if target.is_gguf != draft.is_gguf:
-        return False
-    if not target.is_gguf:
-        return draft.path.parent == target.path.parent and draft.path != target.path
-    return is_early_exit(draft.path, target.path)
+    if target.engine != "onnx":
+        raise CapabilityError(
+            f"--exit-layer is for ONNX targets, and {target.path.name} runs on {target.engine}: convert it "
+            f"(edgespec export {target.path.name} --to onnx), or use another drafter"
+        )
+    return options.exit_layer
 
 
 def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[Path]:
@@ -251,3 +230,65 @@ def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[P
             )
         paths = [expanded(options.heads)]
     return paths
+
+
+_MOST_DRAFT_CONTEXT = 4096
+
+
+def target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
+    """Of the target, without the hidden states that heads of another file want."""
+    layers, endpoints = options.target_gpu_layers, options.rpc_servers
+    is_elsewhere = chosen.pair.files["target"].engine == "llamacpp" and bool(layers or endpoints)
+    return replace(
+        _use(options, is_elsewhere=is_elsewhere),
+        context_length=options.context_tokens,
+        cache_type_k=options.cache_type_k,
+        cache_type_v=options.cache_type_v,
+        gpu_layers=layers,
+        devices=options.target_devices,
+        endpoints=endpoints,
+        reproducible=options.reproducible if options.verify == "coupled" else False,
+        speculates=verifies_drafts(options, chosen.pair),
+        has_mtp=chosen.has_own_mtp,
+        exit_layer=chosen.exit_layer,
+    )
+
+
+def draft_use(options: LoadOptions, file: ModelFile, target_context: int) -> ModelUse:
+    """Of a draft model for a target with a context of so many tokens: by default no longer than it can ever use."""
+    layers = options.draft_model_gpu_layers
+    return replace(
+        _use(options, is_elsewhere=file.engine == "llamacpp" and layers != 0),
+        context_length=options.draft_context_length,
+        default_context=min(target_context + MAX_DRAFT_LENGTH, _MOST_DRAFT_CONTEXT),
+        cache_type_k=options.draft_cache_type_k,
+        cache_type_v=options.draft_cache_type_v,
+        gpu_layers=layers,
+        devices=options.draft_devices,
+        reproducible=False,
+        speculates=False,
+    )
+
+
+def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
+    """What all models of a run have in common."""
+    # Trees need cells that sequences share. Else a row would read what all other chats hold, too: with eight chats of
+    # 100 tokens and a draft a 1B model wrote .82 of what it writes plainly, while drafts of several chats in one pass
+    # gain .1 at two.
+    shares_cells = options.parallel == 1 or is_elsewhere or _drafts_trees(options)
+    return ModelUse(
+        threads=options.threads,
+        max_sequences=options.parallel,
+        max_branches=MAX_BRANCHES if shares_cells else 0,
+        kv_offload=options.kv_offload,
+        provider=options.provider,
+    )
+
+
+def _drafts_trees(options: LoadOptions) -> bool:
+    """Whether there is room for branches of trees on the processor: for drafters asked for by name.
+
+    Rows are too dear there for trees that nobody asked for, and several chats would pay for the room.
+    """
+    asked = SPECS.get(options.drafter)
+    return asked is not None and asked.cost == "rows"

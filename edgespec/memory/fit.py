@@ -2,38 +2,43 @@
 
 Only options that the user did not give are changed. Of all choices that fit, the best in the order of `_rows` is taken,
 where the first difference decides: a context of 2048 tokens, the draft model (or a smaller one that is on this
-machine), its context, the plain type of the cache, a longer context. So a larger budget never gets less of one of these
-unless it gets more of an earlier one. Fitting without paging comes before all of them.
+machine, which never changes a text), its context, the plain type of the cache, a longer context. So a larger budget
+never gets less of one of these unless it gets more of an earlier one. Fitting without paging comes before all of them.
 Without a budget only the draft is given up, as it cannot change a text. In reproducible mode the cache keeps its type:
 a text must not depend on whether there was room for a draft.
+
+Before that, numbers take the place of `-c auto` and `-ngl auto`: of the latter as many layers of the target as the free
+memory of the GPU holds, then the draft if it fits beside them. What is on no device runs on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from edgespec.config import LoadOptions
-from edgespec.config.sizes import as_size
+from edgespec.config.values import as_size
 from edgespec.drafters.spec import SPECS
+from edgespec.engines.llamacpp.library import has_gpu
+from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.manifest import ModelFile, ModelPair
+from edgespec.formats.gguf.check import check_gguf, model_files
+from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
+from edgespec.formats.manifest import ModelFile, ModelPair, read_pair
 from edgespec.installation import quoted
+from edgespec.loading.registry import registered_folders
 from edgespec.loading.requirements import without_drafts
-from edgespec.memory.context import in_context
-from edgespec.memory.drafts import smaller_drafts
-from edgespec.memory.placement import placed
-from edgespec.memory.plan import Plan, planned
-from edgespec.memory.verdict import Fit, Room, Verdict
+from edgespec.memory.plan import Fit, Plan, Room, Verdict, planned
 
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
 _DRAFT_CONTEXTS = (1024, 512)
-_MOST_FILES = 8  # beside a target whose headers are read
+_MOST_FILES = 8  # whose headers are read: each holds a whole vocabulary
 # What may be given up of one kind, the least of it first; None: nothing is.
 Choices = tuple["GivenUp | None", ...]
 _SAID = ("context", "cache", "draft context", "draft")
@@ -278,3 +283,133 @@ def _identity(path: Path) -> tuple[object, ...]:
     header = check_gguf(path)
     sizes = (header.metadata.get(f"{header.architecture}.{name}") for name in ("block_count", "embedding_length"))
     return header.architecture, len(header.tokens), header.metadata.get("general.name"), *sizes
+
+
+STEP = 512  # tokens between the contexts that "auto" chooses from, of which the first is the smallest
+_MOST_CELLS = 1 << 24  # of all answers at once, llama.cpp's limit
+_USUAL = 4096  # of a model that does not say what it was trained for
+
+
+def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOptions], bool]) -> LoadOptions:
+    """`options` with a number in place of 0 and "auto"; `fits`: whether options do, with nothing given up.
+
+    Where no context fits with nothing given up, "auto" is the default, which may be reduced. Raises as `planned`.
+    """
+    if options.context_length not in (0, "auto"):
+        return options
+    most = min(own_context(pair.files["target"]), _MOST_CELLS // options.parallel)
+    if options.context_length == 0:
+        return replace(options, context_length=most)
+    sizes = [*range(STEP, most, STEP), most]
+    too_large = bisect_left(sizes, True, key=lambda size: not fits(replace(options, context_length=size)))
+    return replace(options, context_length=sizes[too_large - 1] if too_large else None)
+
+
+def own_context(file: ModelFile) -> int:
+    """Tokens that a model was trained for. Raises as `planned`."""
+    if file.is_gguf:
+        return read_header(file.path).context_length or _USUAL
+    from edgespec.engines.onnx.footprint import footprint
+
+    return footprint(file.path, ModelUse(default_context=_MOST_CELLS)).context_length
+
+
+MOST_LAYERS = 512  # of llama.cpp
+DeviceRoom = Callable[[Sequence[str] | None], int]
+
+
+def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None) -> LoadOptions:
+    """`options` with numbers of layers in place of "auto"; `room`: bytes on devices, None: what they report as free.
+
+    Raises CapabilityError for a device that is missing or does not report its memory, and as `planned`.
+    """
+    if options.gpu_layers is None and _goes_to_gpu(options, pair):
+        options = replace(options, gpu_layers="auto")
+    if options.gpu_layers != "auto":
+        return options
+    if pair.files["target"].engine != "llamacpp" or options.target_devices == ():
+        return _with(options, 0, 0)
+    if options.rpc is not None:  # llama.cpp splits the layers by the servers' free memory
+        return _with(options, -1, 0)
+    from edgespec.engines.llamacpp.placement import room_on_devices
+
+    free = (room or room_on_devices)(options.target_devices)
+
+    def needed(layers: int, draft_layers: int) -> list[int]:
+        """Bytes on devices, of the target and of each draft."""
+        plan = planned(_with(options, layers, draft_layers), pair)
+        return [model.footprint.device for model in plan.models]
+
+    every, *drafts = needed(-1, -1)
+    if _is_said(options) and options.draft_devices == options.target_devices:
+        free, drafts = free - sum(drafts), []
+    if every <= free:
+        return _with(options, -1, -1 if every + sum(drafts) <= free else 0)
+    return _with(options, bisect_right(range(MOST_LAYERS), free, key=lambda layers: needed(layers, 0)[0]) - 1, 0)
+
+
+def _goes_to_gpu(options: LoadOptions, pair: ModelPair) -> bool:
+    """Whether layers go to the GPU where nobody says how many."""
+    is_free = not (options.reproducible or options.rpc or options.device)
+    return is_free and pair.files["target"].engine == "llamacpp" and has_gpu()
+
+
+def _with(options: LoadOptions, layers: int, draft_layers: int | None) -> LoadOptions:
+    """`options` with these numbers instead of "auto", for the draft unless the user placed it."""
+    draft_layers = options.draft_gpu_layers if _is_said(options) else draft_layers
+    return replace(options, gpu_layers=layers, draft_gpu_layers=draft_layers)
+
+
+def _is_said(options: LoadOptions) -> bool:
+    """Whether the user placed the draft."""
+    return options.draft_gpu_layers is not None or options.draft_device is not None
+
+
+@keeping_headers()
+def smaller_drafts(pair: ModelPair) -> list[Path]:
+    """GGUF files with the target's vocabulary that are smaller than the pair's draft model, the largest first.
+
+    Those beside its files, and those of registered models. None for a pair whose draft is no GGUF model of its own.
+    """
+    target, draft = pair.files["target"].path, pair.draft
+    if draft is None or {target.suffix, draft.suffix} != {".gguf"}:
+        return []
+    own = {file.path.resolve() for file in pair.files.values()}
+    sizes: dict[Path, int] = {}
+    for path in _files_here(target, draft):
+        with contextlib.suppress(EdgespecError, OSError):
+            if path.resolve() not in own and (size := _num_bytes(path)) < _num_bytes(draft):
+                sizes[path.resolve()] = size
+    if not sizes:
+        return []
+    try:
+        header = check_gguf(target)
+        if head_kind_of(draft):
+            return []
+    except EdgespecError:  # whoever loads them says best what is wrong
+        return []
+    largest = sorted(sizes, key=lambda path: -sizes[path])[:_MOST_FILES]
+    return [path for path in largest if _can_draft(path, target, header)]
+
+
+def _files_here(target: Path, draft: Path) -> Iterator[Path]:
+    for folder in {target.parent, draft.parent}:
+        yield from folder.glob("*.gguf")
+    for folder in registered_folders().values():
+        with contextlib.suppress(EdgespecError):  # a damaged pair
+            files = read_pair(folder, check_hashes=False).files.values()
+            yield from (file.path for file in files if file.path.suffix == ".gguf")
+
+
+def _num_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in model_files(path))
+
+
+def _can_draft(path: Path, target: Path, header: GgufHeader) -> bool:
+    try:
+        found = check_gguf(path)
+        if head_kind_of(path):
+            return False
+    except EdgespecError:
+        return False
+    return found.shares_vocabulary(header)

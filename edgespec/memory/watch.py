@@ -2,15 +2,20 @@
 
 Several pairs in one process share that memory, so what pairs loaded later were planned to take is added to a budget.
 The limits of the machine and of its control groups are read again at every check, since they and other programs
-change.
+change. A report says what a loaded pair was planned to take, what it takes, and what was given up for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 from weakref import WeakSet
 
+from edgespec.memory.fit import Fitted, GivenUp
+from edgespec.memory.plan import Plan, Room, Verdict
+from edgespec.platform.machine import peak_rss_bytes
 from edgespec.platform.memory import count_plan, drop_plan, least_free, own_bytes
 
 _LOOK_EVERY_S = 1.0
@@ -86,3 +91,62 @@ class MemoryWatch:
             over = used - self.limit_bytes - self._others_since()
         self.why = "over the budget" if over >= short else "more must be free"
         return max(over, short)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """`plan` and `verdict` of the load, what was `given_up`, and the `watch` that keeps the budget.
+
+    `parked_bytes`: room for saved states of other conversations, beyond the plan.
+    """
+
+    plan: Plan
+    verdict: Verdict
+    given_up: tuple[GivenUp, ...]
+    watch: MemoryWatch
+    parked_bytes: int
+    note: str
+
+    @classmethod
+    def of(cls, fitted: Fitted, room: Room) -> MemoryReport:
+        from edgespec.engines.parked import MOST_BYTES  # imports numpy, which a plan alone does without
+
+        most = room.most_own(fitted.plan)
+        counted = min(room.own, fitted.plan.process.own)
+        left = MOST_BYTES if most is None else most - room.own - fitted.plan.own_bytes + counted
+        parked = min(max(left, 0), MOST_BYTES)
+        planned = fitted.plan.own_bytes - fitted.plan.process.own
+        grows_to = room.own - counted + fitted.plan.own_bytes
+        watch = MemoryWatch(room.most_in_budget(fitted.plan), planned_bytes=planned, grows_to_bytes=grows_to)
+        return cls(fitted.plan, fitted.verdict, fitted.given_up, watch, parked, fitted.note)
+
+    @property
+    def own_bytes(self) -> int | None:
+        """The process's own memory now, without files; None if the system does not report it."""
+        return own_bytes()
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        """The most memory that the process ever had, mapped files included."""
+        return peak_rss_bytes()
+
+
+def plan_object(fitted: Fitted) -> dict[str, Any]:
+    """A plan as JSON; sizes in bytes."""
+    plan, verdict = fitted.plan, fitted.verdict
+    return {
+        "model": plan.name,
+        "verdict": verdict.fit,
+        "needed_bytes": verdict.needed_bytes,
+        "free_bytes": verdict.free_bytes,
+        "limit": verdict.name,
+        "own_bytes": plan.own_bytes,
+        "mapped_bytes": plan.mapped_bytes,
+        "total_bytes": plan.total_bytes,
+        "read_once_bytes": plan.read_once_bytes,
+        "device_bytes": plan.device_bytes,
+        "device_note": plan.device_note,
+        "context_length": plan.context_length,
+        "given_up": [{"what": each.what, "text": each.text, "flags": each.flags} for each in fitted.given_up],
+        "parts": [part._asdict() for part in plan.parts],
+    }

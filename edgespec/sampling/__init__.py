@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.sampling.parameters import MAX_TEMPERATURE, Sampling
+from edgespec.config import MAX_TEMPERATURE, Sampling
 from edgespec.sampling.sampler import NoTokenLeft, Sampler
 from edgespec.sampling.top import top_ids
 

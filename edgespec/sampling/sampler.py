@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.config.options import Sampling
 from edgespec.errors import EngineError, SamplingError
 from edgespec.sampling.constraint.state import Constraint
 from edgespec.sampling.noise import Noise, Stream
-from edgespec.sampling.parameters import Sampling
 from edgespec.sampling.top import top_ids
 from edgespec.types import Distribution, Draft, Logits, TokenIds, one_hot
 

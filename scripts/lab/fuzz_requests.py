@@ -12,7 +12,7 @@ import numpy as np
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import COMMANDS
-from edgespec.config.settings import SETTINGS
+from edgespec.config.options import SETTINGS
 from edgespec.runtime import Model
 from fuzz_cases import Case, Garbage, Known, command_line
 from fuzz_mutate import ODD_VALUES

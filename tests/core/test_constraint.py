@@ -11,7 +11,7 @@ import pytest
 
 from demo import DEMO
 from edgespec import GenerateOptions, Sampling
-from edgespec.config.names import MAX_GRAMMAR_CHARACTERS
+from edgespec.config.values import MAX_GRAMMAR_CHARACTERS
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter

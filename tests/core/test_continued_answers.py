@@ -10,11 +10,9 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.chat.channels import ChannelSplitter
-from edgespec.chat.marks import CHANNELS, KNOWN_MARKS
+from edgespec.chat.marks import CHANNELS, KNOWN_MARKS, ChannelSplitter
 from edgespec.chat.reasoning import Reasoning
-from edgespec.chat.rendered import chat_text
-from edgespec.chat.template import answer_prefix, encode_messages, encode_rendered
+from edgespec.chat.template import answer_prefix, chat_text, encode_messages, encode_rendered
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from edgespec.cli.main import cli
-from edgespec.loading import draft_hint as hints
+from edgespec.loading import drafts as hints
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.registry import resolve
 from tiny_gemma4 import GemmaShape, write_drafter, write_target
@@ -42,7 +42,7 @@ def test_the_largest_neighbour_with_the_same_vocabulary_is_named(big):
 def test_a_family_is_named_where_its_smallest_model_is_small_enough(big, monkeypatch):
     assert hint(big) is None
     monkeypatch.setattr(hints, "_FAMILIES", (("^llama", "tiny-llama"),))
-    entry = Entry("tiny-llama", "llama", "MIT", "tiny", 1, repo="o/tiny")
+    entry = Entry("tiny-llama", "llama", "MIT", "tiny", 1, repo="o/tiny", weights="o/tiny", quant="Q8_0")
     monkeypatch.setattr(hints, "entries", lambda: {"tiny-llama": entry})
     begin = "big has no draft model; tiny-llama usually makes it faster:"
     assert hint(big) == f"{begin} edgespec pull tiny-llama, then -md tiny-llama"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.chat.history import checked_messages
+from edgespec.chat.messages import checked_messages
 from edgespec.chat.template import render_chat
 from edgespec.errors import PromptError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgespec.config import LoadOptions
-from edgespec.config.endpoints import is_loopback, parse_endpoints, split_endpoint
+from edgespec.config.values import is_loopback, parse_endpoints, split_endpoint
 from edgespec.errors import ConfigError
 
 

@@ -22,12 +22,12 @@ PACKAGE = Path(edgespec.__file__).parent
 # A part of a subpackage that ranks below the rest of it has a line of its own: it is a component too.
 RANKS = {
     **dict.fromkeys(("errors", "closing"), -1),
-    **dict.fromkeys(("installation", "reports", "vocabulary", "config.sizes", "config.endpoints", "platform"), 0),
+    **dict.fromkeys(("installation", "reports", "vocabulary", "config.values", "platform"), 0),
     **dict.fromkeys(("types", "config", "formats", "contained"), 1),
     **dict.fromkeys(("kernels",), 1.5),
-    **dict.fromkeys(("config.settings", "chat", "engines"), 2),
+    **dict.fromkeys(("chat", "engines"), 2),
     **dict.fromkeys(("sampling.noise", "sampling.stopping", "sampling.constraint"), 2),
-    **dict.fromkeys(("config.sources", "sampling", "sampling.acceptance", "corpus"), 3),
+    **dict.fromkeys(("sampling", "sampling.acceptance", "corpus"), 3),
     **dict.fromkeys(("drafters",), 4),
     **dict.fromkeys(("control", "loading"), 5),
     **dict.fromkeys(("generation.run_state", "memory"), 6),
@@ -40,7 +40,7 @@ RANKS = {
     **dict.fromkeys(("cli",), 14),
     **dict.fromkeys(("__main__",), 15),
 }
-ENGINES_MAY_USE = {"closing", "errors", "installation", "config.endpoints", "types", "vocabulary", "engines"}
+ENGINES_MAY_USE = {"closing", "errors", "installation", "config.values", "types", "vocabulary", "engines"}
 ENGINES_MAY_USE |= {"formats", "platform", "kernels"}
 DRAFTERS_MAY_USE = {
     "errors",
@@ -61,12 +61,10 @@ BASES = {
     "engines.head",
     "engines.parked",
     "drafters.base",
-    "drafters.factory",
-    "drafters.forced",  # every controller makes these two: they need neither a model nor a text
-    "drafters.predicted",
+    "drafters.predicted",  # every controller makes these: they need neither a model nor a text
     "drafters.spec",
 }
-DRAFTERS_ASSEMBLE = {"drafters.factory", "drafters.spec"}  # what makes the others
+DRAFTERS_ASSEMBLE = {"drafters.spec"}  # what makes the others
 SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus drafter looks up
 # what puts engines and drafters together, or reads their files
 ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "memory", "control.pool"}

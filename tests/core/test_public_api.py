@@ -60,10 +60,10 @@ def test_every_public_method_is_documented(name):
 
 
 def test_the_keywords_of_load_are_the_fields_of_its_options():
-    keywords, fields = typing.get_type_hints(LoadKeywords), typing.get_type_hints(LoadOptions)
-    assert list(keywords) == [name for name in fields if name != "model"]
+    keywords, types = typing.get_type_hints(LoadKeywords), typing.get_type_hints(LoadOptions)
+    assert ["model", *keywords] == [field.name for field in dataclasses.fields(LoadOptions)]
     for name, kind in keywords.items():
-        wanted = str | os.PathLike[str] | None if fields[name] == Path | None else fields[name]
+        wanted = str | os.PathLike[str] | None if types[name] == Path | None else types[name]
         assert kind == wanted, name
 
 

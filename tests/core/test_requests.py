@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.chat.history import checked_messages
+from edgespec.chat.messages import checked_messages
 from edgespec.chat.template import encode_rendered, render_chat
 from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.drafters.model import DraftTemperature

@@ -308,7 +308,7 @@ def test_arguments_of_another_type_are_typed_errors(model: edgespec.Model, tmp_p
         (lambda: model.encode_chat([], anything)): "tools must be a list such as .*, got int",
         (lambda: model.save_state(anything)): "path must be a path, got 5",
         (lambda: model.load_state("a\0b")): "path must be a path",
-        (lambda: model.load_state(cast(Any, None))): "path is None",
+        (lambda: model.load_state(cast(Any, None))): "path must be a path, got None",
         (lambda: model.save_state("/")): "is a folder: name the file",
         (lambda: model.load_state("")): "is a folder: name the file",
     }.items():

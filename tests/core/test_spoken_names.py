@@ -8,7 +8,7 @@ from click.testing import CliRunner
 import edgespec
 from edgespec import GenerateOptions, LoadOptions
 from edgespec.cli.main import cli
-from edgespec.config.settings import SETTINGS
+from edgespec.config.options import SETTINGS
 from edgespec.errors import PYTHON_NAMES, ConfigError, EdgespecError, PromptTooLong, spoken_on_the_command_line
 from edgespec.sampling.constraint.words import in_plain_words
 from edgespec.server.http_errors import as_http_error

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.chat.call_ids import wants_short_ids, with_short_ids
-from edgespec.chat.channels import ChannelSplitter
+from edgespec.chat.marks import ChannelSplitter
+from edgespec.chat.messages import wants_short_ids, with_short_ids
 from edgespec.chat.template import render_chat
 from edgespec.chat.tool_forms import call_form
 from edgespec.chat.tools import ToolParser
@@ -29,11 +29,6 @@ PHI = (
     "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}"
     "<|system|>{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|><|end|>"
     "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
-)
-PHI_SINGLE = (
-    "{% for t in tools %}<|tool|>{{ t['function'] | tojson }}<|/tool|>{% endfor %} as <|tool_call|>{...}<|/tool_call|>"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls %}"
-    "<|tool_call|>{{ c.function | tojson }}<|/tool_call|>{% endfor %}<|end|>{% endfor %}"
 )
 MISTRAL = (
     "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
@@ -110,7 +105,6 @@ COMMAND = in_order(
     '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": ' + JSON + "}",
     ",\\n", "\n]<|END_ACTION|>",
 )  # fmt: skip
-APERTUS = in_order("<|tools_prefix|>[", '{"{{ c.function.name }}": ' + JSON + "}", ", ", "]<|tools_suffix|>")
 BEGIN, CALL, SEP, END, LAST = (
     f"<\uff5ctool▁{part}\uff5c>" for part in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
@@ -122,12 +116,6 @@ KIMI = in_order(
     + "<|tool_call_end|>",
     "", "<|tool_calls_section_end|>",
 )  # fmt: skip
-SOLAR = in_order(
-    "<|tool_calls|>",
-    "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>" + JSON
-    + "<|tool_call:end|>",
-    "", "<|calls|>",
-)  # fmt: skip
 HUNYUAN = "{% set HYTK = ':opensource' %}" + in_order(
     "{{ '<tool_calls{}>\\n'.format(HYTK) }}",
     "{{ '<tool_call{}>'.format(HYTK) }}{{ c.function.name }}{{ '<tool_sep{}>\\n'.format(HYTK) }}"
@@ -137,10 +125,10 @@ HUNYUAN = "{% set HYTK = ':opensource' %}" + in_order(
     "{{ '</tool_call{}>'.format(HYTK) }}",
     "\\n", "{{ '\\n</tool_calls{}>'.format(HYTK) }}",
 )  # fmt: skip
-FORMS = {"seed": SEED, "granite": GRANITE, "command": COMMAND, "apertus": APERTUS, "deepseek": DEEPSEEK,
-         "deepseek json": DEEPSEEK_JSON, "kimi": KIMI, "solar": SOLAR, "hunyuan": HUNYUAN, "coder": CODER,
+FORMS = {"seed": SEED, "granite": GRANITE, "command": COMMAND, "deepseek": DEEPSEEK,
+         "deepseek json": DEEPSEEK_JSON, "kimi": KIMI, "hunyuan": HUNYUAN, "coder": CODER,
          "glm": GLM, "gemma": GEMMA, "gemma later": GEMMA_LATER, "lfm": LFM, "channels": CHANNELS,
-         "qwen": QWEN, "smollm3": SMOLLM3, "phi": PHI, "phi single": PHI_SINGLE, "mistral": MISTRAL,
+         "qwen": QWEN, "smollm3": SMOLLM3, "phi": PHI, "mistral": MISTRAL,
          "ministral": MINISTRAL, "llama": LLAMA}  # fmt: skip
 ENDS = ("<|im_end|>", "<|end|>", "</s>", "<|eot_id|>")
 TYPED = [{"type": "function", "function": {

@@ -14,7 +14,7 @@ from edgespec import installation
 from edgespec.cli import main
 from edgespec.errors import ConfigError, ModelNotFound, StateError
 from edgespec.loading import own_models
-from edgespec.loading.reference import check_name
+from edgespec.loading.catalogue import check_name
 
 
 class _Named:

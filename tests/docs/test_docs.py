@@ -17,7 +17,7 @@ import pytest
 import edgespec
 from edgespec.cli.main import cli
 from edgespec.config import DRAFTERS
-from edgespec.config.settings import SETTINGS
+from edgespec.config.options import SETTINGS
 from edgespec.config.sources import resolve
 
 ROOT = Path(edgespec.__file__).resolve().parents[1]

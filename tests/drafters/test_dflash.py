@@ -28,7 +28,7 @@ from edgespec.formats.gguf.dflash import read_dflash
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.drafts import smaller_drafts
+from edgespec.memory.fit import smaller_drafts
 from edgespec.memory.plan import planned
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES

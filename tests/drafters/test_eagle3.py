@@ -28,7 +28,7 @@ from edgespec.errors import (
     ModelFileError,
     VocabularyMismatch,
 )
-from edgespec.export.accuracy import limits_of
+from edgespec.export.check import limits_of
 from edgespec.export.gguf.convert import convert
 from edgespec.formats.gguf.eagle3 import read_eagle3
 from edgespec.formats.gguf.head_reader import head_kind_of

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edgespec.export.onnx.cut import early_exit_onnx
 
 import edgespec
 from demo import TEST_THREADS
@@ -22,7 +23,6 @@ from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, ContextFull
 from edgespec.export.gguf import EarlyExit, early_exit_gguf
-from edgespec.export.onnx.cut import early_exit_onnx
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Logits
 from lossless import PROMPTS

@@ -17,7 +17,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled, PromptError, VocabularyMismatch
-from edgespec.loading.draft_vocabulary import LEAST_OVERLAP
+from edgespec.loading.drafts import LEAST_OVERLAP
 from edgespec.sampling import Sampler
 from edgespec.vocabulary import Vocabulary
 from laws import ALPHA_1E6

@@ -19,9 +19,9 @@ from edgespec.engines.llamacpp.mtp import MtpFileHead, MtpHead
 from edgespec.engines.llamacpp.running_state import RunningState, auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
+from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import GgufHeader, read_header
-from edgespec.formats.gguf.kind import has_mtp
-from edgespec.loading.draft_hint import draft_hint
+from edgespec.loading.drafts import draft_hint
 from edgespec.loading.registry import resolve
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
 
@@ -262,7 +262,7 @@ def test_damaged_weights_are_named(alone_path: Path, tmp_path: Path) -> None:
 
 
 def test_the_hint_for_a_model_without_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.loading.draft_hint._LEAST_TARGET_BYTES", 1)
+    monkeypatch.setattr("edgespec.loading.drafts._LEAST_TARGET_BYTES", 1)
     with_layer, without = tmp_path / "with", tmp_path / "without"
     for folder, has_layer in ((with_layer, True), (without, False)):
         folder.mkdir()

@@ -16,8 +16,7 @@ import pytest
 
 from damage import changing, damaged
 from edgespec.corpus import database as module
-from edgespec.corpus.database import Corpus, CorpusText, joined
-from edgespec.corpus.documents import Documents
+from edgespec.corpus.database import Corpus, CorpusText, Documents, joined
 from edgespec.corpus.index import sorted_places
 from edgespec.corpus.store import texts_folder, vocabulary_key
 from edgespec.errors import ConfigError, StateError
@@ -322,7 +321,7 @@ def test_a_named_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.corpus.documents.MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("edgespec.corpus.database.MAX_FILE_BYTES", 1 << 20)
     (tmp_path / "large.txt").write_bytes(b"a" * ((1 << 20) + 1))
     found = Documents(tmp_path)
     assert list(found) == [] and found.left_out == {"larger than 1 MiB": 1}

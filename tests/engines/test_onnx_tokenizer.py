@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from edgespec.chat.template import encode_messages
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.formats.gguf.splitters import SPACE
+from edgespec.formats.gguf.tokenizer import SPACE
 from edgespec.vocabulary import FimTokens
 from tiny_checkpoints import SPECIALS, byte_level_tokenizer, spm_tokenizer
 

@@ -108,6 +108,7 @@ def onnx_target(request: pytest.FixtureRequest, onnx_path: Path, tmp_path_factor
         return onnx_path
     pytest.importorskip("onnx")
     from edgespec.export.onnx.integer import to_integer
+
     from plain_demo import plain_demo
 
     plain = plain_demo(onnx_path.parent, tmp_path_factory.mktemp("plain") / "target")

@@ -20,10 +20,9 @@ from edgespec.cli.main import cli
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError
-from edgespec.export.accuracy import open_engine
-from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
-from edgespec.export.onnx.from_hub import convert_hub
+from edgespec.export.check import open_engine
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import DraftVocabulary, convert_hub
 from edgespec.export.request import ExportRequest
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA, drafted

@@ -21,7 +21,7 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 from edgespec.cli.main import cli
 from edgespec.export import file_checks as checking
 from edgespec.export import maker, reference
-from edgespec.export.accuracy import open_engine
+from edgespec.export.check import open_engine
 from edgespec.export.reference import Reference
 from edgespec.formats.manifest import read_pair
 from edgespec.installation import install_command

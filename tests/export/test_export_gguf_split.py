@@ -13,16 +13,16 @@ import pytest
 pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
+from edgespec.export.derive import prune
+
 from edgespec.engines.envelope import fingerprint
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.errors import ConfigError, ModelFileError, ModelNotFound, StateError
-from edgespec.export.derive import prune
-from edgespec.export.gguf import EarlyExit, convert, early_exit_gguf
-from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.split import FILES, ID, model_files
-from edgespec.formats.gguf.values import GgufNumbers
+from edgespec.export.gguf import EarlyExit, early_exit_gguf
+from edgespec.export.gguf.convert import convert
+from edgespec.export.onnx.writer import open_gguf
+from edgespec.formats.gguf.check import FILES, ID, check_gguf, model_files
+from edgespec.formats.gguf.header import GgufNumbers, read_header
 from edgespec.types import Batch
 from tiny_checkpoints import CASES, TOKEN_IDS, write_checkpoint
 from tiny_gguf import Shape, write_model

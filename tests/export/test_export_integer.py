@@ -21,7 +21,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.onnx import OnnxEngine, sessions, unsigned
 from edgespec.errors import ModelFileError
-from edgespec.export.accuracy import compare, limits_of
+from edgespec.export.check import compare, limits_of
 from edgespec.export.reference import Reference
 from edgespec.platform.machine import products_saturate
 from edgespec.types import Batch, Logits
@@ -30,11 +30,11 @@ from plain_demo import plain_demo
 
 onnx = pytest.importorskip("onnx")
 
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
-
 from edgespec.export.onnx.cut import early_exit_onnx  # noqa: E402
 from edgespec.export.onnx.integer import to_integer  # noqa: E402
 from edgespec.export.onnx.quantise import save  # noqa: E402
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
 from edgespec.formats.onnx.w8a8 import quantise_columns  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,23 +17,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edgespec.export.onnx.child import failure
+from edgespec.export.onnx.convert import Exporter
 from numpy.typing import NDArray
 
 import edgespec
 from edgespec.engines.onnx.sessions import open_session
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError
-from edgespec.export.onnx import ONNX_QUANTS, export_onnx
-from edgespec.export.onnx.child import failure
-from edgespec.export.onnx.convert import Exporter
+from edgespec.export.onnx import export_onnx
+from edgespec.export.request import ONNX_QUANTS
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-from onnx import helper, numpy_helper  # noqa: E402
-
 from edgespec.export.onnx.cut import early_exit_onnx  # noqa: E402
 from edgespec.export.onnx.graph import read_graph  # noqa: E402
 from edgespec.export.onnx.tied import share_embedding  # noqa: E402
+from onnx import helper, numpy_helper  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "models" / "demo"

@@ -19,21 +19,13 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError, VocabularyMismatch
 from edgespec.export import plan
 from edgespec.export import resources as room
-from edgespec.export.accuracy import Comparison, ExportRefused, Limits, compare, limits_of, open_engine
-from edgespec.export.gguf import GGUF_QUANTS, export_gguf
-from edgespec.export.hub import find_source, local_source
-from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
-from edgespec.export.onnx import ONNX_QUANTS
-from edgespec.export.plan import read_facts
-from edgespec.export.reference import Reference
-from edgespec.export.request import Derivation, ExportRequest, parse_formats, parse_quants
-from edgespec.export.tokens import (
-    PROBE_TEXTS,
-    check_round_trip,
-    check_same_tokens,
-    token_names,
-)
-from edgespec.export.workspace import Workspace, opened
+from edgespec.export.check import Comparison, ExportRefused, Limits, compare, limits_of, open_engine
+from edgespec.export.gguf.quantise import GGUF_QUANTS, export_gguf
+from edgespec.export.hub import card_licence, find_source, local_source, recommended_sampling
+from edgespec.export.reference import PROBE_TEXTS, Reference, check_round_trip, check_same_tokens, token_names
+from edgespec.export.request import ONNX_QUANTS, Derivation, ExportRequest, parse_formats, parse_quants
+from edgespec.export.room import read_facts
+from edgespec.export.workspace import Workspace, opened, write_manifest
 from edgespec.types import Batch
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -16,17 +16,17 @@ pytest.importorskip(
 )
 
 import gguf
+from edgespec.export.conversion import _output_bytes
+from edgespec.export.onnx.convert import export_onnx
 
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import ModelFileError
-from edgespec.export.conversion import _output_bytes
 from edgespec.export.gguf.quantise import quantise
-from edgespec.export.onnx.convert import export_onnx
-from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
-from edgespec.export.onnx.gguf_weights import kept_in_more
-from edgespec.formats.four_bits import STORED_TYPES, fit, take_apart
+from edgespec.export.onnx.weights import kept_in_more
+from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.formats.onnx.forms import quantise_blocks
+from edgespec.formats.onnx.four_bits import STORED_TYPES, fit, take_apart
 from edgespec.installation import has_engine
 from edgespec.types import Batch
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint

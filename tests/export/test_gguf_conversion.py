@@ -13,12 +13,12 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.export import conversion, conversion_check
-from edgespec.export.accuracy import Limits, limits_of
-from edgespec.export.gguf import convert
-from edgespec.export.onnx.gguf_weights import GgufWeights
+from edgespec.export.check import Limits, limits_of
+from edgespec.export.gguf.convert import convert
+from edgespec.export.onnx.weights import GgufWeights
 from edgespec.export.pair import export_pair
 from edgespec.export.request import ExportRequest
-from edgespec.export.resources import human
+from edgespec.export.room import human
 from edgespec.formats.gguf.model import KINDS
 from edgespec.formats.manifest import read_pair
 from edgespec.installation import has_engine

@@ -19,11 +19,11 @@ from edgespec.config import LoadOptions
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine
-from edgespec.loading import shipped_heads as given_heads
+from edgespec.loading import engine_choice as given_heads
 from edgespec.loading.catalogue import entries
-from edgespec.loading.listing import drafted_from, pair_bytes
+from edgespec.loading.engine_choice import SHIPPED, shipped_heads
+from edgespec.loading.own_models import drafted_from, pair_bytes
 from edgespec.loading.requirements import verifies_drafts
-from edgespec.loading.shipped_heads import SHIPPED, shipped_heads
 from edgespec.platform.files import shipped_models
 from gguf_conversions import export
 

@@ -13,8 +13,8 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 
 from demo import DEMO
 from edgespec.export import conversion_check, file_checks, plan
-from edgespec.export.accuracy import Limits, limits_of
-from edgespec.export.onnx.from_hub import HubWeights
+from edgespec.export.check import Limits, limits_of
+from edgespec.export.onnx.weights import HubWeights
 from edgespec.export.pair import export_pair
 from edgespec.export.request import ExportRequest
 from edgespec.formats.manifest import read_pair

@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="the tiny models need the package gguf: scripts/run.py install export")
 
+from edgespec.export.onnx.convert import FORMS
+
 from demo import DEMO, TEST_THREADS
 from edgespec.errors import ModelFileError
-from edgespec.export.accuracy import open_engine
-from edgespec.export.onnx.convert import FORMS, TILED
-from edgespec.export.onnx.from_hub import HubWeights, convert_hub
+from edgespec.export.check import open_engine
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.weights import HubWeights
+from edgespec.export.onnx.writer import convert_hub
+from edgespec.export.request import TILED
 from edgespec.formats.checkpoint import INDEX, Checkpoint
 from edgespec.formats.onnx import DATA, llama
 from edgespec.types import Batch

@@ -15,8 +15,15 @@ pytest.importorskip("tokenizers", reason="the test folders need the package toke
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ConfigError, ModelFileError, StateError, UsageError
-from edgespec.export.gguf import GGUF_QUANTS, NEEDS_IMPORTANCE, convert, export_gguf, quantise
-from edgespec.export.importance import measure_importance, read_importance
+from edgespec.export.gguf.convert import convert
+from edgespec.export.gguf.quantise import (
+    GGUF_QUANTS,
+    NEEDS_IMPORTANCE,
+    export_gguf,
+    measure_importance,
+    quantise,
+    read_importance,
+)
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.types import Batch
 from tiny_checkpoints import CASES, TEXTS, TOKEN_IDS, write_checkpoint

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
+from edgespec.export.onnx.convert import choose_exporter
+
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.model_use import ModelUse
@@ -19,14 +21,12 @@ from edgespec.engines.onnx import graph as graphs
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.sessions import reason
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
-from edgespec.export.gguf import export_gguf
+from edgespec.export.gguf.quantise import export_gguf
 from edgespec.export.onnx import tiled_weights, writer
-from edgespec.export.onnx.convert import TILED, choose_exporter
-from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
-from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
-from edgespec.export.onnx.from_hub import convert_hub
 from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.tiled_weights import mixed_kind
+from edgespec.export.onnx.weights import mixed_kind
+from edgespec.export.onnx.writer import DraftVocabulary, convert_gguf, convert_hub, open_gguf
+from edgespec.export.request import TILED
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD

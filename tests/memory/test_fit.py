@@ -22,7 +22,7 @@ from edgespec.loading.opening import open_vocabulary
 from edgespec.loading.own_models import add
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, fit
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Room
 from edgespec.platform.memory import Limit
 from tiny_gguf import Shape, write_model
 
@@ -153,7 +153,7 @@ def test_nothing_is_opened_when_it_does_not_fit(tmp_path: Path, monkeypatch: pyt
     def no_engine(*_: object, **__: object) -> None:
         raise AssertionError("an engine was opened")
 
-    monkeypatch.setattr("edgespec.loading.model_engine.open_engine", no_engine)
+    monkeypatch.setattr("edgespec.loading.opening.open_engine", no_engine)
     monkeypatch.setattr("edgespec.engines.trial.start_child", no_engine)
     with pytest.raises(CapabilityError, match="the budget is 20 MiB"):
         edgespec.load("demo", memory="20MiB")

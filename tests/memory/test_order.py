@@ -15,8 +15,7 @@ from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair, without_drafts
 from edgespec.memory.fit import COMFORTABLE_CONTEXT, Fitted, fit
-from edgespec.memory.plan import Plan, planned
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Plan, Room, planned
 from edgespec.platform.memory import Limit
 from llama_headers import LLAMA_8B, LLAMA_70B, write_header
 

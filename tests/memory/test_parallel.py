@@ -9,7 +9,7 @@ import pytest
 
 import edgespec
 from edgespec.config import LoadOptions
-from edgespec.config.load_options import keywords_of
+from edgespec.config.options import keywords_of
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
 from edgespec.engines.model_use import WIDEST

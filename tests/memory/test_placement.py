@@ -13,9 +13,8 @@ from edgespec.engines.llamacpp.devices import Device
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.placement import placed
-from edgespec.memory.plan import planned
-from edgespec.memory.verdict import Room
+from edgespec.memory.fit import placed
+from edgespec.memory.plan import Room, planned
 
 GIB = 1 << 30
 
@@ -85,7 +84,7 @@ def test_without_a_device_of_ours_there_is_nothing_to_choose(options):
 
 
 def test_a_gpu_is_used_where_nobody_says_how_many_layers(options, monkeypatch):
-    monkeypatch.setattr("edgespec.memory.placement.has_gpu", lambda: True)
+    monkeypatch.setattr("edgespec.memory.fit.has_gpu", lambda: True)
     options = replace(options, gpu_layers=None)
     assert layers(options, 4 * GIB) == (-1, -1)
     assert layers(replace(options, reproducible=True), GIB) == layers(replace(options, device="none"), GIB)

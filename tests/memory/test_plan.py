@@ -22,8 +22,7 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit
-from edgespec.memory.plan import Plan, planned
-from edgespec.memory.verdict import Room
+from edgespec.memory.plan import Plan, Room, planned
 from llama_headers import LLAMA_8B, LLAMA_70B, write_header
 
 MIB = 1 << 20

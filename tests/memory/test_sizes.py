@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import edgespec
-from edgespec.config.sizes import as_size, parse_budget
+from edgespec.config.values import as_size, parse_budget
 from edgespec.errors import ConfigError
 
 GIB = 1 << 30

@@ -194,12 +194,10 @@ KIMI_ARGS = "<|tool_call_argument_begin|>"
         ("lfm", "<|tool_call_start|> [find(city='Rome'), find(n=07)", ("", [SPACED, ("find", '{"n": 7}')])),
         ("granite", '<|tool_call|> [{"arguments":{"city":"Rome"}, "name":"find"}]\nI will see.', ("", [CITY])),
         ("granite", f"<tool_call> [{OBJECT},\n {OBJECT}]", ("", [CITY, CITY])),
-        ("apertus", 'Hm. <|tools_prefix|>[{"find": {"city":"Rome"}', ("Hm. ", [CITY])),
         ("command", '<|START_ACTION|>\n[\n  {"tool_call_id": "0", "tool_name": "find", "parameters": '
                     '{"city":"Rome"}}\n]\n<|END_ACTION|>', ("", [CITY])),
         ("kimi", f"<|tool_call_begin|>find:1 {KIMI_ARGS}{CITY[1]}", ("", [CITY])),
         ("kimi", f"<|tool_call_begin|>find.1{KIMI_ARGS}{{}}", (f"<|tool_call_begin|>find.1{KIMI_ARGS}{{}}", [])),
-        ("solar", f"<|tool_call:begin|>a<|tool_call:name|>find<|tool_call:args|>{CITY[1]}", ("", [CITY])),
         ("deepseek", f"{BEGIN}find{SEP}{CITY[1]}", ("", [CITY])),
         ("deepseek_json", f"{BEGIN}function{SEP}find\n```json\n{CITY[1]}```{LAST}", ("", [CITY])),
         ("llama", '{"name": "find", "parameters": {"city": "Rome"}} as {find} says', ("", [SPACED])),
@@ -216,7 +214,6 @@ def test_slips(form: str, text: str, expected: tuple[str, list[tuple[str, str]]]
     ("form", "text", "call_id"),
     [
         ("kimi", f"<|tool_call_begin|>functions.find:3{KIMI_ARGS}{{}}", "functions.find:3"),
-        ("solar", "<|tool_call:begin|>a1b2<|tool_call:name|>find<|tool_call:args|>{}", "a1b2"),
         ("mistral_with_id", "[TOOL_CALLS]find[CALL_ID]abc123XYZ[ARGS]{}", "abc123XYZ"),
     ],
 )

@@ -17,9 +17,7 @@ XML = "{{ tools }}<tool_call>\n<function=f>\n<parameter=a>\n"
 GLM = "{{ tools }}<tool_call>f<arg_key>a</arg_key><arg_value>"
 GEMMA = "{{ tools }}<|tool_call>call:f{}<tool_call|>"
 LFM = "List of tools: {{ tools }}<|im_start|>"
-MINICPM = '{{ tools }}<function name="f"><param name="a">'
 CHANNELS = "{{ tools }}<|channel|>commentary<|message|> to=functions.f"
-NEMOTRON = '{{ tools }}<TOOLCALL>[{"name": '
 TYPES = {
     "a": {"type": "string"},
     "n": {"type": ["integer", "null"]},
@@ -146,8 +144,6 @@ def parse(template: str, text: str, step: int) -> Found:
          ("", [("f", {"r": "42", "x": "None"})])),
         (GEMMA, '<|tool_call>call:f{a:<|"|>in <tool_call|> marks<|"|>}<tool_call|>',
          ("", [("f", {"a": "in <tool_call|> marks"})])),
-        (MINICPM, '<function name="f"><param name="a"><![CDATA[x</function>y]]></param></function>',
-         ("", [("f", {"a": "x</function>y"})])),
         (CHANNELS, '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a": "x"}<|call|>',
          ("", [("f", {"a": "x"})])),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
@@ -155,15 +151,11 @@ def parse(template: str, text: str, step: int) -> Found:
         *((LFM, f"<|tool_call_start|>{bad}<|tool_call_end|>", (f"<|tool_call_start|>{bad}<|tool_call_end|>", []))
           for bad in ("[f(1)]", "[f(**x)]", "[f(a=x)]", "[f(a=1j)]", "[f(a=g())]", "f(a=", "[f, g]",
                       "[(f)(a=1)(b=2)]", "[f(a=" + "[" * 99 + "]" * 99 + ")]", "[3]")),
-        (MINICPM, '<function name="f"><param name="a"><![CDATA[x < y\n]]></param><param name="n">2</param></function>',
-         ("", [("f", {"a": "x < y\n", "n": 2})])),
-        (MINICPM, "a <function call", ("a <function call", [])),
         (CHANNELS, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "x"}<|call|>',
          ("", [("f", {"a": "x"})])),
         (CHANNELS, 'So.<|channel|>commentary to=functions.f<|message|>{"a": "x"}', ("So.", [("f", {"a": "x"})])),
         (CHANNELS, "<|channel|>commentary to=functions.f<|message|>[1]<|call|>",
          ("<|channel|>commentary to=functions.f<|message|>[1]<|call|>", [])),
-        (NEMOTRON, '<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>', ("", [("f", {})])),
         (LLAMA, '{"name": "f", "parameters": {"a": 1}}', ("", [("f", {"a": 1})])),
         (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
          ("", [("f", {}), ("g", {})])),
@@ -190,7 +182,7 @@ def test_a_format_that_is_not_known_has_no_parser(template: str | None):
     assert call_form(template) is None
 
 
-@pytest.mark.parametrize("template", [XML, GLM, MINICPM, GEMMA, LFM, CHANNELS, HERMES, NEMOTRON])
+@pytest.mark.parametrize("template", [XML, GLM, GEMMA, LFM, CHANNELS, HERMES])
 def test_a_written_call_is_read_back(template: str):
     """As templates that show no calls of earlier turns get them."""
     kind = call_form(template)
@@ -200,20 +192,19 @@ def test_a_written_call_is_read_back(template: str):
     assert parse(template, kind.written(calls), 5) == ("", calls)
 
 
-@pytest.mark.parametrize("template", [XML, GLM, MINICPM, GEMMA, LFM])
+@pytest.mark.parametrize("template", [XML, GLM, GEMMA, LFM])
 def test_whatever_a_model_writes_is_a_call_or_stays_text(template: str):
     kind = call_form(template)
     assert kind is not None
     junk = [
         "{[1]}", "{{1: 2}}", "a." * 600 + "f(x=1)", "f(a=0x" + "1" * 5000 + ")", "1" * 5000, "\n" * 5000, "'" * 3000,
         "</parameter>" * 800, "<arg_key>a</arg_key>\n<arg_value>1</arg_value> and\n" * 400, '"\\ud83d"', "\\" * 3000,
-        '<param name="a">' * 800, "{" * 3000, "[" * 3000, "f(a=[" * 500, "1e999",
+        "{" * 3000, "[" * 3000, "f(a=[" * 500, "1e999",
     ]  # fmt: skip
     begin = {XML: "<function=f><parameter=l>", GLM: "f<arg_key>l</arg_key><arg_value>", GEMMA: "call:f{l:",
-             MINICPM: '<function name="f"><param name="l">', LFM: "[f(l="}[template]  # fmt: skip
-    end = {XML: "</parameter></function>", GLM: "</arg_value>", MINICPM: "</param>", GEMMA: "}", LFM: ")]"}[template]
-    opening = "" if template == MINICPM else kind.opens[0]
-    for text in (f"{opening}{begin}{each}{end}{kind.closes[0]}" for each in junk):
+             LFM: "[f(l="}[template]  # fmt: skip
+    end = {XML: "</parameter></function>", GLM: "</arg_value>", GEMMA: "}", LFM: ")]"}[template]
+    for text in (f"{kind.opens[0]}{begin}{each}{end}{kind.closes[0]}" for each in junk):
         parser = ToolParser(kind, TOOLS)
         shown, calls = parser.push(text)
         rest, more = parser.finish()

@@ -22,7 +22,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.dflash import DFlashDrafter
 from edgespec.drafters.eagle3 import Eagle3Drafter
-from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
@@ -92,8 +92,7 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
     "hierarchical": lambda target: hierarchical(target, 1.0),
     "warm hierarchical": lambda target: hierarchical(target, 1.5),
-    "early-exit": lambda target: EarlyExitDrafter(target.related(sigma=1.0)),
-    "shared exit": SharedStateDrafter,
+    "early-exit": EarlyExitDrafter,
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),
     "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), max_features=512),

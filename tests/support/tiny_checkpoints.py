@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from edgespec.formats.architectures.rows import Architecture, Sizes
-from edgespec.formats.architectures.table import ARCHITECTURES
+from edgespec.formats.architectures import ARCHITECTURES, Architecture, Sizes
 from edgespec.formats.checkpoint import Checkpoint
-from edgespec.formats.gguf.splitters import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
+from edgespec.formats.gguf.tokenizer import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
 
 VOCABULARY = 400
 TOKEN_IDS = [0, 1, 300, 17, 399, 2, 90, 90, 31, 5, 128, 255, 256, 77, 8, 301, 302, 64, 65, 66, 3, 210, 11, 150]

@@ -28,9 +28,9 @@ from edgespec.engines.head import NewPairs, Pairs
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.errors import ModelFileError
-from edgespec.export.accuracy import ExportRefused, limits_of
-from edgespec.export.onnx.from_hub import convert_hub
+from edgespec.export.check import ExportRefused, limits_of
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import convert_hub
 from edgespec.formats.head_file import HeadFile, read_head_file, write_head_file
 from lossless import PROMPTS
 from tiny_checkpoints import write_checkpoint as write_tiny

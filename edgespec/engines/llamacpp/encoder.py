@@ -21,8 +21,7 @@ from edgespec.engines.llamacpp.settings import ContextSettings, choose_context_l
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EngineError
-from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
 
 

@@ -39,7 +39,7 @@ from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
-from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.check import model_files
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
 
 AnyHead = TypeVar("AnyHead", bound=HeadOfFile[Any])

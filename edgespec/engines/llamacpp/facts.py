@@ -17,7 +17,7 @@ from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.proof import PREFIX
 from edgespec.engines.widths import METHOD, fastest_facts, is_known_free, packs_alike, pinned_facts
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.check import model_files
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import a_record, file_key, flag, key_of
 from edgespec.types import Batch, Logits

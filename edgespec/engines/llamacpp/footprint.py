@@ -26,11 +26,8 @@ from edgespec.engines.llamacpp.settings import (
 )
 from edgespec.engines.model_use import MAX_BATCH, ModelUse
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import GgufHeader, TensorInfo
-from edgespec.formats.gguf.kind import gives_only_embeddings
-from edgespec.formats.gguf.split import model_files
-from edgespec.formats.gguf.values import GgufNumbers
+from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
 from edgespec.platform.machine import instruction_sets, lacks_dot_products
 
 _CACHE_BLOCK = 32

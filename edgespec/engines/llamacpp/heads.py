@@ -11,9 +11,9 @@ from edgespec.engines.llamacpp.eagle3 import Eagle3Head
 from edgespec.engines.llamacpp.gemma4_drafter import Gemma4Drafter
 from edgespec.engines.llamacpp.head_file import HeadOfFile
 from edgespec.engines.llamacpp.mtp import MtpFileHead
+from edgespec.formats.gguf.check import HeadKind, is_gemma4_drafter
 from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.kind import HeadKind, is_gemma4_drafter
 
 KINDS: Mapping[HeadKind, type[HeadOfFile[Any]]] = {"eagle3": Eagle3Head, "dflash": DFlashHead, "mtp": MtpFileHead}
 

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError, StateError
-from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.check import model_files
 from edgespec.installation import IMPORT_FAILURES, not_importable, require_engine
 
 logger = logging.getLogger(__name__)

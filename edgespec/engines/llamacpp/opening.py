@@ -14,9 +14,8 @@ from edgespec.engines.llamacpp.running_state import keeps_running_state
 from edgespec.engines.llamacpp.settings import ContextSettings, create_context, has_streams, require_generator
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.check import HEAD_NAMES, check_gguf, head_kind, require_language_model
 from edgespec.formats.gguf.header import GgufHeader
-from edgespec.formats.gguf.kind import HEAD_NAMES, head_kind, require_language_model
 
 
 class OpenModel(NamedTuple):

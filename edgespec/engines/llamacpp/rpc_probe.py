@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from edgespec.config.endpoints import split_endpoint
+from edgespec.config.values import split_endpoint
 from edgespec.errors import Unreachable
 
 TIMEOUT_S = 3.0

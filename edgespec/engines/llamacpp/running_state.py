@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from edgespec.engines.llamacpp.library import library
-from edgespec.formats.gguf.header import GgufHeader
-from edgespec.formats.gguf.kind import has_mtp
-from edgespec.formats.gguf.values import GgufNumbers
+from edgespec.formats.gguf.check import has_mtp
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers
 
 # Some of the architectures whose states llama.cpp can roll back (llm_arch_supports_rs_rollback): those that tests run,
 # and the same with experts. At a file's first load it is tried (`_drops_rows` of facts.py).

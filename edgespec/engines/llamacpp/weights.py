@@ -12,9 +12,8 @@ import numpy as np
 
 from edgespec.engines.llamacpp.library import library, open_model
 from edgespec.errors import EdgespecError, ModelFileError
-from edgespec.formats.gguf.header import read_header
-from edgespec.formats.gguf.split import model_files
-from edgespec.formats.gguf.values import NUMBER_OF_TYPE
+from edgespec.formats.gguf.check import model_files
+from edgespec.formats.gguf.header import NUMBER_OF_TYPE, read_header
 
 
 def check_weights(path: Path) -> None:

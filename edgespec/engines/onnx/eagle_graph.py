@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgespec.formats.head_file import HeadFile, Matrix
 from edgespec.formats.head_manifest import PROJECT, HeadManifest
 from edgespec.formats.onnx import MICROSOFT
-from edgespec.formats.onnx.tensors import tensor_in_memory
+from edgespec.formats.onnx.graph import tensor_in_memory
 from edgespec.formats.onnx.tiles import DOMAIN, PRODUCT, q8_0
 from edgespec.formats.onnx.w8a8 import quantise_rows
 from edgespec.kernels import tiles

@@ -51,7 +51,7 @@ def partition(graph: Graph, path: Path, layers: int) -> Partition:
     """`graph`, as `read_graph` rewrote it, cut after layer `layers`.
 
     Raises ConfigError for a number of layers outside 1..all but one, CapabilityError for a graph that
-    onnxruntime-genai's model builder did not write.
+    neither edgespec nor onnxruntime-genai's model builder wrote.
     """
     import onnx  # not before a graph is cut
 
@@ -64,8 +64,7 @@ def partition(graph: Graph, path: Path, layers: int) -> Partition:
     entry = nodes.get(f"/model/layers.{layers}/input_layernorm/SkipLayerNorm")
     if entry is None or final is None or not graph.is_shared:
         raise CapabilityError(
-            f"{path} cannot be cut between layers: it was not made by onnxruntime-genai's model builder. Export it "
-            "again with --exporter builder, or use another drafter"
+            f"{path} cannot be cut between layers: export it again with edgespec, or use another drafter"
         )
     cut, end = list(entry.input[:2]), list(final.input[:2])
     scale = next(tensor for tensor in model.graph.initializer if tensor.name == entry.input[2])

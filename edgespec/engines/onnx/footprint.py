@@ -35,7 +35,7 @@ from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.formats.onnx.tensors import external_entry
+from edgespec.formats.onnx.graph import external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import LOOKUP, PRODUCT
 from edgespec.kernels.cache import cache_bytes

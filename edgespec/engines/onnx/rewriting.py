@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.onnx.head import FLOAT, LOGITS, attribute
-from edgespec.formats.onnx.tensors import read_tensor
+from edgespec.formats.onnx.graph import read_tensor
 
 ATTENTION = "GroupQueryAttention"
 NUM_ATTENTION_INPUTS = 11

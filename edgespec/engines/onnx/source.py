@@ -28,14 +28,12 @@ from edgespec.engines.onnx.settings import ModelConfig
 from edgespec.engines.onnx.tokenizer import tokenizer_file
 from edgespec.engines.onnx.weights import check_weight_files
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
-from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.formats.gguf.header import once
-from edgespec.formats.gguf.model import KINDS, GgufModel, read_model
-from edgespec.formats.gguf.split import model_files
+from edgespec.formats.gguf.model import KINDS, GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
-from edgespec.formats.gguf.weights import GgufTensors
+from edgespec.formats.onnx.graph import MemoryWriter
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
-from edgespec.formats.onnx.tensors import MemoryWriter
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
 from edgespec.kernels import tiles

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.formats.onnx.tensors import read_tensor
+from edgespec.formats.onnx.graph import read_tensor
 from edgespec.platform.machine import usable_processors
 
 # Inputs of the product: codes, weights, scale of codes, scales of weights, zero point of codes, that of the weights.

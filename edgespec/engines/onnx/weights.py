@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.onnx.tensors import IN_MEMORY, external_entry
+from edgespec.formats.onnx.graph import IN_MEMORY, external_entry
 
 
 def check_weight_files(graph: Any, path: Path) -> None:

@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.formats.architectures.layers import (
+from edgespec.formats.architectures import (
+    TRANSPOSE,
+    Architecture,
+    Sizes,
+    Tensor,
+    apply,
+    architecture_of,
+    attention_factor,
     canonical_name,
     layer_kinds,
     layer_number,
@@ -32,8 +39,6 @@ from edgespec.formats.architectures.layers import (
     window_frequency_base,
     window_of,
 )
-from edgespec.formats.architectures.rows import TRANSPOSE, Architecture, Sizes, Tensor, apply, attention_factor
-from edgespec.formats.architectures.table import architecture_of
 from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights, settings_of
 from edgespec.platform.files import atomic_file
 from edgespec.types import Progress, no_progress

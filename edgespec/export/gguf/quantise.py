@@ -21,7 +21,7 @@ from edgespec.engines.llamacpp.library import complaints, forget_complaints, lib
 from edgespec.errors import ConfigError, ModelFileError, UsageError
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert
 from edgespec.export.reference import in_transformers, read_tokenizer
-from edgespec.formats.architectures.table import architecture_of
+from edgespec.formats.architectures import architecture_of
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, read_header

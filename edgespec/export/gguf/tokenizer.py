@@ -19,7 +19,7 @@ from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.reference import read_tokenizer
 from edgespec.formats.checkpoint import Checkpoint
-from edgespec.formats.gguf.splitters import (
+from edgespec.formats.gguf.tokenizer import (
     SPACE,
     SPLIT_AT_MARKS,
     begins_with_space,

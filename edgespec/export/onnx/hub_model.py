@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.architectures.layers import (
+from edgespec.formats.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Sizes,
+    Tensor,
     canonical_name,
     layer_kinds,
     llama3_frequency_factors,
+    read_sizes,
     rotary_settings,
     rotated_layers,
     window_frequency_base,
     window_of,
 )
-from edgespec.formats.architectures.rows import Architecture, Sizes, Tensor, read_sizes
-from edgespec.formats.architectures.table import ARCHITECTURES
 from edgespec.formats.checkpoint import BUFFERS, Checkpoint, full_config, settings_of, unsupported
 from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 from edgespec.formats.onnx.llama_config import LlamaConfig

@@ -20,13 +20,12 @@ from edgespec.engines.llamacpp.devices import function
 from edgespec.engines.onnx.source import GgufTiles
 from edgespec.errors import ModelFileError
 from edgespec.export.onnx.hub_model import HubModel
-from edgespec.formats.architectures.rows import ADD_ONE, SCALE_Q_NORM
+from edgespec.formats.architectures import ADD_ONE, SCALE_Q_NORM
 from edgespec.formats.checkpoint import Weights
-from edgespec.formats.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
 from edgespec.formats.gguf.header import TensorInfo
-from edgespec.formats.gguf.model import GgufModel
-from edgespec.formats.gguf.weights import rows_of
+from edgespec.formats.gguf.model import GgufModel, rows_of
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, RowWeights
+from edgespec.formats.onnx.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
 from edgespec.formats.onnx.tiles import q8_0
 from edgespec.installation import IMPORT_FAILURES, not_importable, require_engine
 from edgespec.kernels import tiles

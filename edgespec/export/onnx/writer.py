@@ -20,18 +20,17 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx.hub_model import HubModel, copy_companions
 from edgespec.export.onnx.weights import FILE_TYPES, GgufWeights, HubWeights, QuantisedTiles
 from edgespec.export.request import DEFAULT_GROUP_SIZES, ONNX_QUANTS, TILED
-from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.formats.gguf.model import GgufModel, read_model
-from edgespec.formats.gguf.split import model_files
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.drafted import ReducedHead
 from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
+from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.nodes import Nodes
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.installation import require_engine
 from edgespec.kernels.library import library_path, why_missing

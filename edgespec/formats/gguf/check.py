@@ -1,20 +1,202 @@
-"""Refuses the GGUF files on which llama.cpp would end the process instead of returning an error.
+"""What kind of model a GGUF holds, the files that it consists of, and whether it is worth loading.
 
-A file that passes may still be wrong in ways only the library knows: `engines.trial` loads it in a child process first.
+Refuses the files on which llama.cpp would end the process instead of returning an error. A file that passes may still
+be wrong in ways only the library knows: `engines.trial` loads it in a child process first. What is not known here: a
+decoder that was trained for embeddings, whose header reads like any other.
+
+Models in several files: what llama.cpp's own tool split, a first file with all metadata and shards, whose names follow
+from its name: `NAME-00001-of-00003.gguf`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-from edgespec.errors import ModelFileError
-from edgespec.formats.gguf.header import GgufHeader, once, read_header
-from edgespec.formats.gguf.kind import is_gemma4_drafter, main_layers, require_text_model
-from edgespec.formats.gguf.split import with_shards
-from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Scalar
+from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, Scalar, once, read_header
+
+HeadKind = Literal["eagle3", "dflash", "mtp"]
+HEAD_NAMES: Mapping[HeadKind, str] = {
+    "eagle3": "an EAGLE-3 head",
+    "dflash": "a DFlash head",
+    "mtp": "a multi-token prediction layer",
+}
+GEMMA4_DRAFTER = "gemma4-assistant"
+_OF_FORKS = {
+    "gemma4_assistant": "a fork of llama.cpp wrote it, in a way that llama.cpp does not know: give a drafter that "
+    "llama.cpp's own converter wrote (mtp-*.gguf)"
+}
+_HEAD_ARCHITECTURES: Mapping[str, HeadKind] = {"eagle3": "eagle3", "dflash": "dflash", GEMMA4_DRAFTER: "mtp"}
+# https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: general.type
+_PROJECTOR = (
+    "it is a multimodal projector (mmproj), which encodes images or sound: give the model's own .gguf file; only text "
+    "is supported"
+)
+_OF_TYPE = {
+    "mmproj": _PROJECTOR,
+    "adapter": "it is a LoRA adapter, which changes a model: merge the two with llama.cpp's llama-export-lora first",
+    "imatrix": "it is an importance matrix, an input of llama-quantize: give the .gguf file of the model",
+}
+# Whose multi-token prediction layers read the hidden state behind the final norm. Tests run the first one.
+_WITH_MTP = ("qwen35", "qwen35moe")
+_POOLINGS = (1, 2, 3)  # llama.cpp's mean, cls and last
+_NEVER_CAUSAL = ("gemma-embedding", "llama-embed")  # whose files need not say so: llama.cpp knows
+_ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
+
+
+def require_text_model(path: Path, header: GgufHeader) -> None:
+    """Raises as `require_language_model`, but for an encoder whose embeddings can be given."""
+    if not gives_only_embeddings(header):
+        require_language_model(path, header)
+
+
+def gives_only_embeddings(header: GgufHeader) -> bool:
+    """Whether a model reads a whole text at once, and its file says which of the states are the text's embedding."""
+    return _is_encoder(header) and header.metadata.get(f"{header.architecture}.pooling_type") in _POOLINGS
+
+
+def _is_encoder(header: GgufHeader) -> bool:
+    # A DFlash head says so too: it reads a block of a text at once, and drafts.
+    says_so = header.metadata.get(f"{header.architecture}.attention.causal") is False
+    return (says_so or header.architecture in _NEVER_CAUSAL) and head_kind(header) is None
+
+
+def require_language_model(path: Path, header: GgufHeader) -> None:
+    """Raises ModelFileError, naming what the file is and what to give instead, for one that writes and drafts none."""
+    kind = str(header.metadata.get("general.type", ""))
+    reason = _PROJECTOR if header.architecture == "clip" else _OF_TYPE.get(kind, _OF_FORKS.get(header.architecture))
+    if reason is None and (_is_encoder(header) or header.architecture in _ENCODERS):
+        reason = (
+            f"{header.architecture} models read a whole text at once, for embeddings or reranking: give one that "
+            "writes token by token, such as a Llama or Qwen"
+        )
+    if reason is not None:
+        raise ModelFileError(f"{path} is not a text-generation model: {reason}")
+
+
+def head_kind(header: GgufHeader) -> HeadKind | None:
+    """The kind of head that a file holds, which drafts for another model; None for a model."""
+    if header.architecture in _HEAD_ARCHITECTURES:
+        return _HEAD_ARCHITECTURES[header.architecture]
+    return "mtp" if _has_only_mtp(header) else None
+
+
+def is_gemma4_drafter(header: GgufHeader) -> bool:
+    """Whether it is a head of kind mtp that attends to the cache of a Gemma 4."""
+    return header.architecture == GEMMA4_DRAFTER
+
+
+def _has_only_mtp(header: GgufHeader) -> bool:
+    has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in header.tensors)
+    return has_mtp(header) and bool(header.tensors) and not has_first_layer
+
+
+def has_mtp(header: GgufHeader) -> bool:
+    """Whether a model has a multi-token prediction layer that can draft for it."""
+    count = header.metadata.get(f"{header.architecture}.nextn_predict_layers")
+    return may_have_mtp(header) and isinstance(count, int) and count > 0
+
+
+def main_layers(header: GgufHeader) -> int:
+    """Layers of the model itself, without those that predict further tokens."""
+    counts = (header.metadata.get(f"{header.architecture}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
+    all_layers, further = (count if isinstance(count, int) else 0 for count in counts)
+    return all_layers - further
+
+
+def may_have_mtp(header: GgufHeader) -> bool:
+    """Whether models of this architecture are published with such a layer, which most files of them lack."""
+    return header.architecture in _WITH_MTP
+
+
+NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+# Shard names by file, size and time of change: a header with a large vocabulary takes half a second to read.
+_known: dict[tuple[Path, int, int], tuple[str, ...]] = {}
+
+
+def model_files(path: Path) -> tuple[Path, ...]:
+    """`path`, and after it the shards that its header names, in llama.cpp's order.
+
+    Raises ModelNotFound, and ModelFileError for a part that is not the first.
+    """
+    key = _key(path)
+    if key not in _known:
+        _known[key] = tuple(shard_names(path, read_header(path)))
+    return (path, *(path.parent / name for name in _known[key]))
+
+
+def _key(path: Path) -> tuple[Path, int, int]:
+    try:
+        found = path.stat()
+    except OSError as exc:
+        raise ModelNotFound(f"{path} does not exist; give the path of a GGUF file") from exc
+    return path, found.st_size, found.st_mtime_ns
+
+
+def shard_names(path: Path, header: GgufHeader) -> list[str]:
+    """Names of the other files of a model that llama.cpp's tool split; empty for one in a single file."""
+    count = header.metadata.get(COUNT)
+    if not isinstance(count, int) or count < 2:
+        return []
+    parts = SPLIT_NAME.fullmatch(path.name)
+    if parts is None or int(parts["count"]) != count:
+        raise ModelFileError(
+            f"{path} is one of {count} parts of a model, but is not named like one: give it the name that it was "
+            f"published with, which ends in -00001-of-{count:05}.gguf"
+        )
+    names = [f"{parts['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    if header.metadata.get(NUMBER) != 0 or path.name != names[0]:
+        raise ModelFileError(f"{path} is a part of a model: open its first file, {names[0]}")
+    return names[1:]
+
+
+def with_shards(path: Path, header: GgufHeader) -> GgufHeader:
+    """`header` with the tensors of all shards; as it is for a model in one file.
+
+    Raises ModelFileError naming the shard that is missing, damaged, or of another model.
+    """
+    names = shard_names(path, header)
+    _known[_key(path)] = tuple(names)
+    if not names:
+        return header
+    if header.metadata.get(NUMBER) != 0 or header.metadata.get(COUNT) != len(names) + 1:
+        raise ModelFileError(
+            f"{path} is not a usable model: it names {len(names)} parts and says {NUMBER} "
+            f"{header.metadata.get(NUMBER)!r}, {COUNT} {header.metadata.get(COUNT)!r}"
+        )
+    tensors = list(header.tensors)
+    for number, name in enumerate(names, start=1):
+        tensors += _read_shard(path, path.parent / name, header, number).tensors
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise ModelFileError(f"{path} is not a usable model: two of its parts hold the same tensor. Export it again")
+    if header.metadata.get(TENSORS) != len(tensors):
+        raise ModelFileError(
+            f"{path} is not a usable model: its parts hold {len(tensors)} tensors, it says "
+            f"{header.metadata.get(TENSORS)!r}. Export it again"
+        )
+    return replace(header, tensors=tuple(tensors))
+
+
+def _read_shard(path: Path, file: Path, header: GgufHeader, number: int) -> GgufHeader:
+    try:
+        shard = read_header(file)
+    except ModelNotFound as exc:
+        raise ModelFileError(
+            f"{file} is missing, a part of {path.name}. Keep the files of a model together, under their names"
+        ) from exc
+    if shard.metadata.get(NUMBER) != number:
+        raise ModelFileError(
+            f"{file} is part {shard.metadata.get(NUMBER)!r} of a model, {path.name} names it as part {number}"
+        )
+    return shard
+
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 512

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.check import GEMMA4_DRAFTER, check_gguf
 from edgespec.formats.gguf.head_reader import EMBEDDINGS, HeadReader, check_target
-from edgespec.formats.gguf.header import GgufHeader
-from edgespec.formats.gguf.kind import GEMMA4_DRAFTER
-from edgespec.formats.gguf.values import GgufNumbers
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers
 
 TARGET = "gemma4"
 _SLIDING = "attention.sliding_window_pattern"

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.gguf.header import GgufHeader, TensorInfo, read_header
-from edgespec.formats.gguf.kind import HeadKind, head_kind
-from edgespec.formats.gguf.values import GgufNumbers, GgufStrings, Scalar, Value
+from edgespec.formats.gguf.check import HeadKind, head_kind
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, Scalar, TensorInfo, Value, read_header
 
 HALF_BYTES = 2  # per cached number
 EMBEDDINGS, OUTPUT, DRAFTED = "token_embd.weight", "output.weight", "d2t"

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.check import check_gguf, head_kind, main_layers
 from edgespec.formats.gguf.head_reader import EMBEDDINGS, HALF_BYTES, HeadReader, check_target
-from edgespec.formats.gguf.kind import head_kind, main_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,211 @@
-"""The tokenizer entries of a GGUF -> tokenizer.json and its companions, for engines that read these.
+"""The tokenizer entries of a GGUF -> tokenizer.json and its companions, and the pre-tokenizers that both sides know.
 
 The reverse of `export.gguf.tokenizer`. Two kinds of vocabularies are known: byte-level BPE ("gpt2"), whose splitter
-must have an equal among the library's (`SPLITTERS`), and SentencePiece's BPE ("llama"), whose merges follow from the
-scores. Any other is refused by name, since a wrong splitter loads silently and tokenises wrongly.
+must have an equal among the library's, and SentencePiece's BPE ("llama"), whose merges follow from the scores.
+llama.cpp accepts a wrong splitter silently and tokenises wrongly, so that any other is refused by name.
+
+SentencePiece: llama.cpp joins the two neighbours whose text is the token with the best score, of equal scores the first
+in the text, whatever kind of token it is. The library `tokenizers` joins the pair of the lowest rank. No merge ever
+crosses the ends of a token that is made later, so a token is always made of the same two parts: those that are left
+when its own text is split. With one rank for each token, in the order of scores, both do the same. Ranks are never
+equal. Tokens of equal scores can have an order only if a text never decides between them otherwise.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
+from graphlib import CycleError, TopologicalSorter
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.gguf.header import GgufHeader
-from edgespec.formats.gguf.piece_merges import merges_of, refused
-from edgespec.formats.gguf.splitters import IGNORE_MERGES, PRE_TOKENIZERS, SPACE, Stage
-from edgespec.formats.gguf.values import GgufNumbers, GgufStrings
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings
 from edgespec.vocabulary import retyped_names
+
+Scores = Mapping[str, float]
+Parts = Mapping[str, tuple[str, str]]
+
+
+def merges_of(scores: Scores, alone: Set[str], unused: Set[str]) -> list[tuple[str, str]]:
+    """Pairs of tokens in the order of their ranks.
+
+    `scores`: of all tokens, by text; `alone`: tokens that are cut out of a text before anything is joined; `unused`:
+    tokens that the library does not know. Raises ModelFileError for a vocabulary that it cannot use as llama.cpp does.
+    """
+    parts = {text: found for text in scores if text not in alone and (found := _parts(text, scores))}
+
+    def is_made(text: str) -> bool:
+        return (text in parts or len(text) == 1) and not any(name in text for name in alone)
+
+    for text in filter(is_made, unused):
+        raise refused(f"its token {text!r} is marked as unused, and llama.cpp makes it of text all the same")
+    for text, pair in parts.items():
+        if not scores.keys() >= {*pair} and is_made(text):
+            raise refused(f"its token {text!r} has a letter that is no token")
+    known = scores.keys() - unused
+    ranked = sorted((text for text, pair in parts.items() if known >= {text, *pair}), key=lambda text: -scores[text])
+    ordered: list[str] = []
+    for _, texts in groupby(ranked, key=scores.__getitem__):
+        equal = list(texts)
+        ordered += _ordered(list(filter(is_made, equal)), parts, scores) if len(equal) > 1 else equal
+    return [parts[text] for text in ordered]
+
+
+def _parts(text: str, scores: Scores) -> tuple[str, str] | None:
+    """The last two parts of which llama.cpp makes this text; None if it never does."""
+    left, never = list(text), -math.inf
+    joined = [scores.get(one + other, never) for one, other in pairwise(left)]
+    while len(joined) > 1:
+        at = joined.index(best := max(joined))
+        if best == never:
+            return None
+        left[at : at + 2] = [left[at] + left[at + 1]]
+        del joined[at]
+        if at:
+            joined[at - 1] = scores.get(left[at - 1] + left[at], never)
+        if at < len(joined):
+            joined[at] = scores.get(left[at] + left[at + 1], never)
+    return (left[0], left[1]) if joined else None
+
+
+def _ordered(texts: list[str], parts: Parts, scores: Scores) -> Iterable[str]:
+    """Tokens of equal scores, each before those that begin with the part that it ends with.
+
+    If joining one of them can lead to joining more before the others are looked at, it matters where they are.
+    """
+    if len(texts) < 2:
+        return texts
+    ending = defaultdict(list)
+    for text in texts:
+        ending[parts[text][1]].append(text)
+    before = {text: [other for other in ending[parts[text][0]] if other != text] for text in texts}
+    goes_on = {part for text, pair in parts.items() for part in pair if scores[text] >= scores.get(part, math.inf)}
+    try:
+        if not goes_on.isdisjoint(texts):
+            raise CycleError
+        return list(TopologicalSorter(before).static_order())
+    except CycleError as exc:
+        raise refused(
+            f"{len(texts)} of its tokens have equal scores, such as {texts[0]!r} and {texts[1]!r}, and llama.cpp joins "
+            "those that come first in a text"
+        ) from exc
+
+
+def refused(reason: str) -> ModelFileError:
+    return ModelFileError(
+        f"the GGUF's vocabulary has no tokenizer.json that splits text as llama.cpp does: {reason}. Run the GGUF as it "
+        "is, or export the folder of the original model"
+    )
+
+
+Tokenizer = dict[str, Any]
+Stage = tuple[Any, ...]
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS, _REST = r"|[^\r\n\p{L}\p{N}]?\p{L}+", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD, _SLASHES = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = _CONTRACTIONS + _WORDS + r"|\p{N}" + _REST
+LLAMA3 = _CONTRACTIONS + _WORDS + r"|\p{N}{1,3}" + _REST
+TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}" + _SLASHES
+GPT_4O = (
+    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _SLASHES
+)
+_BYTES_ONLY, _BYTES_AND_WORDS = ("ByteLevel", False), ("ByteLevel", True)
+# Pre-tokenizer stages -> llama.cpp's name.
+PRE_TOKENIZERS: dict[tuple[Stage, ...], str] = {
+    (("Split", QWEN2, "Isolated"), _BYTES_ONLY): "qwen2",
+    (("Split", LLAMA3, "Isolated"), _BYTES_ONLY): "llama-bpe",
+    (_BYTES_AND_WORDS,): "gpt-2",
+    (("Digits", True), _BYTES_AND_WORDS): "smollm",
+    (("Split", TEKKEN, "Isolated"), _BYTES_ONLY): "tekken",
+    (("Split", GPT_4O, "Isolated"), _BYTES_ONLY): "gpt-4o",
+}
+# With these, llama.cpp does not apply merges to a word that is a token.
+IGNORE_MERGES = frozenset({"llama-bpe", "tekken"})
+# With these, llama.cpp's own splitter takes combining marks for no part of a word.
+SPLIT_AT_MARKS = frozenset({"tekken", "gpt-4o"})
+SPACE = "\u2581"
+
+
+def flatten(node: Any, list_key: str) -> list[dict[str, Any]]:
+    """The stages of a nested Sequence, in order."""
+    if node is None:
+        return []
+    if node.get("type") == "Sequence":
+        return [stage for item in node.get(list_key, []) for stage in flatten(item, list_key)]
+    return [node]
+
+
+def _stage(node: dict[str, Any]) -> Stage:
+    kind = node.get("type")
+    if kind == "Split":
+        behaviour = node.get("behavior", "Isolated")
+        return kind, _pattern(node), behaviour if not node.get("invert") else f"{behaviour} inverted"
+    if kind == "ByteLevel" and not node.get("add_prefix_space"):
+        return kind, bool(node.get("use_regex", True))
+    if kind == "Digits":
+        return kind, bool(node.get("individual_digits"))
+    return kind, str(node)
+
+
+def _pattern(node: dict[str, Any]) -> str:
+    pattern = node.get("pattern")
+    return str(pattern.get("Regex", pattern.get("String"))) if isinstance(pattern, dict) else str(pattern)
+
+
+def is_spm(tokenizer: Tokenizer) -> bool:
+    """Whether this is SentencePiece-style BPE, in which unknown characters become byte tokens."""
+    return bool(tokenizer.get("model", {}).get("byte_fallback"))
+
+
+def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
+    """llama.cpp's name for a byte-level tokenizer's pre-tokenizer. Raises ModelFileError if it has none."""
+    stages = tuple(_stage(node) for node in flatten(tokenizer.get("pre_tokenizer"), "pretokenizers"))
+    name = PRE_TOKENIZERS.get(stages)
+    if name is None:
+        known = ", ".join(PRE_TOKENIZERS.values())
+        raise ModelFileError(f"tokenizer.json splits text by {stages or None!r}, which is none of: {known}")
+    normalisers = [node.get("type") for node in flatten(tokenizer.get("normalizer"), "normalizers")]
+    if set(normalisers) - {"NFC"}:
+        raise ModelFileError(f"tokenizer.json has the normalizers {normalisers}; allowed: none, NFC")
+    if tokenizer.get("model", {}).get("ignore_merges") and name not in IGNORE_MERGES:
+        allowed = ", ".join(sorted(IGNORE_MERGES))
+        raise ModelFileError(f"tokenizer.json sets ignore_merges; llama.cpp does so for {allowed}, not for {name}")
+    return name
+
+
+def begins_with_space(tokenizer: Tokenizer) -> bool:
+    """Whether an SPM tokenizer adds a leading space. Raises ModelFileError for unsupported normalizers."""
+    normalisers = [_normaliser(node) for node in flatten(tokenizer.get("normalizer"), "normalizers")]
+    splitters = flatten(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    replace, prepend = ("Replace", " ", SPACE), ("Prepend", SPACE)
+    on_spaces = all(node.get("type") == "Split" and _pattern(node) == " " for node in splitters)
+    if on_spaces and normalisers in ([prepend, replace], [replace]):
+        return prepend in normalisers
+    if not normalisers and len(splitters) == 1 and splitters[0].get("type") == "Metaspace":
+        settings = splitters[0]
+        scheme = settings.get("prepend_scheme", "always")
+        if not settings.get("split", True) and settings.get("replacement") == SPACE:
+            return bool(scheme != "never")
+    raise ModelFileError(
+        f"tokenizer.json handles spaces by {normalisers} and {splitters}; allowed: as Llama 2 and Mistral "
+        "(leading space, spaces as \u2581), as Gemma (spaces as \u2581)"
+    )
+
+
+def _normaliser(node: dict[str, Any]) -> Stage:
+    kind = node.get("type")
+    if kind == "Prepend":
+        return kind, node.get("prepend")
+    if kind == "Replace":
+        return kind, _pattern(node), node.get("content")
+    return kind, str(node)
+
 
 Json = dict[str, Any]
 # Other names of llama.cpp's for a splitter in PRE_TOKENIZERS (src/llama-vocab.cpp).
@@ -105,7 +294,7 @@ def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int
     vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": name in IGNORE_MERGES}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    stages = [_stage(stage) for stage in SPLITTERS[name]]
+    stages = [_stage_json(stage) for stage in SPLITTERS[name]]
     return {
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages},
@@ -115,7 +304,7 @@ def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int
     }
 
 
-def _stage(stage: Stage) -> Json:
+def _stage_json(stage: Stage) -> Json:
     if stage[0] == "Split":
         return {"type": "Split", "pattern": {"Regex": stage[1]}, "behavior": stage[2], "invert": False}
     if stage[0] == "Digits":

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.formats.onnx.forms import HEAD, Floats, RowWeights
-from edgespec.formats.onnx.nodes import Nodes
+from edgespec.formats.onnx.graph import Nodes
 
 LACKS = np.float32(-1e30)  # finite, so that a bias or a mask on it is no NaN
 MOST_RUNS = 64  # runs of consecutive tokens to join; more are scattered: 81 microseconds for 32,768 instead of 6

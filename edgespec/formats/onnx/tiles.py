@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
-from edgespec.formats.onnx.nodes import Nodes
+from edgespec.formats.onnx.graph import Nodes
 
 DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLookup", "Attention", "Norm"
 ROWS, CACHE = "edgespec.rows", "edgespec.cache"  # inputs of a graph: slot, position, cell, parent of rows; a cache

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgespec.errors import CapabilityError
-from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.export.onnx.from_hub import HubWeights
-from edgespec.export.onnx.gguf_weights import GgufWeights
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.weights import GgufWeights, HubWeights
+from edgespec.export.onnx.writer import open_gguf
 from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, RowWeights
 from edgespec.formats.onnx.llama_config import LlamaConfig

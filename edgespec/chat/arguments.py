@@ -1,0 +1,392 @@
+"""Arguments of tool calls, read as models write them and written as JSON: JSON with slips, Python's, and Gemma 4's.
+
+Anything may stand there: whatever is no value is a ValueError and nothing else. What is JSON keeps its spelling. A
+tool's schema says which value a text without marks is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from edgespec.chat.marks import begun
+
+if TYPE_CHECKING:
+    from edgespec.chat.tools import ToolCall
+
+_MOST_DEPTH = 64
+_BLANKS = re.compile(r"\s*")
+_NO_KEY = {":": r":{}\[\],\"'<>", "=": r"=(),\[\]{}'\""}  # by what stands behind a bare key
+_KEYS = {colon: re.compile(rf"([^\s{no}](?:[^{no}]{{0,198}}[^\s{no}])?)\s*{colon}") for colon, no in _NO_KEY.items()}
+_BEGUN_KEYS = {colon: re.compile(rf"[^{no}]{{0,200}}\Z") for colon, no in _NO_KEY.items()}
+_WORDS = {"true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null"}
+_WORD = re.compile(rf"(?:{'|'.join(_WORDS)})\b")
+_NUMBER = re.compile(r"\+?(-?)0*(\d{1,400})(\.\d{0,400})?([eE][-+]?\d{1,3})?")
+_BEGUN_WORD = re.compile(r"[\w.+-]*\Z")  # at the end, where it may become a word or a number, or go on
+_TEXT = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
+_BEGUN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_ESCAPED = re.compile(r"""\\([\\'"nrt])""")
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+class Unfinished(ValueError):
+    """The text ends within a value or a call. `written`: what there is of the value as JSON, likewise cut.
+
+    `key`: of the value where it is a member. `calls`: those before it; `call`: this one, where its name is complete.
+    """
+
+    def __init__(self, written: str = "") -> None:
+        super().__init__("the text ends here")
+        self.written, self.key = written, ""
+        self.calls: list[ToolCall] = []
+        self.call: ToolCall | None = None
+
+
+def dumped(value: object) -> str:
+    """JSON text that can be sent. Raises ValueError for numbers that JSON does not have."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError as exc:
+        raise ValueError("nested too deeply") from exc
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+        return json.dumps(value, allow_nan=False)
+    return text
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError("too large")
+    return value
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+_WITH_LINE_ENDS = json.JSONDecoder(strict=False)
+
+
+def loaded(text: str) -> Any:
+    """The JSON value that `text` is; raises ValueError if it is none."""
+    try:
+        return _JSON.decode(text)
+    except RecursionError as exc:
+        raise ValueError("nested too deeply") from exc
+
+
+def behind_blanks(text: str, at: int) -> int:
+    """The place of the first letter from `at` on that is no blank."""
+    found = _BLANKS.match(text, at)
+    return at if found is None else found.end()
+
+
+def written_value(value: object, quote: str) -> str:
+    """A value as Gemma 4 writes it: `quote` around texts, keys bare."""
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{written_value(each, quote)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(written_value(each, quote) for each in value) + "]"
+    return json.dumps(value)
+
+
+def as_json(text: str) -> str:
+    """The value that `text` is as JSON. Raises ValueError if it is none."""
+    value, end = ValueReader(text).value(0)
+    if text[end:].strip():
+        raise ValueError("more than a value")
+    return value
+
+
+def complete_members(text: str) -> dict[str, Any]:
+    """The members of a JSON object that may be cut, as far as they are complete."""
+    found = dict[str, Any]()
+    with suppress(ValueError):
+        for key, value, end in ValueReader(text).members(text.index("{") + 1):
+            if value[-1] in '"]}' or text[end:].lstrip()[:1] in (",", "}"):  # else a number may go on
+                found[loaded(key)] = loaded(value)
+    return found
+
+
+class ValueReader:
+    """Reads values from a place on; each method returns (JSON, where the value ends).
+
+    Texts stand between quotation marks as in JSON, where line ends may stand too, between apostrophes, of which those
+    that end no value belong to the text, or between `quote`. `is_json`: it should be JSON. `doubles`: braces may be
+    doubled, as in a template of Python. Raises ValueError for what is no value, Unfinished where the text ends within
+    what may become one.
+    """
+
+    def __init__(self, text: str, quote: str = "", *, is_json: bool = True, doubles: bool = False) -> None:
+        self._text, self._quote, self._is_json, self._doubles = text, quote, is_json, doubles
+        self.end = 0  # behind the object whose `members` were read last
+
+    def value(self, at: int, depth: int = 0) -> tuple[str, int]:
+        text, at = self._text, behind_blanks(self._text, at)
+        if self._begins_quote(at):
+            return self._up_to(self._quote, at + len(self._quote))
+        with suppress(ValueError, RecursionError):
+            if self._is_json:
+                end = _JSON.raw_decode(text, at)[1]
+                return text[at:end], end
+        begin = text[at : at + 1]
+        if depth > _MOST_DEPTH:
+            raise Unfinished if self._is_json else ValueError("nested too deeply")
+        if begin == "{" and self._doubles and self.is_over("{", at + 1):
+            value, at = self.value(at + 1, depth + 1)
+            return value, self._behind("}", at, value)
+        if begin == "{":
+            return self.object(at + 1, depth=depth + 1)
+        if begin == "[":
+            return self._list(at + 1, depth + 1)
+        if begin == "'":
+            return self._between_apostrophes(at + 1)
+        if begin == '"':
+            return self._between_quotes(at)
+        return self._word_or_number(at)
+
+    def object(self, at: int, closing: str = "}", colon: str = ":", depth: int = 0) -> tuple[str, int]:
+        """An object whose first member begins at `at`."""
+        members = list[str]()
+        try:
+            for key, value, _ in self.members(at, closing, colon, depth):
+                members.append(f"{key}: {value}")
+        except Unfinished as exc:
+            last = [f"{exc.key}: {exc.written}"] if exc.key and exc.written else []
+            raise Unfinished("{" + ", ".join([*members, *last])) from None
+        return "{" + ", ".join(members) + "}", self.end
+
+    def members(self, at: int, closing: str = "}", colon: str = ":", depth: int = 0) -> Iterator[tuple[str, str, int]]:
+        """(key, value, where it ends) of each member from `at` on; keys may be bare."""
+        while not self.is_over(closing, at):
+            key, at = self._key(at, colon)
+            try:
+                value, at = self.value(at, depth)
+            except Unfinished as exc:
+                exc.key = key
+                raise
+            yield key, value, at
+            at = self._behind_comma(closing, at)
+        self.end = behind_blanks(self._text, at) + 1
+
+    def _behind_comma(self, closing: str, at: int) -> int:
+        """The place behind a comma, or of `closing`."""
+        at = behind_blanks(self._text, at)
+        if self._text.startswith(",", at):
+            return at + 1
+        if not self._text.startswith(closing, at):
+            self._fail(at)
+        return at
+
+    def _begins_quote(self, at: int) -> bool:
+        return bool(self._quote) and self._quote.startswith(self._text[at : at + len(self._quote)])
+
+    def is_over(self, closing: str, at: int) -> bool:
+        return self._text.startswith(closing, behind_blanks(self._text, at))
+
+    def _behind(self, closing: str, at: int, written: str = "") -> int:
+        at = behind_blanks(self._text, at)
+        if at == len(self._text):
+            raise Unfinished(written)
+        if not self._text.startswith(closing, at):
+            raise ValueError(f"{closing} is missing")
+        return at + 1
+
+    def _fail(self, at: int) -> NoReturn:
+        if _BEGUN_WORD.match(self._text, at) is not None:
+            raise Unfinished
+        raise ValueError("no value")
+
+    def _word_or_number(self, at: int) -> tuple[str, int]:
+        word = _WORD.match(self._text, at)
+        if word is not None:
+            return _WORDS[word[0]], word.end()
+        number = _NUMBER.match(self._text, at)
+        if number is None:
+            self._fail(at)
+        sign, whole, fraction, exponent = number.groups(default="")
+        spelled = f"{sign}{whole}{fraction}{'0' * (fraction == '.')}{exponent}"
+        loaded(spelled)
+        return spelled, number.end()
+
+    def _up_to(self, mark: str, begin: int) -> tuple[str, int]:
+        end = self._text.find(mark, begin)
+        if end < 0:
+            text = self._text[begin:]
+            raise Unfinished(begun_text(text, mark) if begin <= len(self._text) else "")
+        return dumped(self._text[begin:end]), end + len(mark)
+
+    def _between_quotes(self, at: int) -> tuple[str, int]:
+        found = _TEXT.match(self._text, at)
+        if found is None:
+            text = _BEGUN_ESCAPE.sub(r"\1", self._text[at:]) + '"'
+            raise Unfinished(dumped(_WITH_LINE_ENDS.decode(text))[:-1])
+        return dumped(_WITH_LINE_ENDS.decode(found[0])), found.end()
+
+    def _between_apostrophes(self, begin: int) -> tuple[str, int]:
+        end = self._text.find("'", begin)
+        while end >= 0 and not self._ends_text(begin, end):
+            end = self._text.find("'", end + 1)
+        raw = self._text[begin:end] if end >= 0 else self._text[begin:]
+        text = _ESCAPED.sub(lambda found: _ESCAPES.get(found[1], found[1]), raw)
+        if end < 0:
+            raise Unfinished(begun_text(text))
+        return dumped(text), end + 1
+
+    def _ends_text(self, begin: int, at: int) -> bool:
+        """Whether the apostrophe `at` ends the text from `begin` on: before what ends values, not after a backslash."""
+        num_backslashes = at - len(self._text[begin:at].rstrip("\\")) - begin
+        after = behind_blanks(self._text, at + 1)
+        return num_backslashes % 2 == 0 and (after == len(self._text) or self._text[after] in ",)]}:")
+
+    def _list(self, at: int, depth: int) -> tuple[str, int]:
+        values = list[str]()
+        try:
+            while not self.is_over("]", at):
+                value, at = self.value(at, depth)
+                values.append(value)
+                at = self._behind_comma("]", at)
+        except Unfinished as exc:
+            raise Unfinished("[" + ", ".join([*values, *([exc.written] if exc.written else [])])) from None
+        return "[" + ", ".join(values) + "]", behind_blanks(self._text, at) + 1
+
+    def _key(self, at: int, colon: str) -> tuple[str, int]:
+        at = behind_blanks(self._text, at)
+        bare = _KEYS[colon].match(self._text, at)
+        if bare is not None:
+            return dumped(bare[1]), bare.end()
+        if _BEGUN_KEYS[colon].match(self._text, at) is not None:
+            raise Unfinished
+        if self._text[at] not in "\"'" and not self._begins_quote(at):
+            raise ValueError("no key")
+        key, at = self.value(at)
+        return key, self._behind(colon, at)
+
+
+def begun_text(text: str, mark: str = "") -> str:
+    """JSON of a text that is cut, perhaps within the `mark` that ends it."""
+    return dumped(text[: len(text) - begun(text, mark)])[:-1]
+
+
+_MOST_REFERENCES = 16
+_CHOICES = ("anyOf", "oneOf", "allOf")
+
+
+def schema_of(key: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an argument, references followed; empty where there is none."""
+    properties = parameters.get("properties")
+    return resolved(properties.get(key), parameters) if isinstance(properties, dict) else {}
+
+
+def named_of(parameters: Mapping[str, Any]) -> set[str]:
+    """The names of the arguments that a call may have, as far as they are given."""
+    found = parameters.get("properties")
+    return set(found) if isinstance(found, dict) else set()
+
+
+def required_of(parameters: Mapping[str, Any]) -> list[Any]:
+    """The names of the arguments that a call must have."""
+    found = parameters.get("required")
+    return found if isinstance(found, list) else []
+
+
+def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema`, or what it refers to in `root`."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return schema
+        schema = _found(root, reference)
+    return {}
+
+
+def _found(root: Mapping[str, Any], reference: str) -> object:
+    found: object = root
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The types that a schema names."""
+    known = resolved(schema, root)
+    kind = known.get("type")
+    found = {kind} if isinstance(kind, str) else {str(each) for each in kind} if isinstance(kind, list) else set()
+    for name in _CHOICES:
+        for each in known[name] if isinstance(known.get(name), list) and depth < _MOST_REFERENCES else ():
+            found |= kinds_of(each, root, depth + 1)
+    if not found and (listed := listed_of(known, root)) is not None and any(isinstance(each, str) for each in listed):
+        found.add("string")
+    return found
+
+
+def listed_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
+    """All values that a schema allows, where it lists them; None where it does not."""
+    known = resolved(schema, root)
+    if isinstance(known.get("enum"), list):
+        return list(known["enum"])
+    if "const" in known:
+        return [known["const"]]
+    if known.get("type") == "null":
+        return [None]
+    choices = next((known[name] for name in _CHOICES[:2] if isinstance(known.get(name), list)), None)
+    if not choices or depth > _MOST_REFERENCES:
+        return None
+    found = list[Any]()
+    for each in choices:
+        listed = listed_of(each, root, depth + 1)
+        if listed is None:
+            return None
+        found += listed
+    return found
+
+
+def bare(value: object) -> str:
+    """A value without quotation marks around texts."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def as_typed(text: str, key: str, parameters: Mapping[str, Any]) -> str:
+    """JSON of an argument's bare `text`: JSON or Python of a type that the schema names, else text.
+
+    Where the schema allows texts, only JSON of another type that it names is none; without a type it may be anything.
+    """
+    schema = schema_of(key, parameters)
+    listed = listed_of(schema, parameters)
+    for value in listed or ():
+        if bare(value) == text:
+            return dumped(value)
+    kinds = kinds_of(schema, parameters)
+    try:
+        if "string" not in kinds:
+            return as_json(text.strip())
+        value = loaded(text)
+    except ValueError:
+        return dumped(text)
+    return text.strip() if _kinds_of_value(value) & kinds else dumped(text)
+
+
+def begun_value(text: str, key: str, parameters: Mapping[str, Any]) -> str:
+    """JSON of an argument's bare `text` that is cut: as it stands where the schema names types without texts."""
+    kinds = kinds_of(schema_of(key, parameters), parameters)
+    return text.strip() if kinds and "string" not in kinds else dumped(text)[:-1]
+
+
+def _kinds_of_value(value: object) -> set[str]:
+    """The types of JSON Schema that a value has, texts apart."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int | float):
+        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
+    return {name for name, kind in (("null", type(None)), ("object", dict), ("array", list)) if isinstance(value, kind)}

@@ -1,0 +1,232 @@
+"""The messages of a conversation, checked and in the forms that chat templates expect.
+
+What a conversation holds from earlier turns is evidence and no input to validate: an agent sends it again with every
+request. Broken tool arguments, results without a text, refusals, and parts that no text model reads are shown as far as
+they have a text. Only a question that still waits for its answer must be readable.
+
+Some templates take other forms of the same messages: content as parts, arguments as text, ids of calls of nine letters
+and digits, which is Mistral's own form ("Tool call IDs should be alphanumeric strings with length 9!").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from edgespec.chat.spelling import read_arguments
+from edgespec.errors import EdgespecError, PromptError, shown
+
+Message = dict[str, Any]
+_TYPE = re.compile(r"""\[['"]type['"]\]|\.type\b""")
+_PROBE = "What is it?"
+
+
+def other_forms(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a template may have meant that fails over the type of one of its `values`."""
+    if not values["tools"]:
+        yield {**values, "tools": []}  # Hermes' templates go through tools that nobody gave
+    if any(message.get("tool_calls") for message in values["messages"]):  # DeepSeek R1's joins arguments to a text
+        yield {**values, "messages": [_with_text_arguments(message) for message in values["messages"]]}
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") or call
+    text = json.dumps(function.get("arguments"), ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def in_parts(message: Message) -> Message:
+    """A message whose content is a list of typed parts."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
+
+
+def takes_parts_only(source: str, render: Callable[[Message], str]) -> bool:
+    """Whether a template leaves out content that is no list of parts, as those of models that see pictures may.
+
+    `render`: what it makes of a message.
+    """
+    if _TYPE.search(source) is None:
+        return False
+
+    def says(message: Message) -> bool:
+        with suppress(EdgespecError):  # said where a conversation is rendered
+            return _PROBE in render(message)
+        return False
+
+    probe: Message = {"role": "user", "content": _PROBE}
+    return not says(probe) and says(in_parts(probe))
+
+
+ROLES = ("system", "user", "assistant", "tool")
+_TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text")
+_TEXTS |= {"refusal": "refusal"}
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # of earlier answers, which templates leave out
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """`messages` as templates expect them: content as text, tool arguments as objects where they are any.
+
+    Raises PromptError for an empty list, an unknown role or a content that is not text.
+    """
+    given: object = messages
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise PromptError(f"a conversation must be a list of messages with role and content, got {shown(given)}")
+    if not messages:
+        raise PromptError("the conversation is empty: give at least one message")
+    answered = num_answered(messages)
+    return [_checked(message, index, is_old=index < answered) for index, message in enumerate(messages)]
+
+
+def num_answered(messages: Sequence[Any]) -> int:
+    """How many messages stand before the last answer. One at the very end has only begun."""
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages[:-1]]
+    return next((index for index in reversed(range(len(roles))) if roles[index] == "assistant"), 0)
+
+
+def unread_kinds(messages: Sequence[Any]) -> list[str]:
+    """The kinds of parts in `messages` that a text model cannot read, such as `image_url`."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    found = [_kind(part) for part in parts if part_text(part) is None]
+    return list(dict.fromkeys(found))
+
+
+def part_text(part: object) -> str | None:
+    """The text of one part of a content, in the form of any protocol; None for one that has none, such as an image."""
+    if not isinstance(part, Mapping):
+        return part if isinstance(part, str) else None
+    kind = _kind(part)
+    if kind in _THOUGHTS:
+        return ""
+    if kind in ("document", "search_result"):  # Anthropic's
+        source = part.get("source") if kind == "document" else part
+        source = source if isinstance(source, Mapping) else {}
+        inner = source.get("data") if source.get("type") == "text" else source.get("content")
+        texts = [part_text(each) for each in inner] if isinstance(inner, list) else [inner]
+        known = [each for each in (part.get("title"), *texts) if isinstance(each, str)]
+        return "\n".join(known) if all(isinstance(text, str) for text in texts) else None
+    text = part.get(_TEXTS.get(kind, ""))
+    return text if isinstance(text, str) else None
+
+
+def _kind(part: object) -> str:
+    return str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+
+
+def _checked(message: object, index: int, *, is_old: bool) -> Message:
+    if not isinstance(message, Mapping):
+        raise PromptError(f"message {index} must be an object with role and content, got {shown(message)}")
+    checked = dict(message)
+    role = message.get("role")
+    if role == "function":  # OpenAI's first name of the role, and below of a call
+        checked["role"] = role = "tool"
+    if not isinstance(role, str) or role not in ROLES:
+        raise PromptError(f"message {index} has the role {shown(role)}; allowed: {', '.join(ROLES)}")
+    former = checked.pop("function_call", None)
+    if role == "assistant" and former and not checked.get("tool_calls"):
+        checked["tool_calls"] = [{"type": "function", "function": former}]
+    checked["content"] = content = _content(checked, index, is_strict=role in ("system", "user") and not is_old)
+    if not isinstance(content, str):
+        raise PromptError(f"message {index} has no text content, got {type(content).__name__}")
+    if checked.get("tool_calls"):
+        if not isinstance(checked["tool_calls"], list):
+            raise PromptError(f"message {index} has tool_calls that are not a list: {shown(checked['tool_calls'])}")
+        checked["tool_calls"] = [_call(call, index) for call in checked["tool_calls"]]
+    return checked
+
+
+def _content(message: Message, index: int, *, is_strict: bool) -> Any:
+    """The content as text where it can be. Raises PromptError for a part that is none, if `is_strict`."""
+    role, content = message["role"], message.get("content")
+    if content is None and role == "assistant":
+        refusal = message.get("refusal")
+        return refusal if isinstance(refusal, str) else ""
+    if content is None and role == "tool":
+        return ""
+    if role == "tool" and not isinstance(content, str):
+        parts = content if isinstance(content, list) else [content]
+        content = parts if all(isinstance(part, Mapping) and "type" in part for part in parts) else _as_json(content)
+    return _joined(content, index, is_strict=is_strict) if isinstance(content, list) else content
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise PromptError(f"a tool result can be text or JSON, got {shown(value)}") from exc
+
+
+def _joined(parts: list[Any], index: int, *, is_strict: bool) -> str:
+    found, others = list[str](), set[str]()
+    for part in parts:
+        text, kind = part_text(part), _kind(part)
+        if text is None and kind in _TEXTS:
+            raise PromptError(f"message {index} has a part of type {kind} whose text is {shown(part)}; allowed: text")
+        if text is None:
+            others.add(kind)
+        found.append(f"[{kind} left out: this model reads text only]" if text is None else text)
+    if others and is_strict:
+        raise PromptError(f"message {index} has parts of type {sorted(others)}; only text is supported")
+    return "".join(found)
+
+
+def _call(call: Any, index: int) -> Any:
+    """A tool call with its arguments as an object, which templates expect; OpenAI's API sends a JSON string."""
+    if not isinstance(call, Mapping):
+        raise PromptError(f"message {index} has a tool call that is not an object")
+    custom, function = call.get("custom"), call.get("function")
+    if call.get("type") == "custom" and isinstance(custom, Mapping):  # OpenAI's with a text in place of JSON
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    elif "function" not in call:
+        return call
+    if not isinstance(function, Mapping):
+        raise PromptError(f"message {index} has a tool call whose function is {shown(function)}; allowed: an object")
+    return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
+
+
+_WANTS_NINE = re.compile(r"\.id\s*\|\s*length\s*!=\s*9|\[.id.\]\s*\|\s*length\s*!=\s*9")
+_NINE = re.compile(r"[0-9A-Za-z]{9}")
+
+
+def wants_short_ids(template: str) -> bool:
+    """Whether a template takes ids of nine letters and digits only."""
+    return _WANTS_NINE.search(template) is not None
+
+
+def with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` in which calls, and the results that answer them, have ids of nine letters and digits.
+
+    Equal ids stay equal, and a call has the same one in every turn. A result without an id answers the first call that
+    has no answer yet.
+    """
+    found, open_ids, count = list[dict[str, Any]](), list[str](), 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            names = [_short(call.get("id"), count + index) for index, call in enumerate(calls)]
+            count += len(calls)
+            open_ids += names
+            message = message | {"tool_calls": [{**call, "id": name} for call, name in zip(calls, names, strict=True)]}
+        elif message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            name = _short(given, count) if given or not open_ids else open_ids[0]
+            if name in open_ids:
+                open_ids.remove(name)
+            message = message | {"tool_call_id": name}
+        found.append(message)
+    return found
+
+
+def _short(given: object, place: int) -> str:
+    text = given if isinstance(given, str) and given else f"call {place}"
+    return text if _NINE.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]

@@ -1,0 +1,207 @@
+"""One option is one field of a dataclass: a `Section` puts its flags, help and check beside its type and default.
+
+The command line's flags and --help, the environment's variables, the config file's keys, the chat's `/set` and the
+checks of Python's keywords are all read from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from edgespec.config.habits import did_you_mean
+from edgespec.config.values import Check, as_path, as_switch, as_text, one_of
+from edgespec.errors import ConfigError
+from edgespec.platform.files import expanded, read_text
+
+Part = Literal["load", "sampling", "generate", "session", "serve"]
+Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware", "Options"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "context", "size", "contents"]
+_KINDS: dict[Any, Kind] = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}
+_CHECKS: dict[Kind, Check] = {"switch": as_switch, "path": as_path, "text": as_text, "contents": as_text}
+# What a config file may hold, and how messages call it.
+_FORMS: dict[Kind, tuple[tuple[type, ...], str]] = {
+    "integer": ((int,), "a whole number"),
+    "number": ((int, float), "a number"),
+    "switch": ((bool,), "true or false"),
+    "text": ((str,), "a text"),
+    "path": ((str,), "a text"),
+    "texts": ((str, list), "a text or a list of texts"),
+    "length": ((int, str), "a whole number or auto"),
+    "context": ((int, str), "a whole number, auto or max"),
+    "size": ((int, str), "a number of bytes, or a text such as '6GiB', '80%' or 'auto'"),
+    "contents": ((str,), "a text"),
+}
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section of --help; called, it makes a field, listed there, of the dataclass for one part of the options."""
+
+    part: Part
+    title: Group
+
+    def __call__(
+        self,
+        default: Value,
+        flags: str = "",
+        help: str = "",
+        *,
+        basic: bool = False,
+        kind: Kind | None = None,
+        check: Check | None = None,
+    ) -> Value:
+        """A field; without flags it is Python's alone.
+
+        `flags`: all spellings on the command line, of which the first long one is the option's key; a word without a
+        dash is the placeholder of its value. `help` says in brackets what holds if the option is not given, where that
+        is no fixed default. `basic`: listed by --help, the others by --help-all only. `kind`, `check`: where the type
+        does not say all.
+        """
+        words = flags.split()
+        about = {
+            "part": self.part,
+            "group": self.title,
+            "flags": tuple(word for word in words if word.startswith("-")),
+            "metavar": "".join(word for word in words if not word.startswith("-")),
+            "help": help,
+            "is_basic": basic,
+            "kind": kind,
+            "check": check,
+        }
+        made: Value = field(default=default, metadata=about)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a `Section` was told of the field `name`, and what its type says."""
+
+    name: str
+    default: Any
+    kind: Kind
+    choices: tuple[str, ...]
+    part: Part
+    group: Group
+    flags: tuple[str, ...]
+    metavar: str
+    help: str
+    is_basic: bool
+    check: Check | None
+
+    @property
+    def key(self) -> str:
+        """The name that messages, config file and `/set` use: the first long flag."""
+        return next((flag[2:] for flag in self.flags if flag.startswith("--")), self.name)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All spellings, with underscores."""
+        long_flags = [flag[2:] for flag in self.flags if flag.startswith("--")]
+        return tuple(dict.fromkeys(key.replace("-", "_") for key in (*long_flags, self.name)))
+
+    def parse(self, text: str, source: str) -> Any:
+        """The value that `text` spells. Raises ConfigError naming `source`."""
+        if self.kind in ("length", "context") and text == "auto":
+            return text
+        if self.kind == "context" and text == "max":
+            return 0
+        try:
+            if self.kind in ("integer", "length", "context"):
+                return int(text)
+            if self.kind == "number":
+                return float(text)
+        except ValueError:
+            raise ConfigError(f"{source}: {text!r} is not {_FORMS[self.kind][1]}") from None
+        if self.kind == "switch":
+            if text.lower() not in _SWITCHES:
+                raise ConfigError(f"{source}: {text!r} is neither on nor off; allowed: {', '.join(_SWITCHES)}")
+            return _SWITCHES[text.lower()]
+        if self.kind == "texts":
+            return (text,)
+        if self.kind == "contents":
+            return contents(text, source, is_json=self.name == "json_schema")
+        return self._chosen(text, source)
+
+    def from_toml(self, value: Any, source: str) -> Any:
+        """`value` of a TOML file as the right Python value. Raises ConfigError naming `source`."""
+        types, form = _FORMS[self.kind]
+        if type(value) not in types:  # exactly: to isinstance, a bool is an int
+            raise ConfigError(f"{source}: {value!r} has the wrong type; expected {form}")
+        if self.kind == "texts":
+            texts = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"{source}: every element must be a string, got {value!r}")
+            return texts
+        if self.kind == "number":
+            return float(value)
+        if self.kind in ("length", "context", "contents"):
+            return self.parse(str(value), source)
+        return self._chosen(value, source) if isinstance(value, str) else value
+
+    def _chosen(self, text: str, source: str) -> str | Path:
+        if self.choices and text not in self.choices:
+            hint = did_you_mean(text, self.choices)
+            raise ConfigError(f"{source}: {text!r} is not known; allowed: {', '.join(self.choices)}{hint}")
+        return expanded(text) if self.kind == "path" else text
+
+
+@cache
+def settings_of(owner: Hashable) -> tuple[Setting, ...]:
+    """The options of a dataclass."""
+    return tuple(_settings_of(owner))
+
+
+def _settings_of(owner: Any) -> Iterator[Setting]:
+    types = get_type_hints(owner)
+    for each in fields(owner):
+        about = dict(each.metadata)
+        if about:
+            kind, choices = _kind_of(types[each.name])
+            kind = about.pop("kind") or kind
+            about["check"] = about["check"] or (one_of(*choices) if choices else _CHECKS.get(kind))
+            yield Setting(each.name, each.default, kind, choices, **about)
+
+
+def _kind_of(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
+    """What kind of option a type makes, and the texts that are allowed, if they are few."""
+    types = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    types = tuple(each for each in types if each is not type(None))
+    words = tuple(word for each in types if get_origin(each) is Literal for word in get_args(each))
+    if words:
+        return ("text", words) if len(types) == 1 else ("length", ())
+    return _KINDS.get(types[0], "texts"), ()
+
+
+def check_values(options: object) -> None:
+    """Have each field of a frozen dataclass pass its check. None passes where it is the default."""
+    owner: Any = type(options)
+    for setting in settings_of(owner):
+        value = getattr(options, setting.name)
+        if setting.check is not None and (value is not None or setting.default is not None):
+            object.__setattr__(options, setting.name, setting.check(setting.name, value))
+
+
+def contents(text: str, source: str, *, is_json: bool) -> str:
+    """What a file holds; `text` itself where it is a JSON object and so no name of a file. Raises ConfigError."""
+    if text.lstrip().startswith("{"):
+        return text
+    try:
+        found = read_text(expanded(text))
+        if is_json:
+            json.loads(found)
+        return found
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"{source}: the file {text!r} is not valid JSON: {exc}") from exc
+    except RecursionError:
+        return found  # nested too deeply, which is said where schemas are checked
+    except (OSError, ValueError) as exc:  # ValueError: no UTF-8, a NUL in the name
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{source}: the file {text!r} cannot be read: {reason}") from exc

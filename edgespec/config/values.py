@@ -1,0 +1,315 @@
+"""Values of options: their names and limits, and the checks that they pass.
+
+A check takes an option's name and a value, and returns the value in the form in which it is kept. It raises ConfigError
+that says what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
+
+from edgespec.errors import ConfigError, EdgespecError, shown
+
+DrafterName = Literal[
+    "auto",
+    "none",
+    "model",
+    "tree",
+    "hierarchical",
+    "early-exit",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "dflash",
+    "mtp",
+    "ngram",
+    "suffix",
+    "cache",
+    "lookahead",
+]
+DraftLength = int | Literal["auto"]
+GpuLayers = int | Literal["auto"]
+ContextLength = int | Literal["auto"]
+RuleName = Literal["coupled", "rejection", "block", "typical"]
+EngineName = Literal["auto", "llamacpp", "onnx"]
+ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "int8"]
+PoolingName = Literal["mean", "cls", "last"]
+ReasoningFormat = Literal["auto", "none", "deepseek"]  # llama-server's names
+DRAFTERS: tuple[DrafterName, ...] = get_args(DrafterName)
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = get_args(ReasoningFormat)
+RULES: tuple[RuleName, ...] = get_args(RuleName)
+LOSSY: frozenset[RuleName] = frozenset({"typical"})  # rules that change the target's output distribution
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+PROVIDERS: tuple[ProviderName, ...] = get_args(ProviderName)
+POOLINGS: tuple[PoolingName, ...] = get_args(PoolingName)
+CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
+MAX_DRAFT_LENGTH = 64
+MAX_TOP_LOGPROBS = 256
+MAX_PARALLEL = 64
+RANDOM_SEED = -1  # as a seed, like None: another one each time, as in llama.cpp
+NO_LIMIT = -1  # as a number of new tokens, like None
+MAX_GRAMMAR_CHARACTERS = 1 << 18  # of a schema or grammar: what compiles within a second
+MAX_COUNT = 2**31 - 1  # the engines' libraries count in int32
+MAX_SERVERS = 16  # RPC servers; ggml's limit
+DEFAULT_PORT = 50052  # of an RPC server
+
+Check = Callable[[str, Any], Any]
+Class = TypeVar("Class", bound=type[Any])
+
+
+def refuses_unknown(error: type[EdgespecError]) -> Callable[[Class], Class]:
+    """Dataclass decorator: an unknown keyword raises `error` with the list of known ones."""
+
+    def decorate(cls: Class) -> Class:
+        make = cls.__init__
+
+        @wraps(make)
+        def __init__(self: Any, *args: Any, **given: Any) -> None:  # noqa: N807
+            known = [each.name for each in fields(cls)]
+            if unknown := sorted(given.keys() - set(known)):
+                raise error(f"{cls.__name__} has no option {unknown[0]!r}; known: {', '.join(known)}")
+            make(self, *args, **given)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether `value` is an int or a float; bool does not count."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def one_of(*allowed: str) -> Check:
+    def check(name: str, value: object) -> object:
+        if not isinstance(value, str) or value not in allowed:
+            raise ConfigError(f"{name} {shown(value)} is not known; allowed: {', '.join(allowed)}")
+        return value
+
+    return check
+
+
+def as_switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def as_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, got {shown(value)}")
+    return value
+
+
+def as_path(name: str, value: object) -> Path:
+    """`value` as a Path; accepts str and os.PathLike."""
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fsdecode(value):
+        raise ConfigError(f"{name} must be a path, got {shown(value)}")
+    return Path(os.fsdecode(value))
+
+
+def as_model(name: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name} must be a registry name or a path, got {shown(value)}")
+    return os.fsdecode(value)
+
+
+def as_texts(name: str, value: object) -> tuple[str, ...]:
+    """Texts as a tuple; a single str is one of them."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{name} must be a string or a list of strings, got {shown(value)}")
+    if not all(texts):
+        raise ConfigError(f"{name} contains an empty string; each needs at least one character")
+    return tuple(texts)
+
+
+def as_schema(name: str, value: object) -> str:
+    """A JSON schema, given as a mapping or as JSON text, as JSON text."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(dict(found), ensure_ascii=False, allow_nan=False) if isinstance(found, Mapping) else None
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"{name} is not valid JSON: {exc}") from exc
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{name} contains what JSON cannot hold, or is nested too deeply: {exc}") from exc
+    if text is None:
+        raise ConfigError(f"{name} must be a JSON object, as a dict or as text, got {shown(value)}")
+    return text
+
+
+def whole(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, got {shown(value)}")
+    return value
+
+
+def at_least(least: int, hint: str = "", *, most: int = MAX_COUNT, words: tuple[str, ...] = ()) -> Check:
+    """A whole number, or one of `words`. `hint`: what to do instead of a limit such as -1 for none."""
+
+    def check(name: str, value: object) -> object:
+        if isinstance(value, str) and value in words:
+            return value
+        number = whole(name, value)
+        if number < least:
+            raise ConfigError(f"{name} must be at least {least}, got {shown(number)}{hint and f'; {hint}'}")
+        if number > most:
+            raise ConfigError(f"{name} must be at most {most}, got {shown(number)}")
+        return number
+
+    return check
+
+
+def from_to(least: float, most: float, what: str) -> Check:
+    """A number; `what` says which, with its limits."""
+
+    def check(name: str, value: object) -> object:
+        if not (is_number(value) and least <= value <= most):
+            raise ConfigError(f"{name} must be {what}, got {shown(value)}")
+        return value
+
+    return check
+
+
+def as_draft_length(name: str, value: object) -> object:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (isinstance(value, str) and value == "auto") and not (is_whole and value in range(MAX_DRAFT_LENGTH + 1)):
+        raise ConfigError(f"{name} must be auto or 0..{MAX_DRAFT_LENGTH}, got {shown(value)}")
+    return value
+
+
+def as_context_length(name: str, value: object) -> object:
+    if isinstance(value, str) and value != "auto":
+        raise ConfigError(f"{name} must be a number, 0 for the model's own, or auto, got {shown(value)}")
+    if value == "auto" or whole(name, value) == 0:
+        return value
+    return at_least(16, "0 or max is the model's own, auto the largest that fits into memory")(name, value)
+
+
+def as_given(parse: Callable[[object], object]) -> Check:
+    """Have a value pass `parse`, and keep it as it is."""
+
+    def check(name: str, value: object) -> object:
+        parse(value)
+        return value
+
+    return check
+
+
+def as_devices(name: str, value: object) -> object:
+    device_names(name, value)
+    return value
+
+
+def device_names(name: str, text: object) -> tuple[str, ...]:
+    """Names of devices that have commas between them; "none": no device."""
+    names = tuple(part.strip() for part in as_text(name, text).split(","))
+    if not all(names):
+        raise ConfigError(f"{name} {shown(text)} is not a device: edgespec doctor lists them, none means the processor")
+    return () if text == "none" else names
+
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}{rest}": 1000**power for power, letter in enumerate("kmgt", 1) for rest in ("b",)}
+_UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("", "ib")}
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-z]*|%)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """How much memory a loaded pair may take: `num_bytes`, or `share` of what the machine has free."""
+
+    num_bytes: int | None = None
+    share: float = 1.0
+
+    def of(self, free_bytes: int | None) -> int | None:
+        """In bytes, where `free_bytes` are free; None where neither is known."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        return None if free_bytes is None else int(self.share * free_bytes)
+
+
+def parse_budget(given: object) -> MemoryBudget:
+    """`auto` (all that is free), a share such as 80%, a size such as 6GiB, 6G, 1.5GB or 512MB, or whole bytes.
+
+    G and GiB are 1024^3 bytes, GB is 1000^3. Raises ConfigError.
+    """
+    allowed = "allowed: auto, a share of the free memory such as 80%, or a size such as 6GiB, 6G or 512MB"
+    if isinstance(given, int) and not isinstance(given, bool):
+        if given < 1:
+            raise ConfigError(f"memory must be at least 1 byte, got {shown(given)}; {allowed}")
+        return MemoryBudget(given)
+    if isinstance(given, str) and given.strip().lower() == "auto":
+        return MemoryBudget()
+    found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is None:
+        raise ConfigError(f"memory {shown(given)} is not a size; {allowed}")
+    number, unit = float(found[1]), found[2].lower()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ConfigError(f"memory {shown(given)} is not a share from 1% to 100%; {allowed}")
+        return MemoryBudget(share=number / 100)
+    if unit not in _UNITS or number * _UNITS[unit] < 1:
+        raise ConfigError(f"memory {shown(given)} is not a size; {allowed}")
+    return MemoryBudget(int(number * _UNITS[unit]))
+
+
+def as_size(num_bytes: float) -> str:
+    """A size for people: GiB from 1 GiB on, MiB below, KiB or bytes where it would be no MiB."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    if num_bytes >= 1 << 19:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 1 << 10 else f"{num_bytes:.0f} bytes"
+
+
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_FORM = "give HOST:PORT[,HOST:PORT...], for example 192.168.1.20:50052"
+
+
+def parse_endpoints(text: object) -> tuple[str, ...]:
+    """`HOST:PORT[,HOST:PORT...]` as a tuple, in its order. Raises ConfigError."""
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"rpc {shown(text)} does not name a server: {_FORM}")
+    found = tuple(_parse_endpoint(part.strip()) for part in text.split(","))
+    repeated = {endpoint for endpoint in found if found.count(endpoint) > 1}
+    if repeated:
+        raise ConfigError(f"rpc lists {min(repeated)} twice: list each server once")
+    if len(found) > MAX_SERVERS:
+        raise ConfigError(f"rpc lists {len(found)} servers; llama.cpp accepts at most {MAX_SERVERS}")
+    return found
+
+
+def _parse_endpoint(text: str) -> str:
+    """One `HOST:PORT`. Raises ConfigError; for an IPv6 address too, since llama.cpp connects by IPv4 only."""
+    host, colon, port = text.rpartition(":")
+    if ":" in host:
+        raise ConfigError(f"rpc {shown(text)}: llama.cpp reaches RPC servers over IPv4 only; {_FORM}")
+    if not colon or not _HOST.fullmatch(host):
+        raise ConfigError(f"rpc {shown(text)} is not an address: {_FORM}")
+    if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"rpc {shown(text)}: the port must be a whole number from 1 to 65535; {_FORM}")
+    return f"{host}:{int(port)}"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """A checked endpoint as (host, port)."""
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine can reach an IPv4 address that a server listens on."""
+    return ipaddress.IPv4Address(host).is_loopback

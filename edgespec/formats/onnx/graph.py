@@ -1,0 +1,178 @@
+"""The operators and weights of a graph: written one after another, weights into a file beside it; read one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError
+from edgespec.formats.onnx import MICROSOFT
+from edgespec.formats.onnx.w8a8 import CONSTANTS
+
+if TYPE_CHECKING:
+    import onnx
+
+ALIGNMENT = 4096  # so that ONNX Runtime can map a tensor
+INLINE_BYTES = 1024  # what is smaller stays in the graph
+IN_MEMORY = "(memory)"  # the location of weights that a session is given
+
+
+def external_entry(tensor: Any) -> dict[str, str]:
+    """Where a weight outside the graph lies: location, offset, length; empty for one inside."""
+    return {item.key: item.value for item in tensor.external_data} if tensor.data_location == 1 else {}
+
+
+def read_tensor(tensor: Any, folder: Path, *, mapped: bool = False) -> NDArray[Any]:
+    """The values of a weight, in the graph or in a file of `folder`; `mapped`: read-only. Raises ModelFileError.
+
+    onnx's own reader refuses files with several names, which caches of downloads are full of.
+    """
+    from onnx import helper, numpy_helper
+
+    entry = external_entry(tensor)
+    try:
+        if not entry:
+            found: NDArray[Any] = numpy_helper.to_array(tensor)
+            return found
+        kind = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+        shape = tuple(tensor.dims)
+        file, offset = folder / entry["location"], int(entry.get("offset", 0))
+        if mapped:
+            return np.memmap(file, kind, "r", offset, (math.prod(shape),)).reshape(shape)
+        return np.fromfile(file, kind, math.prod(shape), offset=offset).reshape(shape)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ModelFileError(f"the weights {tensor.name!r} in {folder} cannot be read: {exc}. Export it again") from exc
+
+
+Fill = Callable[[NDArray[np.uint8]], list[Callable[[], None]]]
+"""Gives the calls that fill an array of bytes together, in any order and on any thread."""
+
+
+class DataWriter:
+    """Appends tensors to `file`, which the graph knows as `location`."""
+
+    def __init__(self, file: IO[bytes], location: str) -> None:
+        self._file, self._location = file, location
+
+    def add(self, name: str, values: NDArray[Any]) -> Any:
+        """The description (TensorProto) of `values` [any shape]; small ones are in it, the others in the file."""
+        from onnx import TensorProto, helper, numpy_helper
+
+        if values.nbytes < INLINE_BYTES:
+            return numpy_helper.from_array(values, name)
+        kind = helper.np_dtype_to_tensor_dtype(values.dtype)
+        tensor = TensorProto(name=name, data_type=kind, dims=values.shape)
+        self.place(tensor, np.ascontiguousarray(values).data.cast("B"))
+        return tensor
+
+    def add_later(self, name: str, num_bytes: int, fill: Fill) -> Any:
+        """The description of bytes that `fill` makes; here, at once."""
+        values = np.empty(num_bytes, np.uint8)
+        for call in fill(values):
+            call()
+        return self.add(name, values)
+
+    def place(self, tensor: Any, content: Any) -> None:
+        """Write bytes and let `tensor` point at them."""
+        self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
+        point_at(tensor, self._location, self._file.tell(), len(content))
+        self._file.write(content)
+
+
+class MemoryWriter:
+    """Keeps tensors for a session in this process: `arrays` by name, and `later` (size in bytes, fill) by name."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self.later: dict[str, tuple[int, Fill]] = {}
+
+    def add(self, name: str, values: NDArray[Any]) -> Any:
+        """As `DataWriter.add`."""
+        from onnx import numpy_helper
+
+        if values.nbytes < INLINE_BYTES:
+            return numpy_helper.from_array(values, name)
+        self.arrays[name] = np.ascontiguousarray(values)
+        return tensor_in_memory(name, values)
+
+    def add_later(self, name: str, num_bytes: int, fill: Fill) -> Any:
+        """The description of bytes that `fill` makes, before the session is opened."""
+        from onnx import TensorProto
+
+        self.later[name] = num_bytes, fill
+        return point_at(TensorProto(name=name, data_type=TensorProto.UINT8, dims=[num_bytes]), IN_MEMORY, 0, num_bytes)
+
+
+def tensor_in_memory(name: str, values: NDArray[Any]) -> Any:
+    """The description (TensorProto) of `values` [any shape], which a session has to be given."""
+    from onnx import TensorProto, helper
+
+    kind = helper.np_dtype_to_tensor_dtype(values.dtype)
+    return point_at(TensorProto(name=name, data_type=kind, dims=values.shape), IN_MEMORY, 0, values.nbytes)
+
+
+def point_at(tensor: Any, location: str, offset: int, length: int) -> Any:
+    """Let `tensor`, which is returned, be one whose bytes lie elsewhere."""
+    del tensor.external_data[:]
+    tensor.data_location = 1  # external
+    for key, value in {"location": location, "offset": str(offset), "length": str(length)}.items():
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+OPERATOR_SET, FILE_VERSION = 22, 10
+Values = Sequence["onnx.ValueInfoProto"]
+
+
+class Nodes:
+    """`operators` in the order of the computation; weights go to `data` as they come."""
+
+    def __init__(self, data: DataWriter | MemoryWriter) -> None:
+        self.operators: list[onnx.NodeProto] = []
+        self._tensors: dict[str, onnx.TensorProto] = {}
+        self._data = data
+
+    def add(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], name: str, **attributes: Any) -> None:
+        """Append one operator; `domain` among the `attributes` for those that are not ONNX's own."""
+        from onnx import helper
+
+        self.operators.append(helper.make_node(kind, inputs, outputs, name, **attributes))
+
+    def store(self, name: str, values: NDArray[Any]) -> str:
+        """Keep a weight under `name`, which is returned."""
+        self._tensors[name] = self._data.add(name, values)
+        return name
+
+    def store_later(self, name: str, num_bytes: int, fill: Fill) -> str:
+        """Keep bytes that `fill` makes under `name`, which is returned."""
+        self._tensors[name] = self._data.add_later(name, num_bytes, fill)
+        return name
+
+    def view(self, name: str, of: str, shape: Sequence[int]) -> str:
+        """A second weight over the bytes of `of`, with another shape."""
+        from onnx import TensorProto
+
+        tensor = TensorProto()
+        tensor.CopyFrom(self._tensors[of])
+        tensor.name = name
+        tensor.dims[:] = shape
+        self._tensors[name] = tensor
+        return name
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def model(self, inputs: Values, outputs: Values) -> onnx.ModelProto:
+        from onnx import helper, numpy_helper
+
+        read = {name for node in self.operators for name in node.input}
+        constants = [numpy_helper.from_array(value, name) for name, value in CONSTANTS.items() if name in read]
+        graph = helper.make_graph(self.operators, "main_graph", inputs, outputs, [*self._tensors.values(), *constants])
+        domains = {MICROSOFT, *(node.domain for node in self.operators if node.domain)}
+        sets = [helper.make_opsetid("", OPERATOR_SET), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
+        return helper.make_model(graph, opset_imports=sets, ir_version=FILE_VERSION, producer_name="edgespec")
