@@ -88,8 +88,8 @@ _LIMITS = {
     ("f32", "fp32"): Limits(0.005, 0.99, 1e-4),
     ("f16", "bf16"): Limits(None, 0.98, 0.001),
     ("q8_0", "int8"): Limits(None, 0.97, 0.005),
-    ("q6_k", "w8a8"): Limits(None, 0.95, 0.02),
-    ("q5",): Limits(None, 0.85, 0.1),
+    ("q6_k",): Limits(None, 0.95, 0.02),
+    ("q5", "w8a8"): Limits(None, 0.85, 0.1),
     ("q4", "iq4", "int4"): Limits(None, 0.60, 0.4),
 }
 

@@ -50,18 +50,13 @@ def token_names(folder: Path) -> list[str]:
     return [ids.get(index, "") for index in range(max(ids, default=-1) + 1)]
 
 
-def check_same_tokens(target: Path, draft: Path) -> None:
-    """Raise VocabularyMismatch, naming the first id whose text differs in two model folders. Padding may differ."""
-    check_same_names(token_names(target), token_names(draft))
-
-
 def check_same_names(target: Sequence[str], draft: Sequence[str]) -> None:
-    """`check_same_tokens` of the texts by id."""
+    """Raise VocabularyMismatch, naming the first id whose text differs. Padding at the end may differ."""
     for index, (ours, theirs) in enumerate(zip(target, draft, strict=False)):
         if ours != theirs:
             raise VocabularyMismatch(
                 f"target and draft have different vocabularies: token {index} is {ours!r} in the target and "
-                f"{theirs!r} in the draft. Use a draft of the same model family, or --derive one from the target"
+                f"{theirs!r} in the draft. Use a draft of the same model family"
             )
 
 

@@ -68,9 +68,10 @@ def full_config(folder: Path) -> Config:
 
 def unsupported(name: object, architecture: str, what: str, known: Iterable[str]) -> ModelFileError:
     """The error for a model of an unknown architecture. `what` is made of the `known` ones."""
+    optimum = "; for ONNX --exporter optimum" if what.startswith("ONNX") else ""
     return ModelFileError(
         f"{name} is a {architecture}; supported for {what}: {', '.join(known)}. llama.cpp's own convert_hf_to_gguf.py "
-        "knows more of them, and edgespec runs the files that it writes"
+        f"knows more of them, and edgespec runs the files that it writes{optimum}"
     )
 
 

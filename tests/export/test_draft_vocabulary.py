@@ -56,7 +56,7 @@ def graph(source: Path, folder: Path, quant: str, vocabulary: DraftVocabulary | 
 def test_kept_tokens_have_the_logits_of_the_whole_head(
     case: str, quant: str, most_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Rows of a product do not depend on the others; the head of w8a8 is smoothed by what its rows are."""
+    """Rows of a product do not depend on the others."""
     monkeypatch.setattr(drafted, "MOST_RUNS", most_runs)
     source = write_checkpoint(tmp_path / case, case, final_logit_softcapping=8.0, tie_word_embeddings=False)
     vocabulary = DraftVocabulary(300)
@@ -167,7 +167,7 @@ def test_rules_that_compare_distributions_run_on_it(pair: Path, rule: str):
     [
         ({"draft_vocab": 255}, "give 256 or more"),
         ({"draft": None}, "needs a draft with files of its own"),
-        ({"exporter": "builder"}, "edgespec's own writer"),
+        ({"exporter": "optimum"}, "edgespec's own writer"),
         ({"quants": {"gguf": "q8_0"}}, "edgespec's own writer"),
         ({"draft_vocab": None, "draft_text": Path("x")}, "give that, too"),
         ({"draft_text": Path("absent.txt")}, "--draft-text absent.txt cannot be read"),

@@ -21,9 +21,9 @@ from gguf.gguf_reader import GGUFReader  # noqa: E402
 import llama_reference  # noqa: E402
 from edgespec.engines.llamacpp import LlamaCppEngine  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
-from edgespec.export.gguf.convert import convert
+from edgespec.export.gguf.convert import convert  # noqa: E402
 from edgespec.formats.checkpoint import Checkpoint  # noqa: E402
-from edgespec.formats.gguf.tokenizer import pre_tokenizer_name
+from edgespec.formats.gguf.tokenizer import pre_tokenizer_name  # noqa: E402
 from edgespec.installation import install_command  # noqa: E402
 from edgespec.types import Batch  # noqa: E402
 

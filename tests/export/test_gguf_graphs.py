@@ -263,7 +263,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, tiny_path: Path
     path = write_model(tmp_path / "broken.gguf", tensors={"blk.1.ffn_down.weight": broken})
     with pytest.raises(ModelFileError, match=r"the tensor blk\.1\.ffn_down\.weight holds infinity or NaN"):
         graph(path, tmp_path / "made")
-    with pytest.raises(ConfigError, match="the ONNX type 'fp16'; allowed: w8a8, int8, int4, fp32"):
+    with pytest.raises(ConfigError, match="no ONNX weight type 'fp16'"):
         graph(tiny_path, tmp_path / "other", "fp16")
 
 

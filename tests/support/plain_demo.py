@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from edgespec.export.onnx.quantise import save
 from onnx import helper, numpy_helper
 
+from edgespec.export.onnx.optimum import save
 from edgespec.formats.onnx.forms import quantise_blocks
 
 

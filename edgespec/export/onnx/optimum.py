@@ -7,7 +7,6 @@ concatenate the KV cache in every pass, which makes them slower.
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import subprocess
@@ -17,11 +16,14 @@ import venv
 from collections import deque
 from pathlib import Path
 
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.onnx.hub_model import copy_companions
-from edgespec.formats.onnx import DATA, MODEL
+from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
+from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.installation import child_environment, install_command
 from edgespec.loading.registry import models_folder
 from edgespec.types import Progress
@@ -142,13 +144,32 @@ def failure(returncode: int, said: list[str], what: str) -> CapabilityError | Mo
 
 
 def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelProto:
-    """Replace the matrix products of a graph in memory by MatMulNBits: symmetric groups, int8 arithmetic."""
-    tool = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
+    """Replace a graph's products by constant matrices with MatMulNBits: symmetric groups, int8 arithmetic."""
     bits = int(quant.removeprefix("int"))
-    quantiser = tool.MatMulNBitsQuantizer(model, bits, group_size, is_symmetric=True, accuracy_level=4)
-    quantiser.process()
-    result: onnx.ModelProto = quantiser.model.model
-    return result
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    made: dict[str, tuple[onnx.TensorProto, onnx.TensorProto]] = {}
+    for node in model.graph.node:
+        if node.op_type != "MatMul" or (tensor := stored.get(node.input[1])) is None or len(tensor.dims) != 2:
+            continue
+        if tensor.name not in made:
+            rows = numpy_helper.to_array(tensor).astype(np.float32).T
+            codes, scales = quantise_blocks(rows, bits, group_size)
+            names = (f"{tensor.name}_codes", f"{tensor.name}_scales")
+            made[tensor.name] = (
+                numpy_helper.from_array(codes, names[0]),
+                numpy_helper.from_array(scales.reshape(-1), names[1]),
+            )
+        inputs = [node.input[0], *(each.name for each in made[tensor.name])]
+        sizes = {"K": tensor.dims[0], "N": tensor.dims[1], "bits": bits, "block_size": group_size, "accuracy_level": 4}
+        node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), node.name, domain=MICROSOFT, **sizes))
+    read = {name for node in model.graph.node for name in node.input}
+    kept = [tensor for name, tensor in stored.items() if name in read]
+    kept += [each for pair in made.values() for each in pair]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    if MICROSOFT not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
+    return model
 
 
 def save(model: onnx.ModelProto, folder: Path) -> None:
