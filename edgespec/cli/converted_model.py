@@ -48,7 +48,6 @@ KEEPS_GAIN = 1.05  # instead of the first, where the converted model was measure
 # Settings that mean the same to both engines; any other was given for llama.cpp, or to look at something.
 COMMON = {"model", "draft", "context_length", "threads", "reproducible", "memory", "recall", "learn", "corpus"}
 QUANT_NOTES = {"int4": "its 4-bit weights stay what they are", "int8": "8 bits", "w8a8": "8 bits in whole numbers"}
-_SCHEMA = disk_cache.a_record({"name": disk_cache.text})
 logger = logging.getLogger(__name__)
 
 
@@ -228,12 +227,12 @@ def _replaced(settings: Settings, name: str) -> Settings:
 
 def _answer(pair: ModelPair) -> str | None:
     """The name of the converted model, "" after a no, None if it was never asked."""
-    kept = disk_cache.get("converted", _key(pair), _SCHEMA)
-    return None if kept is None else str(kept["name"])
+    found: str | None = disk_cache.get("converted", _key(pair), str)
+    return found
 
 
 def _remember(pair: ModelPair, name: str) -> None:
-    disk_cache.put("converted", _key(pair), {"name": name})
+    disk_cache.put("converted", _key(pair), name)
 
 
 def _key(pair: ModelPair) -> str:

@@ -30,7 +30,6 @@ CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the mo
 # then gains most from the heads that come with both (docs/models-and-export.md). Both take seconds to write.
 QUANTS = ("int8", "w8a8")
 _KEY = disk_cache.key_of("first model", FIRST)
-_ANSWERED = disk_cache.a_record({"wanted": disk_cache.flag})
 
 
 def first_model(settings: Settings) -> str | None:
@@ -72,7 +71,7 @@ def _is_faster_converted() -> bool:
 
 
 def _fetched() -> str | None:
-    if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, _ANSWERED) is not None:
+    if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, bool) is not None:
         return None
     is_converted = not has_fast_kernels() and (not has_engine("llamacpp") or _is_faster_converted())
     if is_converted and not is_importable("gguf"):
@@ -86,7 +85,7 @@ def _fetched() -> str | None:
     )
     click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
     if not click.confirm(f"Get {FIRST}?", default=True, err=True):
-        disk_cache.put("asked", _KEY, {"wanted": False})
+        disk_cache.put("asked", _KEY, False)
         note(f"edgespec pull {FIRST} gets it later")
         return None
     try:

@@ -26,7 +26,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import key_of, numbers
+from edgespec.platform.disk_cache import key_of
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class DrafterPool:
             found.costs.splits = self._target.engine.facts.splits_passes
             if self.threads is not None:
                 found.use_threads(self.threads.threads)
-            found.restore(disk_cache.get("learnt", self._learnt_key(name), numbers))
+            found.restore(disk_cache.get("learnt", self._learnt_key(name)))
             self._automatic[name] = found
         return found
 

@@ -21,7 +21,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.watch import ClassWatch
+from edgespec.engines.widths import ClassWatch
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.advisor import Advisor

@@ -57,7 +57,7 @@ BASES = {
     "engines.sequence",
     "engines.pass_request",
     "engines.cached_text",
-    "engines.watch",
+    "engines.widths",
     "engines.head",
     "engines.parked",
     "drafters.base",

@@ -13,11 +13,11 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.engines import sample_text, widths
+from edgespec.engines import proof, widths
 from edgespec.engines.cached_text import CachedText
 from edgespec.engines.prompt_passes import PromptBlocks, runs
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.watch import ClassWatch
+from edgespec.engines.widths import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds
 from table_engine import TableEngine
 
@@ -168,8 +168,8 @@ def narrow(q4_k_m_path: Path) -> Iterator[Model]:
         yield model
 
 
-QUESTION = {"role": "user", "content": sample_text.TEXT[:900] + " Which of these places is the cheapest?"}
-LATER = {"role": "user", "content": "I would like to book a table there for four people. " + sample_text.TEXT[900:1300]}
+QUESTION = {"role": "user", "content": proof.TEXT[:900] + " Which of these places is the cheapest?"}
+LATER = {"role": "user", "content": "I would like to book a table there for four people. " + proof.TEXT[900:1300]}
 
 
 def answered(model: Model, ids: list[int], sampling: Sampling, drafter: Any = "none") -> Answered:

@@ -15,7 +15,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import progress, proof, sample_text, watch, width_bits, widths
+from edgespec.engines import progress, proof, widths
 from edgespec.engines.base import EngineFacts
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
@@ -70,8 +70,8 @@ def table(**settings: object) -> LyingTable:
     return engine
 
 
-def surveyed(engine: LyingTable) -> width_bits.Survey:
-    found = width_bits.Survey()
+def surveyed(engine: LyingTable) -> proof.Survey:
+    found = proof.Survey()
     proof.survey(engine, 63, found, 63)
     return found
 
@@ -104,7 +104,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
     assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
     ends = [done for done, total, _ in heard if done == total]
     assert ends
-    assert disk_cache.get("surveys", "interrupted", width_bits.Survey.schema(63)) is None
+    assert disk_cache.get("surveys", "interrupted", proof.Survey) is None
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -131,8 +131,9 @@ def test_a_load_reports_the_progress_of_its_proof(
 
 def test_an_interrupted_proof_on_another_text_starts_again() -> None:
     found = surveyed(table())
-    assert width_bits.Survey.from_json(found.as_json()) == found
-    stale = width_bits.Survey("00", {63: width_bits.Bits({0: b"x"})})
+    disk_cache.put("surveys", "kept", found)
+    assert disk_cache.get("surveys", "kept", proof.Survey) == found
+    stale = proof.Survey("00", {63: proof.Bits({0: b"x"})})
     proof.survey(table(), 63, stale, 63)
     assert stale.classes == found.classes and stale.text == found.text
 
@@ -158,7 +159,7 @@ def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPa
     engine, seen = table(is_honest=True), []
     inner = TableEngine.forward
     monkeypatch.setattr(TableEngine, "forward", lambda self, batch: seen.append(batch.width) or inner(self, batch))
-    ids = sample_text.sample_text(engine, 64)
+    ids = proof.sample_text(engine, 64)
     for start in (0, 31):
         engine.rollback(min(start, engine.length()))
         for width in (1, 5, 33):
@@ -220,7 +221,7 @@ def test_the_default_stays_fastest_where_lone_rows_would_be_padded() -> None:
 # -- in use
 
 
-def run_on(engine: TableEngine, watching: watch.ClassWatch, drafts: bool) -> list[int]:
+def run_on(engine: TableEngine, watching: widths.ClassWatch, drafts: bool) -> list[int]:
     run = Run(
         target=CachedSequence(engine),
         prompt_ids=np.arange(8, dtype=np.int32),
@@ -242,10 +243,10 @@ def pinned() -> Iterator[LyingTable]:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_watching_changes_nothing(pinned: LyingTable, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_on(pinned, watch.ClassWatch(), drafts)
-    monkeypatch.setattr(watch, "SHARE", 100.0)
+    expected = run_on(pinned, widths.ClassWatch(), drafts)
+    monkeypatch.setattr(widths, "SHARE", 100.0)
     pinned.rollback(0)
-    watching = watch.ClassWatch()
+    watching = widths.ClassWatch()
     assert run_on(pinned, watching, drafts) == expected
     assert watching.rows_compared >= 50 and not watching.has_failed
 
@@ -254,9 +255,9 @@ def test_watching_changes_nothing(pinned: LyingTable, drafts: bool, monkeypatch:
 def test_a_class_that_lies_is_dropped_remembered_and_told(
     pinned: LyingTable, drafts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "SHARE", 100.0)
+    monkeypatch.setattr(widths, "SHARE", 100.0)
     pinned.lies, pinned.is_honest, pinned.trained = (5, 6, 7), False, 512
-    watching = watch.ClassWatch()
+    watching = widths.ClassWatch()
     with caplog.at_level(logging.WARNING, "edgespec"):
         run_on(pinned, watching, drafts)
     assert watching.has_failed and pinned.facts.pinned_class is None
@@ -268,10 +269,10 @@ def test_a_class_that_lies_is_dropped_remembered_and_told(
 def test_watching_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of passes of one second and looks of two, one look in 500 passes."""
     clock = iter(np.arange(0.0, 1e6, 2.0))
-    monkeypatch.setattr(watch, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(widths, "perf_counter", lambda: next(clock))
     engine = table(is_honest=True)
     engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63))
-    sequence, watching, looks = CachedSequence(engine), watch.ClassWatch(), 0
+    sequence, watching, looks = CachedSequence(engine), widths.ClassWatch(), 0
     logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
     for _ in range(5000):
         watching.spent(1.0)
@@ -286,7 +287,7 @@ def test_a_look_that_is_interrupted_leaves_a_shorter_text(pinned: LyingTable, mo
     logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
     monkeypatch.setattr(pinned, "forward", lambda _batch: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        watch.ClassWatch().look(sequence, logits)
+        widths.ClassWatch().look(sequence, logits)
     assert sequence.length == pinned.length() < 40
 
 
@@ -329,9 +330,9 @@ def test_keys_in_q8_0_spare_lone_rows_the_padding(target_path: Path) -> None:
 @pytest.mark.skipif("EDGESPEC_TEST_MODEL" not in os.environ, reason="EDGESPEC_TEST_MODEL names no real model's GGUF")
 def test_a_real_model_writes_the_same_with_and_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and log probabilities, past 512 cells too, with the watch looking often."""
-    monkeypatch.setattr(watch, "SHARE", 0.1)
+    monkeypatch.setattr(widths, "SHARE", 0.1)
     with edgespec.load(os.environ["EDGESPEC_TEST_MODEL"], reproducible=True, threads=2) as model:
-        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + sample_text.TEXT[:1200]}])
+        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + proof.TEXT[:1200]}])
         for sampling in (GREEDY, Sampling(seed=5)):
             texts = [
                 model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length))

@@ -19,7 +19,7 @@ from edgespec.engines.widths import METHOD, fastest_facts, is_known_free, packs_
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import a_record, file_key, flag, key_of
+from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.types import Batch, Logits
 
 # llama.cpp's llama_pooling_type, as a file has it
@@ -101,11 +101,11 @@ def _facts_with_state(
     facts = engine.facts if settings.reproducible is False else fastest_facts(engine, key)
     if not facts.rollback_rows:
         return facts
-    kept = disk_cache.get("rollbacks", key, a_record({"holds": flag}))
-    if kept is None:
-        kept = {"holds": _drops_rows(engine)}
-        disk_cache.put("rollbacks", key, kept)
-    if kept["holds"]:
+    holds = disk_cache.get("rollbacks", key, bool)
+    if holds is None:
+        holds = _drops_rows(engine)
+        disk_cache.put("rollbacks", key, holds)
+    if holds:
         return facts
     return replace(facts, rollback_rows=0, why_no_speculation="llama.cpp does not roll this model back correctly")
 
