@@ -159,7 +159,8 @@ class ContinuousBatch:
                 method(failure)
 
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
-        member.run.on_round = advisor.watching(request.options, request.on_round)
+        member.run.on_round = request.on_round
+        advisor.begin(request.options)
 
     def _joined(
         self,

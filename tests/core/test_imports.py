@@ -68,8 +68,6 @@ DRAFTERS_ASSEMBLE = {"drafters.spec"}  # what makes the others
 SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus drafter looks up
 # what puts engines and drafters together, or reads their files
 ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "memory", "control.pool"}
-# of the machine; they know no engine
-MEASURED = {"engines.conditions"}
 HEAVY = {"torch", "tokenizers", "gguf", "safetensors", "transformers"}
 
 
@@ -140,8 +138,7 @@ def test_only_the_runtime_imports_implementations():
         ):
             continue
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
-        allowed = BASES | MEASURED if component(name) in ("control", "bench", "generation", "server", "cli") else BASES
-        assert used <= allowed, f"{name} imports {used - allowed}"
+        assert used <= BASES, f"{name} imports {used - BASES}"
 
 
 def test_the_package_does_not_need_the_laboratory():

@@ -15,7 +15,7 @@ from typing import Any
 
 from edgespec.engines.llamacpp.library import library
 from edgespec.errors import CapabilityError
-from edgespec.installation import build_command, install_command
+from edgespec.installation import install_command
 from edgespec.platform.machine import is_apple_silicon
 
 _KINDS = ("cpu", "gpu", "integrated gpu", "accelerator")  # ggml_backend_dev_type
@@ -106,59 +106,3 @@ def backends() -> list[str]:
     get = function("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
     name_of = function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
     return [name_of(get(index)).decode(errors="replace") for index in range(count)]
-
-
-def require_rpc(what: str) -> None:
-    """Raises CapabilityError, with the command that builds it, where llama.cpp has no RPC backend."""
-    if not library().llama_supports_rpc():
-        raise CapabilityError(
-            f"{what} needs llama.cpp with its RPC backend, which this build does not have. Build it (4 to 10 minutes "
-            f"on two cores): {build_command('rpc')}"
-        )
-
-
-def add_servers(endpoints: Sequence[str]) -> None:
-    """Add the devices of RPC servers to those of this process.
-
-    ggml ends the process where one does not answer, now or later: call it in a child process. Raises CapabilityError.
-    """
-    require_rpc("--rpc")
-    add = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
-    register = function("ggml_backend_register", None, ctypes.c_void_p)
-    for endpoint in endpoints:
-        added = add(endpoint.encode())
-        if not added:
-            raise CapabilityError(f"the RPC server {endpoint} offers no device")
-        register(added)
-
-
-def serve_rpc(endpoint: str, *, threads: int, names: Sequence[str], cache_folder: Path | None) -> None:
-    """Serve devices to one client after another, until the process ends. Returns where that fails.
-
-    `names`: of devices; none: the GPUs, or the CPU where there are none. `cache_folder`: where received weights
-    are stored. Raises CapabilityError.
-    """
-    require_rpc("an RPC server")
-    chosen = names or [device.name for device in gpus()] or [devices()[0].name]
-    handles = handles_of(chosen)
-    place = None if cache_folder is None else str(cache_folder).encode()
-    start = _rpc_function(
-        "ggml_backend_rpc_start_server",
-        None,
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.POINTER(ctypes.c_void_p),
-    )
-    start(endpoint.encode(), place, threads, len(handles), (ctypes.c_void_p * len(handles))(*handles))
-
-
-def _rpc_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the RPC backend, which gives its address itself: it may be a library of its own."""
-    backend = function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
-    address = function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    found = address(backend, name.encode())
-    if not found:
-        raise CapabilityError(f"this build of llama.cpp has no {name}; build another: {build_command('rpc')}")
-    return ctypes.CFUNCTYPE(result, *arguments)(found)

@@ -34,7 +34,7 @@ from edgespec.engines.llamacpp.loading import load_engine
 from edgespec.engines.llamacpp.mtp import MtpHead, mtp_of
 from edgespec.engines.llamacpp.opening import OpenModel
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.rpc_probe import RpcServer
+from edgespec.engines.llamacpp.rpc import RpcServer
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.rows import SequenceBook, SequenceRows

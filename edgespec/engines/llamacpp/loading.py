@@ -13,7 +13,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.facts import measured_facts
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.opening import ModelOpener, OpenModel, checked_target
-from edgespec.engines.llamacpp.rpc_probe import RpcServer
+from edgespec.engines.llamacpp.rpc import RpcServer
 from edgespec.engines.llamacpp.running_state import RunningState, why_only_asked
 from edgespec.engines.llamacpp.settings import ContextSettings, choose_context_length
 from edgespec.engines.model_use import ModelUse

@@ -17,7 +17,7 @@ from edgespec.engines.llamacpp.library import (
     require_threads,
     uninterrupted,
 )
-from edgespec.engines.llamacpp.rpc_probe import RpcServer
+from edgespec.engines.llamacpp.rpc import RpcServer
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.platform.machine import default_threads
