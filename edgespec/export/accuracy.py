@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.head import FeatureHead
+from edgespec.engines.head import DraftHead
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EdgespecError
 from edgespec.export.reference import Reference
@@ -168,18 +168,18 @@ def _compare_blocks(reference: Reference, found: Iterator[NDArray[np.float32]]) 
     return _summed([_compare_rows(rows, others, spread, begins) for (rows, begins), others in both])
 
 
-def compare_head(reference: FeatureHead, target: Engine, path: Path) -> Comparison:
+def compare_head(reference: DraftHead, target: Engine, path: Path) -> Comparison:
     """Compare the EAGLE-3 head in `path`, on an open target, with a reference implementation of it.
 
     Closes both heads. Raises the errors of `load_head`.
     """
-    from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
+    from edgespec.engines.llamacpp import LlamaCppEngine
 
     assert isinstance(target, LlamaCppEngine)
     text_ids = target.vocabulary.encode("".join(PROBE_TEXTS.values()))
     token_ids = np.array(text_ids[: min(HEAD_TOKENS, target.facts.context_length)], np.int32)
     cached = CachedSequence(target)
-    with target.load_head(Eagle3Head, path) as head, reference:
+    with target.load_head(path) as head, reference:
         cached.keep_layer_inputs(head.facts.layers)
         cached.feed(token_ids)
         features = cached.layer_inputs

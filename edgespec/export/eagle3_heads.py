@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.eagle_layers import LayersEagleDrafter
+from edgespec.drafters.eagle import LayersEagleDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.errors import ModelFileError
@@ -26,9 +26,7 @@ from edgespec.export.eagle3_reference import NumpyHead, rotary_frequencies
 from edgespec.export.reference import Reference
 from edgespec.export.tokens import PROBE_TEXTS
 from edgespec.formats.checkpoint import Checkpoint
-from edgespec.formats.head_file import HeadFile, Matrix, read_head_file, write_head_file
-from edgespec.formats.head_manifest import HeadManifest
-from edgespec.formats.table import Table
+from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file, write_head_file
 from edgespec.types import Batch
 
 PROBE_TOKENS = 12

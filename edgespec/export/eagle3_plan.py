@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import Sizes, read_sizes, rotary_settings
 from edgespec.formats.checkpoint import PREFIXES, Checkpoint, Config, Weights, head_config
-from edgespec.formats.gguf.eagle3 import NUM_LAYERS_READ
-from edgespec.formats.gguf.head_reader import DRAFTED
+from edgespec.formats.gguf.heads import DRAFTED, EAGLE3_LAYERS
 
 # Hugging Face name -> (GGUF name, shape); t: target layers concatenated, w: draft vocabulary, i: embedding + state
 OUTER: Mapping[str, tuple[str, str]] = {
@@ -84,7 +83,7 @@ def plan_head(folder: Path, target_folder: Path) -> HeadPlan:
     width = target.count("hidden_size")
     drafted = _drafted(checkpoint, vocabulary)
     layers = _layers(checkpoint.config, target.count("num_hidden_layers"), folder)
-    numbers = {"t": NUM_LAYERS_READ * width, "w": vocabulary if drafted is None else drafted.size, "i": 2 * sizes.width}
+    numbers = {"t": EAGLE3_LAYERS * width, "w": vocabulary if drafted is None else drafted.size, "i": 2 * sizes.width}
     tensors = _tensors(checkpoint, sizes, numbers)
     return HeadPlan(checkpoint, sizes, layers, width, tensors, drafted)
 
@@ -118,9 +117,9 @@ def _layers(config: Config, num_layers: int, folder: Path) -> tuple[int, ...]:
         named = nested.get("eagle_aux_hidden_state_layer_ids")
     layers = [2, num_layers // 2, num_layers - 3] if named is None else named
     sound = isinstance(layers, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
-    if not sound or len(set(layers)) != NUM_LAYERS_READ or len(layers) != NUM_LAYERS_READ:
+    if not sound or len(set(layers)) != EAGLE3_LAYERS or len(layers) != EAGLE3_LAYERS:
         raise ModelFileError(
-            f"{folder} reads the target's layers {layers!r:.60}; it must read {NUM_LAYERS_READ} different ones of 0.."
+            f"{folder} reads the target's layers {layers!r:.60}; it must read {EAGLE3_LAYERS} different ones of 0.."
             f"{num_layers - 1}"
         )
     return tuple(layers)

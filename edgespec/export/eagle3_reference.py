@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.head import FeatureHead, HeadFacts, States
+from edgespec.engines.head import DraftHead, HeadFacts, States
 from edgespec.errors import BatchError, ContextFull
 from edgespec.export.eagle3_plan import HeadPlan, shared_names
 from edgespec.formats.architectures import llama3_frequency_factors, rotary_settings
@@ -20,7 +20,7 @@ from edgespec.types import Logits, TokenIds
 Weights = Mapping[str, NDArray[np.float32]]
 
 
-class NumpyHead(FeatureHead):
+class NumpyHead(DraftHead):
     """The head of a plan. `target_weights`: the target's embeddings and head [vocabulary, width], if shared."""
 
     def __init__(self, plan: HeadPlan, target_weights: Weights | None = None, context_length: int = 1 << 16) -> None:

@@ -18,8 +18,8 @@ from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
-from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair, sha256_of
 from edgespec.installation import IMPORT_FAILURES, has_engine, not_importable
 from edgespec.kernels.library import library_path, why_missing

@@ -28,8 +28,8 @@ from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import check_gguf, is_early_exit, model_files
-from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair, read_pair
 from edgespec.installation import quoted
 from edgespec.loading.registry import registered_folders

@@ -20,7 +20,7 @@ from edgespec.engines.footprint import Footprint
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
-from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
 from edgespec.memory.heads import heads_bytes

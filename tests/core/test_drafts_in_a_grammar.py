@@ -9,8 +9,7 @@ import pytest
 
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.dflash import DFlashDrafter
-from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter

@@ -13,7 +13,7 @@ from edgespec.control.base import FixedLength
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.dflash import DFlashDrafter
+from edgespec.drafters.heads import DFlashDrafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled

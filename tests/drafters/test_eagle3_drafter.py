@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.heads import Eagle3Drafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled

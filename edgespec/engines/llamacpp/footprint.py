@@ -28,6 +28,7 @@ from edgespec.engines.model_use import MAX_BATCH, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
+from edgespec.formats.gguf.heads import read_head
 from edgespec.platform.machine import instruction_sets, lacks_dot_products
 
 _CACHE_BLOCK = 32
@@ -138,12 +139,12 @@ def _has_window(header: GgufHeader) -> bool:
 def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, logits twice, and the hidden states that it reads."""
     from edgespec.engines.features import WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.head_context import widest_step
-    from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
+    from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, layers_sizes, pass_bytes
 
-    cache = min(context, DEFAULT_CONTEXT) * 2 * shape.width * CACHE_BYTES["f16"]
-    logits = 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
-    return int(cache) + logits + _feature_bytes(shape.width, min(context, WINDOW))
+    sizes = layers_sizes(shape.width, shape.vocabulary, min(context, DEFAULT_CONTEXT))
+    return (
+        cache_bytes(sizes, sizes.context_length) + pass_bytes(sizes) + _feature_bytes(shape.width, min(context, WINDOW))
+    )
 
 
 def _feature_bytes(width: int, window: int) -> int:
@@ -169,12 +170,9 @@ def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
 def head_footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
     from edgespec.engines.features import WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
-    from edgespec.engines.llamacpp.heads import head_class
+    from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, pass_bytes
 
-    head, header = head_class(path), check_gguf(path)
-    assert head is not None  # the caller has asked
-    sizes = head.read(path)
+    header, sizes = check_gguf(path), read_head(path)
     context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
     features = _feature_bytes(sizes.feature_width, min(context, WINDOW))
     packed = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
@@ -182,8 +180,8 @@ def head_footprint(path: Path, use: ModelUse) -> Footprint:
         mapped=path.stat().st_size,
         read_once=packed,
         packed=packed,
-        cache=use.max_sequences * head.cache_bytes(sizes, context),
-        compute=use.max_sequences * (head.pass_bytes(sizes) + features),
+        cache=use.max_sequences * cache_bytes(sizes, context),
+        compute=use.max_sequences * (pass_bytes(sizes) + features),
         vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
         context_length=context,
     )

@@ -23,11 +23,10 @@ from edgespec.export.gguf.hyperparameters import write_hyperparameters
 from edgespec.export.gguf.tokenizer import write_tokenizer
 from edgespec.formats.architectures import Architecture, interleave_rotary
 from edgespec.formats.checkpoint import Checkpoint, Weights
-from edgespec.formats.gguf.eagle3 import ARCHITECTURE
-from edgespec.formats.gguf.head_reader import DRAFTED
+from edgespec.formats.gguf.heads import DRAFTED, EAGLE3
 from edgespec.types import Progress, no_progress
 
-HEAD = Architecture(ARCHITECTURE, {}, {})
+HEAD = Architecture(EAGLE3, {}, {})
 
 
 def convert_head(
@@ -57,7 +56,7 @@ def convert_head(
         _write_head(writer, plan)
         write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
 
-    about = About(ARCHITECTURE, name or folder.name, licence, describe)
+    about = About(EAGLE3, name or folder.name, licence, describe)
     tensors |= rotary_tensors(plan.checkpoint, plan.sizes)
     indices = {} if plan.drafted is None else {DRAFTED: plan.drafted}
     return write_gguf(output, about, tensors, cast(OutputType, quant), indices=indices, progress=progress)
@@ -73,10 +72,10 @@ def check_head_quant(quant: str) -> None:
 
 def _write_head(writer: gguf.GGUFWriter, plan: HeadPlan) -> None:
     config = plan.checkpoint.config
-    writer.add_array(f"{ARCHITECTURE}.target_layers", list(plan.layers))
-    writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", plan.target_width)
+    writer.add_array(f"{EAGLE3}.target_layers", list(plan.layers))
+    writer.add_uint32(f"{EAGLE3}.target_hidden_size", plan.target_width)
     for setting in ("norm_before_residual", "norm_before_fc"):
-        writer.add_bool(f"{ARCHITECTURE}.{setting}", bool(config.get(setting, False)))
+        writer.add_bool(f"{EAGLE3}.{setting}", bool(config.get(setting, False)))
 
 
 def _weights(plan: HeadPlan, name: str) -> Weights:

@@ -22,8 +22,7 @@ from edgespec.export.training.on_policy import Distilled, Say, load_parts, reaso
 from edgespec.export.training.preparation import Preparation
 from edgespec.export.training.target import TargetFacts
 from edgespec.export.training.trainer import Advance
-from edgespec.formats.head_file import HeadFile, write_head_file
-from edgespec.formats.head_manifest import PROJECT, HeadManifest
+from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, write_head_file
 
 PROBE_TOKENS = 12
 

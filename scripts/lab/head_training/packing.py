@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgespec.formats.head_file import HeadFile, write_head_file
-from edgespec.formats.head_manifest import HeadManifest
+from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
 from head_training.llama import Llama, Weights
 
 PROBE, PROBE_TOKENS = "The capital of France is Paris, a city on the river Seine in the north.", 12
