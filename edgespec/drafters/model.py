@@ -15,8 +15,7 @@ import numpy as np
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import Passes, at_once
-from edgespec.engines.sequence import CachedSequence, restored_on_failure
+from edgespec.engines.sequence import CachedSequence, Passes, at_once, restored_on_failure
 from edgespec.sampling import MAX_TEMPERATURE, Sampler
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 

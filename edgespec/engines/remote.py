@@ -28,9 +28,9 @@ from edgespec.config.values import split_endpoint
 from edgespec.engines import progress
 from edgespec.engines.base import Engine, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.envelope import StateStamp
 from edgespec.engines.llamacpp.rpc import RpcServer, add_servers, ask_all, keep_alive, require_rpc
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.model_files import StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.proof import EVERY_WIDTH_TO
 from edgespec.engines.rows import SequenceBook, SequenceRows

@@ -192,10 +192,10 @@ def _fault_of(path: Path) -> str | None:
 
 
 def _try_gguf(path: Path) -> str | None:
-    from edgespec.engines.checks import fault_of
     from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.engines.llamacpp.heads import try_head
     from edgespec.engines.llamacpp.weights import try_weights
+    from edgespec.engines.rows import fault_of
     from edgespec.types import Batch
 
     if head_kind_of(path) is not None:
@@ -203,7 +203,7 @@ def _try_gguf(path: Path) -> str | None:
         return None
     read_weights = (lambda path: None) if has_address_limit() else try_weights
     if gives_only_embeddings(read_header(path)):
-        from edgespec.engines.llamacpp.encoder import try_encoder
+        from edgespec.engines.llamacpp.embeddings import try_encoder
 
         return try_encoder(path) or read_weights(path)
     load = partial(LlamaCppEngine.load, path, context_length=16, max_batch=8, threads=1, reproducible=False)

@@ -26,7 +26,7 @@ from edgespec.control.cost import WIDEST
 from edgespec.control.run_cost import RunCosts
 from edgespec.control.threads import Started
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import PassRequest
+from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
 from edgespec.generation.decode import Steps, steps
 from edgespec.generation.handle import Generation, Result

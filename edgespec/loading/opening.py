@@ -243,7 +243,7 @@ def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
         _check_for_onnx(options, use)
         return OnnxEngine.load(file.path, use)
     if gives_only_embeddings(check_gguf(file.path)):
-        from edgespec.engines.llamacpp.encoder import EncoderEngine
+        from edgespec.engines.llamacpp.embeddings import EncoderEngine
 
         return EncoderEngine.load(file.path, use)
     from edgespec.engines.llamacpp import LlamaCppEngine

@@ -331,7 +331,7 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
         return _with(options, 0, 0)
     if options.rpc is not None:  # llama.cpp splits the layers by the servers' free memory
         return _with(options, -1, 0)
-    from edgespec.engines.llamacpp.placement import room_on_devices
+    from edgespec.engines.llamacpp.devices import room_on_devices
 
     free = (room or room_on_devices)(options.target_devices)
 

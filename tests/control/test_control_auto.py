@@ -19,7 +19,7 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines.pass_request import at_once
+from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Draft, Evidence, TokenIds, Verdict, one_hot

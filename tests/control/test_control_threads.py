@@ -15,7 +15,7 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
-from edgespec.engines.pass_request import at_once
+from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import Verdict

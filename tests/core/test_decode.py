@@ -12,8 +12,7 @@ import pytest
 from edgespec.control.base import FixedLength, Proposal
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engines.pass_request import Passes
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.errors import PromptError
 from edgespec.generation import run_state
 from edgespec.generation.decode import autoregressive, speculative

@@ -55,7 +55,6 @@ DRAFTERS_MAY_USE = {
 BASES = {
     "engines.base",
     "engines.sequence",
-    "engines.pass_request",
     "engines.cached_text",
     "engines.widths",
     "engines.head",

@@ -14,8 +14,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.engines import proof, widths
-from edgespec.engines.cached_text import CachedText
-from edgespec.engines.prompt_passes import PromptBlocks, runs
+from edgespec.engines.cached_text import CachedText, PromptBlocks, runs
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.widths import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds

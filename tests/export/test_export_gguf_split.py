@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("gguf", reason="conversion needs the package gguf: scripts/run.py install export")
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
-from edgespec.engines.envelope import fingerprint
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
+from edgespec.engines.model_files import fingerprint
 from edgespec.errors import ConfigError, ModelFileError, ModelNotFound, StateError
 from edgespec.export.derive import prune
 from edgespec.export.gguf import EarlyExit, convert, early_exit_gguf

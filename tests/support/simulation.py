@@ -22,7 +22,7 @@ from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines.pass_request import Passes, at_once
+from edgespec.engines.sequence import Passes, at_once
 from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler, Sampling
 from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, TokenIds, Verdict

@@ -18,24 +18,21 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.checks import check_texts
-from edgespec.engines.envelope import StateStamp
-from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts
 from edgespec.engines.llamacpp.cells import Cells
-from edgespec.engines.llamacpp.embedder import Embedder
+from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import read_facts
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import FORMS, Head, load_head, own_layers
 from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
-from edgespec.engines.llamacpp.loading import load_engine
-from edgespec.engines.llamacpp.opening import OpenModel
+from edgespec.engines.llamacpp.loading import OpenModel, load_engine
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
 from edgespec.engines.llamacpp.rpc import RpcServer
 from edgespec.engines.llamacpp.states import AllStates, HiddenStates, LayerInputs
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
+from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows
+from edgespec.engines.rows import SequenceBook, SequenceRows, check_texts
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.check import is_gemma4_drafter, model_files
 from edgespec.formats.gguf.header import read_header

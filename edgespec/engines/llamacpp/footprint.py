@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 
-from edgespec.engines.footprint import Footprint
-from edgespec.engines.llamacpp.placement import EMBEDDINGS, HEAD, LayerSizes
+from edgespec.engines.llamacpp.devices import EMBEDDINGS, HEAD, LayerSizes
 from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, RunningState, recurrent_layers
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
@@ -24,7 +23,7 @@ from edgespec.engines.llamacpp.settings import (
     choose_context_length,
     has_streams,
 )
-from edgespec.engines.model_use import MAX_BATCH, ModelUse
+from edgespec.engines.model_use import MAX_BATCH, Footprint, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo

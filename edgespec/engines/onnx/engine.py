@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.envelope import StateStamp
-from edgespec.engines.held import HeldFiles
+from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import cuda
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
