@@ -1,7 +1,7 @@
-"""Chooses between the fastest mode and reproducible mode, in which all passes have widths of one class.
+"""Reproducible mode of kernels that are not ours, for whoever asks for it: all passes have widths of one class.
 
 Within a class a token's logits are bitwise equal whatever the number of rows in its pass. Where the class does not
-include single-token passes, each of them is padded, which costs time: reproducible mode is then used only on request.
+include single-token passes, each of them is padded, which costs time.
 The test at load compares a few hundred rows; `ClassWatch` goes on with it on the user's own text: now and then it
 scores the last tokens again at another width, and drops a class whose passes turn out to give different bits.
 """
@@ -48,43 +48,28 @@ class Proved:
         return None if self.refuted else choose_class(self.classes)
 
     @property
-    def is_free(self) -> bool:
-        """Whether the class costs nothing: lone rows are not padded, and drafts may be as long as they pay off."""
-        widest = max((high for _, high in self.classes), default=1)
-        return (
-            self.pinned is not None and self.pinned[0] == 1 and self.pinned[1] >= min(WIDE_ENOUGH_FOR_PROMPTS, widest)
-        )
-
-    @property
     def padding_cost(self) -> float:
         """Time of a single-token pass that is padded into the class, over one that is not."""
         pinned = self.pinned
         return self.seconds[pinned[0]] / self.seconds[1] if pinned and pinned[0] in self.seconds else 1.0
 
 
-def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | None, advice: str) -> EngineFacts:
-    """The facts of an empty engine with the class to use, or without one; the engine is left empty.
+def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> EngineFacts:
+    """The facts of an empty engine with the class to use; the engine is left empty.
 
-    `key` names everything that the bits depend on; results are cached under it. `reproducible` True finds a class or
-    raises CapabilityError, with `advice`. None takes reproducible mode where it is known to cost nothing, since the
-    class has single-token passes and wide drafts in it, and the fastest mode otherwise. On a CPU, or over a network,
-    that is known only after an earlier load with True: testing takes longer than a user should wait for a first token.
+    `key` names everything that the bits depend on; results are cached under it. Raises CapabilityError, with `advice`,
+    where there is no class.
     """
     engine.class_key = key
-    is_slow = engine.facts.device == "cpu" or engine.facts.device.startswith("rpc")
-    if reproducible is None and is_slow and _cached(key, widest) is None:
-        return fastest_facts(engine, key)
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
     pinned = found.pinned
-    if reproducible is None and not found.is_free:
-        return fastest_facts(engine, key)
-    if reproducible and pinned is None:
+    if pinned is None:
         raise CapabilityError(_why_none(found, advice))
     max_batch = engine.facts.max_batch
-    if pinned and pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
+    if pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
         # Prompts are read at these widths too, so that a cache's bits depend on its tokens alone.
         max_batch = min(max_batch, pinned[1])
-    is_narrow = pinned is not None and pinned[1] < min(WIDE_ENOUGH_FOR_PROMPTS, max_batch)
+    is_narrow = pinned[1] < min(WIDE_ENOUGH_FOR_PROMPTS, max_batch)
     block = min(BLOCK, max_batch) if is_narrow and _reads_alike(engine, key) else 0
     return replace(
         engine.facts,
@@ -107,12 +92,6 @@ def fastest_facts(engine: Engine, key: str) -> EngineFacts:
         "(--reproducible prevents that, often at a cost in speed)"
     )
     return replace(engine.facts, notes=(*engine.facts.notes, note))
-
-
-def is_known_free(key: str, widest: int) -> bool:
-    """Whether an earlier test under `key` found a class that costs nothing."""
-    found = _cached(key, widest)
-    return found is not None and found.is_free
 
 
 def packs_alike(engine: Engine, key: str) -> bool:

@@ -90,7 +90,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
 
     def prove(engine: LyingTable) -> EngineFacts:
         with progress.reporting_to(on_progress):
-            return widths.pinned_facts(engine, "interrupted", widest=63, reproducible=True, advice="")
+            return widths.pinned_facts(engine, "interrupted", widest=63, advice="")
 
     first, seen = table(), []
     with pytest.raises(Enough):
@@ -174,7 +174,7 @@ def test_a_class_that_only_more_rows_refute_is_split(monkeypatch: pytest.MonkeyP
     """The survey looks at a few rows of each width; before a lone row joins a class many more are compared."""
     engine = table(is_honest=True)
     monkeypatch.setattr(proof, "confirm", lambda _engine, width, _pair: width != 1)
-    facts = widths.pinned_facts(engine, "split", widest=63, reproducible=True, advice="")
+    facts = widths.pinned_facts(engine, "split", widest=63, advice="")
     assert facts.pinned_class == (2, 63)
     assert facts.width_classes == ((1, 1), (2, 63))
 
@@ -187,7 +187,7 @@ def test_a_survey_ends_where_no_further_class_would_be_used(
     measured = proof.passes_of
     monkeypatch.setattr(proof, "passes_of", lambda *given: seen.append(given[3]) or measured(*given))
     monkeypatch.setattr(proof, "confirm", lambda *_: True)
-    facts = widths.pinned_facts(table(lies=lies), f"ends {lies}", widest=63, reproducible=True, advice="")
+    facts = widths.pinned_facts(table(lies=lies), f"ends {lies}", widest=63, advice="")
     assert facts.pinned_class == pinned
     assert max(width for width in seen if width != 63) == (most if most < 63 else 56)
     assert facts.width_classes[-1][1] == most  # no more is said than was measured
@@ -200,22 +200,9 @@ def test_confirming_finds_a_rare_difference() -> None:
     assert engine.length() == 0
 
 
-def test_on_a_processor_the_default_is_the_fastest_mode_and_is_said_once() -> None:
-    first = widths.pinned_facts(table(), "default", widest=63, reproducible=None, advice="")
-    assert first.pinned_class is None and "fastest" in first.notes[0]
-    again = widths.pinned_facts(table(), "default", widest=63, reproducible=None, advice="")
-    assert again.pinned_class is None and not again.notes
-
-
-def test_the_default_is_reproducible_where_a_proof_showed_that_it_costs_nothing() -> None:
-    demanded = widths.pinned_facts(table(is_honest=True), "free", widest=63, reproducible=True, advice="")
-    assert demanded.pinned_class == (1, 63)
-    assert widths.pinned_facts(table(is_honest=True), "free", widest=63, reproducible=None, advice="").pinned_class
-
-
-def test_the_default_stays_fastest_where_lone_rows_would_be_padded() -> None:
-    assert widths.pinned_facts(table(), "dear", widest=63, reproducible=True, advice="").pinned_class == (2, 63)
-    assert widths.pinned_facts(table(), "dear", widest=63, reproducible=None, advice="").pinned_class is None
+def test_the_fastest_mode_is_said_once() -> None:
+    assert "fastest" in widths.fastest_facts(table(), "default").notes[0]
+    assert not widths.fastest_facts(table(), "default").notes
 
 
 # -- in use
@@ -263,7 +250,7 @@ def test_a_class_that_lies_is_dropped_remembered_and_told(
     assert watching.has_failed and pinned.facts.pinned_class is None
     assert len([line for line in caplog.messages if "reproducible mode is off" in line]) == 1
     with pytest.raises(CapabilityError, match="when it ran before"):
-        widths.pinned_facts(table(is_honest=True), "watched", widest=63, reproducible=True, advice="")
+        widths.pinned_facts(table(is_honest=True), "watched", widest=63, advice="")
 
 
 def test_watching_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

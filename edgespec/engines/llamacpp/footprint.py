@@ -117,15 +117,7 @@ def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> Co
     if state is not None:
         return settings.with_state()
     settings = replace(settings, gpu_layers=use.gpu_layers, devices=use.devices)
-
-    def is_reproducible() -> bool:
-        if use.reproducible is None and use.endpoints:
-            return False  # what is known depends on the servers, which a plan does not ask
-        from edgespec.engines.llamacpp.facts import will_be_reproducible  # imports numpy
-
-        return will_be_reproducible(path, settings)
-
-    if has_streams(settings, has_window=_has_window(header), is_reproducible=is_reproducible):
+    if has_streams(settings, has_window=_has_window(header)):
         return replace(settings, max_branches=0, streams=True)
     return settings
 

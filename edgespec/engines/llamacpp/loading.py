@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp.devices import handles_of
-from edgespec.engines.llamacpp.facts import measured_facts, will_be_reproducible
+from edgespec.engines.llamacpp.facts import measured_facts
 from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
 from edgespec.engines.llamacpp.rpc import RpcServer
 from edgespec.engines.llamacpp.running_state import RunningState, keeps_running_state, why_only_asked
@@ -56,8 +56,7 @@ class ModelOpener:
         )
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
         has_window = library().llama_model_n_swa(model) > 0
-        is_reproducible = partial(will_be_reproducible, self.path, settings)
-        if has_streams(settings, has_window=has_window, is_reproducible=is_reproducible):
+        if has_streams(settings, has_window=has_window):
             settings = replace(settings, max_branches=0, streams=True)
         cancel = CancelFlag()
         try:
