@@ -209,7 +209,7 @@ class ClassWatch:
 
     def is_due(self, sequence: CachedSequence) -> bool:
         """Whether there is a class to check, and time for it."""
-        pinned = None if sequence.engine.facts.is_exact else sequence.engine.facts.pinned_class
+        pinned = sequence.engine.facts.pinned_class if sequence.engine.class_key else None
         return pinned is not None and pinned[0] < pinned[1] and 0.0 < self._cost_s <= self._credit_s
 
     def look(self, sequence: CachedSequence, logits: Logits) -> None:

@@ -259,6 +259,7 @@ def test_watching_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(widths, "perf_counter", lambda: next(clock))
     engine = table(is_honest=True)
     engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63))
+    engine.class_key = "credit"
     sequence, watching, looks = CachedSequence(engine), widths.ClassWatch(), 0
     logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
     for _ in range(5000):

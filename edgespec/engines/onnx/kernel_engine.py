@@ -84,7 +84,6 @@ class KernelEngine(BookedEngine):
             threads=settings.threads,
             can_pack=slots > 1,
             own_cells=True,
-            is_exact=True,
         )
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
