@@ -199,7 +199,7 @@ def explain_lines(sweep: Sweep) -> Iterator[str]:
     costs = explained(sweep)
     drafter = explained_drafter(sweep.model)
     if costs is None:
-        yield "nothing to explain: too few tokens were decoded"
+        yield "nothing to explain: too few tokens were decoded, or this model cannot speculate"
         return
     shares = f"{costs.acceptance:.0%} of tested tokens accepted, drafts in {costs.drafting:.0%} of rounds"
     yield f"drafter {drafter}: {shares}"

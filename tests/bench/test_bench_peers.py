@@ -24,14 +24,11 @@ from edgespec.formats.manifest import ModelFile, sha256_of
 from edgespec.loading.own_models import write_manifest
 from peers import child, llama_server
 from peers.base import Answer, Arrivals, Library, Peer, Request, Slots
-from peers.competition import Competition
-from peers.field import Contestant, Field, make_field
+from peers.competition import Competition, Journal, tune
+from peers.field import Contestant, Field, find_files, make_field
 from peers.field import Library as FieldLibrary
-from peers.files import find_files
-from peers.journal import Journal
 from peers.process import PeerProcess
 from peers.report import as_json, kinds_table, make_rows, quartiles, table
-from peers.tuning import tune
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
