@@ -10,10 +10,9 @@ from typing import Any
 
 import click
 
-from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
 from edgespec.cli.stdin import text_behind, whole_input
 from edgespec.cli.terminal import complain, length_note

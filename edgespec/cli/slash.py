@@ -21,8 +21,7 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli import printable
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
-from edgespec.cli.help import show
-from edgespec.cli.options import sampling_of
+from edgespec.cli.options import sampling_of, show
 from edgespec.cli.session import in_effect
 from edgespec.cli.stdin import file_text, is_interactive
 from edgespec.cli.terminal import counted, reply, stats_lines
