@@ -137,12 +137,10 @@ class Ticket:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was submitted."""
         return monotonic() - self.submitted_s
 
     @property
     def seed(self) -> int:
-        """The seed in use."""
         return self._generation.seed
 
     @property
@@ -203,7 +201,6 @@ class Ticket:
         return is_first and not self._is_read_whole
 
     def end(self, failure: Exception | None = None) -> None:
-        """There are no more events."""
         with self._lock:
             if not self._is_over:  # the first reason is the one to tell
                 self._failure, self._is_over = failure, True
@@ -270,7 +267,6 @@ class EmbeddingQueue:
 
 
 def stopping() -> HttpError:
-    """The error of requests that come, or still wait, when the server ends."""
     return HttpError(503, "the server is stopping", code="stopping")
 
 
@@ -294,7 +290,6 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for their turn."""
         return len(self._waiting)
 
     @property
@@ -304,12 +299,10 @@ class Scheduler:
 
     @property
     def running(self) -> list[Ticket]:
-        """The jobs that are being decoded."""
         return list(self._running)
 
     @property
     def num_running(self) -> int:
-        """Jobs that are being decoded."""
         return len(self._running)
 
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:

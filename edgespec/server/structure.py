@@ -127,7 +127,6 @@ def forced_calls(
 
 
 def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The tool that a choice names."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
