@@ -34,7 +34,7 @@ from edgespec.generation.inputs import (
     refuses_unknown_keywords,
     require_writer,
 )
-from edgespec.generation.request_maker import RequestMaker
+from edgespec.generation.request import RequestMaker
 from edgespec.generation.saved_state import load_sequence, save_sequence, state_path
 from edgespec.loading.opening import open_models, start_trial
 from edgespec.loading.requirements import resolve_pair
@@ -278,11 +278,10 @@ class Model(Closing):
         `max_wait_s`: as in GenerateOptions. Raises Busy and StateError.
         """
         with self._executor.exclusive(max_wait_s):
-            found = ContinuousBatch(self._executor)
             try:
-                yield found
+                yield self._executor.batch
             finally:
-                found.close()
+                self._executor.batch.end_all()
 
     @refuses_unknown_keywords
     def generate_all(
@@ -406,7 +405,7 @@ class Model(Closing):
 
     def cancel(self) -> None:
         """End the running generation after at most one pass. Does nothing if none runs. See `Generation.cancel`."""
-        self._executor.interruption.interrupt()
+        self._executor.cancel()
 
     def close(self) -> None:
         """Cancel the running generation, wait for it to end and free both models. Closing twice is allowed.

@@ -33,7 +33,7 @@ from edgespec.corpus.database import (
 )
 from edgespec.corpus.learnt import LearntTexts
 from edgespec.corpus.store import DamagedError, vocabulary_key
-from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, StateError
 from edgespec.loading.opening import open_vocabulary
 from edgespec.platform.files import resolved

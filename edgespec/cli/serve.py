@@ -25,10 +25,9 @@ from edgespec.installation import install_command, is_importable
 if TYPE_CHECKING:
     from edgespec.server.residence import Loading
     from edgespec.server.run import Binding
-    from edgespec.server.service import Service
-    from edgespec.server.services import Services
+    from edgespec.server.service import Service, Services
 
-_NEEDED = ("starlette", "uvicorn", "msgspec")
+_NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
 _HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")
@@ -80,7 +79,7 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
         _refuse_http_options(context)
     else:
         _require_libraries()
-    from edgespec.server.services import Services
+    from edgespec.server.service import Services
 
     first = resolve_settings(given, model_names[0] if model_names else None, config_file)
     others = given | dict.fromkeys(OF_ONE_MODEL) | {"model": None}

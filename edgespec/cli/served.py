@@ -129,7 +129,7 @@ class Served:
 
     def at_rest(self) -> Described:
         """What is told of it before the first request for it. Raises as `check`."""
-        from edgespec.server.at_rest import at_rest
+        from edgespec.server.facts import at_rest
 
         sampling = self._seeded(
             sampling_of(self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}"))

@@ -30,7 +30,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
 
     Raises ConfigError, and what `resolve_pair` raises: before anything listens.
     """
-    from edgespec.server.places import Places
+    from edgespec.server.residence import Places
     from edgespec.server.service import Service
 
     loading = [LoadOptions(**each.part("load")) for each in settings]

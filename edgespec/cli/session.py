@@ -25,7 +25,7 @@ from edgespec.cli.terminal import (
 from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions, SessionOptions
 from edgespec.config.options import REMEMBERING
 from edgespec.config.sources import Settings
-from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.drafts import new_draft_hint
 from edgespec.loading.opening import has_chat_template, require_writer_file

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.forced import FORCED, ForcedDrafter
-from edgespec.drafters.predicted import PREDICTION, PredictedDrafter
+from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
 from edgespec.engines.pass_request import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict

@@ -20,10 +20,8 @@ from edgespec.control.model_costs import ModelCosts
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.factory import learnt_texts
-from edgespec.drafters.forced import FORCED, ForcedDrafter
-from edgespec.drafters.predicted import PREDICTION, PredictedDrafter
-from edgespec.drafters.spec import FALLBACK, SPECS, automatic, check_makeable, made
+from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
+from edgespec.drafters.spec import FALLBACK, SPECS, automatic, check_makeable, learnt_texts, made
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair

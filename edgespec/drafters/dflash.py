@@ -13,7 +13,7 @@ fewer masks the rows would see other neighbours and propose other tokens.
 from __future__ import annotations
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.chain import DrawnChain
+from edgespec.drafters.growth import DrawnChain
 from edgespec.drafters.head_window import HeadDrafter
 from edgespec.engines.head import BlockHead, States
 from edgespec.types import Draft, TokenIds

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.candidates import candidates_for
-from edgespec.drafters.growth import ROOT, Growth
+from edgespec.drafters.growth import ROOT, Growth, candidates_for
 from edgespec.drafters.head_layer import numpy_layer
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import StateDrafter

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.chain import DrawnChain
+from edgespec.drafters.growth import DrawnChain
 from edgespec.drafters.head_window import HeadDrafter
 from edgespec.engines.head import FeatureHead, States
 from edgespec.types import Draft, Logits, TokenIds

@@ -7,7 +7,7 @@ draft costs its passes alone however the text has changed.
 from __future__ import annotations
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
+from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
 from edgespec.drafters.head_window import WithHead
 from edgespec.engines.head import StepHead
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.chain import CHAIN_PRIOR
+from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.engines.head import BYTES_PER_FEATURE, CachedHead, States
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.chain import DrawnChain
+from edgespec.drafters.growth import DrawnChain
 from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.pass_request import Passes

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.candidates import Candidates, MakeCandidates, candidates_for
-from edgespec.drafters.growth import Growth
+from edgespec.drafters.growth import Candidates, Growth, MakeCandidates, candidates_for
 from edgespec.drafters.scored import Array
 from edgespec.drafters.states import StateDrafter, silu
 from edgespec.formats.head_file import HeadFile

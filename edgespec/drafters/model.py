@@ -13,7 +13,7 @@ from abc import abstractmethod
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
+from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.base import Engine
 from edgespec.engines.pass_request import Passes, at_once
 from edgespec.engines.sequence import CachedSequence, restored_on_failure

@@ -1,8 +1,8 @@
-"""What the caller expects the answer to be (`GenerateOptions.prediction`), as OpenAI's Predicted Outputs.
+"""What a request itself says of its answer: the tokens that its grammar forces, and those that its caller predicts.
 
-The answer is followed through the prediction. Where it departs, the latest tokens are looked up in it, nearest ahead
-first, so that an edit costs about one plain pass. An index from each n-gram to its places makes that independent of the
-prediction's length.
+A grammar forces bytes, and the model chooses how to spell them, so these tokens are a draft like any other. A
+prediction (`GenerateOptions.prediction`, OpenAI's Predicted Outputs) is followed by the answer; where it departs, the
+latest tokens are looked up in the prediction, nearest ahead first, so that an edit costs about one plain pass.
 """
 
 from __future__ import annotations
@@ -15,9 +15,31 @@ import numpy as np
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
-PREDICTION = "prediction"
+FORCED, PREDICTION = "forced", "prediction"
+_USUAL = 0.95  # share of the forced tokens that is accepted
 _MAX_NGRAM = 4
 _BYTES_PER_TOKEN = 600  # four dictionary entries with their keys and place lists, as in `ngram`
+
+
+class ForcedDrafter(Drafter):
+    """Drafts `Sampler.forced`. It has no state."""
+
+    name = FORCED
+    is_free = True
+    prior = (3.0,)  # models nearly always spell what they must write as they learnt to
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        pass
+
+    def serves(self, request: DraftRequest) -> bool:
+        return request.sampler.constraint is not None
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain; empty where nothing is forced."""
+        forced = request.sampler.forced(request.token_ids)[: request.max_tokens]
+        if not forced:
+            return EMPTY_DRAFT
+        return Draft.chain(forced, [_USUAL] * len(forced), evidence=[()] * len(forced))
 
 
 class PredictedDrafter(Drafter):

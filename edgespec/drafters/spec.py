@@ -1,24 +1,87 @@
 """One table: what each drafter needs, owns and costs, where it is allowed, whether `auto` takes it, and how it is made.
 
 A new drafter is its class, a line in `SPECS` and its name in `config.DrafterName`. Only what reads files is elsewhere:
-`loading` opens the drafters that run a model of the pair, or heads.
+`loading` opens the drafters that run a model of the pair, or heads. Drafters are imported when they are made: commands
+that load nothing read the table too, and do without numpy.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from edgespec.config import DrafterName, EngineName, LoadOptions
-from edgespec.drafters.factory import make_cache, make_lookahead, make_ngram, make_suffix, make_tree
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, StateError
+from edgespec.platform.files import is_folder
 
-if TYPE_CHECKING:  # the table is read where nothing drafts yet, which must not import numpy
+if TYPE_CHECKING:
+    from edgespec.corpus.index import SuffixIndex
+    from edgespec.corpus.learnt import LearntTexts
     from edgespec.drafters.base import Drafter
     from edgespec.vocabulary import Vocabulary
 
-    Make = Callable[[LoadOptions, Vocabulary, Mapping[DrafterName, Drafter]], Drafter]
+    Opened = Mapping[DrafterName, Drafter]
+    Make = Callable[[LoadOptions, Vocabulary, Opened], Drafter]
+
+logger = logging.getLogger("edgespec")
+
+
+def make_ngram(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
+    from edgespec.drafters.ngram import NgramDrafter
+
+    return NgramDrafter()
+
+
+def make_suffix(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
+    from edgespec.drafters.suffix import SuffixDrafter
+
+    found = user_corpus(vocabulary) if options.corpus else None
+    return SuffixDrafter(corpora=[] if found is None else [found])
+
+
+def make_cache(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
+    from edgespec.drafters.cache import CacheDrafter
+
+    return CacheDrafter(vocabulary.size, learnt_texts(vocabulary).read() if options.recall else ())
+
+
+def make_lookahead(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
+    from edgespec.drafters.lookahead import LookaheadDrafter
+
+    return LookaheadDrafter()
+
+
+def make_tree(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
+    from edgespec.drafters.model import ModelDrafter
+    from edgespec.drafters.tree import TreeDrafter
+
+    model = opened["model"]
+    assert isinstance(model, ModelDrafter)
+    return TreeDrafter(model)
+
+
+def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
+    """What models wrote in `vocabulary` in earlier runs."""
+    from edgespec.corpus.learnt import LearntTexts
+    from edgespec.corpus.store import vocabulary_key
+
+    return LearntTexts(vocabulary_key(vocabulary), vocabulary.size)
+
+
+def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
+    """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is logged."""
+    from edgespec.corpus.database import Corpus
+    from edgespec.corpus.store import texts_folder, vocabulary_key
+
+    if not is_folder(texts_folder()):
+        return None
+    try:
+        return Corpus(vocabulary_key(vocabulary), vocabulary.size).index()
+    except StateError as exc:
+        logger.warning("%s", exc)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

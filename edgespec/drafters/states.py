@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.blas import one_blas_thread
-from edgespec.drafters.candidates import MakeCandidates
-from edgespec.drafters.chain import CHAIN_PRIOR, DrawnChain
-from edgespec.drafters.growth import ROOT, Growth
+from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, DrawnChain, Growth, MakeCandidates
 from edgespec.drafters.scored import Array, ScoredTokens
 from edgespec.errors import EngineError, ModelFileError
 from edgespec.formats.head_file import HeadFile

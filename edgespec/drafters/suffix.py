@@ -3,19 +3,214 @@
 After SuffixDecoding (arXiv 2411.04975), with an automaton instead of a tree: the longest match costs nothing to find,
 and each token of the draft is the continuation with the highest count on the path so far. Corpora are searched too; the
 longest match wins, with a small bonus for the text itself.
+
+The automaton (Blumer et al. 1985) has one state for the substrings that end at the same places. `link` leads to the
+longest suffix that ends at more places, so the longest suffix seen before is one step from the state of the whole text,
+however long the text is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
-from edgespec.corpus.index import SuffixIndex
-from edgespec.drafters.automaton import ROOT, SuffixAutomaton
+from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.corpus import CorpusMatch
-from edgespec.drafters.followed_text import FollowedText
+from edgespec.drafters.ngram import FollowedText
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
+
+ROOT, NONE = 0, -1
+_COUNTED_LINKS = 24  # suffixes of each new token that are counted: longer walks happen in repetitive text only
+_LOOKED_AT = 32  # continuations of one state
+_BYTES_PER_STATE, _BYTES_PER_BRANCH = 20, 260
+
+
+class SuffixAutomaton:
+    """Built token by token in amortised constant time; at most two states a token.
+
+    Most states have one continuation, which is kept in two flat arrays; only branching states own a dictionary.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._length, self._link, self._count = array("i", [0]), array("i", [NONE]), array("i", [0])
+        self._only_token, self._only_next = array("i", [NONE]), array("i", [NONE])
+        self._branches: dict[int, dict[int, int]] = {}
+        self._last = ROOT
+
+    @property
+    def bytes_used(self) -> int:
+        return len(self._length) * _BYTES_PER_STATE + len(self._branches) * _BYTES_PER_BRANCH
+
+    @property
+    def match(self) -> tuple[int, int]:
+        """(state, length) of the longest suffix of the text that also occurs earlier in it."""
+        state = self._link[self._last] if self.num_tokens else ROOT
+        return state, self._length[state]
+
+    def shorter(self, state: int) -> tuple[int, int]:
+        """(state, length) of the longest suffix of `state`'s strings that occurs in more places; the root ends it."""
+        state = self._link[state]
+        return state, self._length[state]
+
+    def occurrences(self, state: int) -> int:
+        """How often the strings of `state` occurred; fewer than that in very repetitive text."""
+        return self._count[state]
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            self._append(token_id)
+
+    def continuations(self, state: int) -> Iterator[tuple[int, int, int]]:
+        """(token, state after it, how often it occurred) of what followed the strings of `state`.
+
+        Of many, which only short strings have, the first and the latest ones: common tokens come early, and looking at
+        all of them would take longer as the text grows.
+        """
+        branches = self._branches.get(state)
+        if branches is not None:
+            found: Iterable[tuple[int, int]] = branches.items()
+            if len(branches) > _LOOKED_AT:
+                latest = islice(reversed(branches.items()), _LOOKED_AT // 2)
+                found = chain(islice(found, _LOOKED_AT // 2), latest)
+            for token_id, following in found:
+                yield token_id, following, self._count[following]
+        elif self._only_token[state] != NONE:
+            following = self._only_next[state]
+            yield self._only_token[state], following, self._count[following]
+
+    def _append(self, token_id: int) -> None:
+        link, only_token, only_next, branches = self._link, self._only_token, self._only_next, self._branches
+        new = self._new_state(self.num_tokens + 1)
+        state = self._last
+        while state != NONE:  # every suffix that lacks this continuation gets it; the loop is written out for speed
+            if only_token[state] == NONE and state not in branches:
+                only_token[state], only_next[state] = token_id, new
+            else:
+                following = self._next(state, token_id)
+                if following != NONE:
+                    break
+                self._connect(state, token_id, new)
+            state = link[state]
+        if state == NONE:
+            link[new] = ROOT
+        elif self._length[following] == self._length[state] + 1:
+            link[new] = following
+        else:
+            link[new] = self._split(state, token_id, following)
+        self._last = new
+        self.num_tokens += 1
+        self._count_suffixes(new)
+
+    def _count_suffixes(self, state: int) -> None:
+        count, link = self._count, self._link
+        for _ in range(_COUNTED_LINKS):
+            count[state] += 1
+            state = link[state]
+            if state <= ROOT:
+                break
+
+    def _split(self, state: int, token_id: int, following: int) -> int:
+        """A copy of `following` for its shorter strings only; `state` and its suffixes lead there from now on."""
+        clone = self._new_state(self._length[state] + 1)
+        self._link[clone], self._count[clone] = self._link[following], self._count[following]
+        self._only_token[clone], self._only_next[clone] = self._only_token[following], self._only_next[following]
+        if following in self._branches:
+            self._branches[clone] = dict(self._branches[following])
+        self._link[following] = clone
+        while state != NONE and self._next(state, token_id) == following:
+            self._connect(state, token_id, clone)
+            state = self._link[state]
+        return clone
+
+    def _new_state(self, length: int) -> int:
+        self._length.append(length)
+        for part in (self._link, self._only_token, self._only_next):
+            part.append(NONE)
+        self._count.append(0)
+        return len(self._length) - 1
+
+    def _next(self, state: int, token_id: int) -> int:
+        if self._only_token[state] == token_id:
+            return self._only_next[state]
+        branches = self._branches.get(state)
+        return NONE if branches is None else branches.get(token_id, NONE)
+
+    def _connect(self, state: int, token_id: int, following: int) -> None:
+        only = self._only_token[state]
+        branches = self._branches.get(state)
+        if branches is not None:
+            branches[token_id] = following
+        elif only in (NONE, token_id):
+            self._only_token[state], self._only_next[state] = token_id, following
+        else:
+            self._branches[state] = {only: self._only_next[state], token_id: following}
+            self._only_token[state] = NONE
+
+
+Continuation = tuple[int, float, int]
+"""A token, its share of the continuations, and the number of places counted."""
+
+
+class CorpusMatch:
+    """The longest end of a text that occurs in `index`, kept up to date token by token."""
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self.index = index
+        self._span: Span | None = None
+        self._num_seen = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the match; 0 without one."""
+        return 0 if self._span is None else self._span.length
+
+    @property
+    def bytes_used(self) -> int:
+        return self.index.bytes_used
+
+    def restart(self) -> None:
+        """Another text begins."""
+        self._span, self._num_seen = None, 0
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """The text has grown to `token_ids`."""
+        num_new = len(token_ids) - self._num_seen
+        self._num_seen = len(token_ids)
+        if num_new > LONGEST_MATCH:
+            self._span = self.index.longest_end(token_ids[-LONGEST_MATCH:])
+            return
+        for end in range(len(token_ids) - num_new + 1, len(token_ids) + 1):
+            self._span = self._longer(token_ids[end - 1]) or self._found_anew(token_ids, end)
+
+    def _longer(self, token_id: int) -> Span | None:
+        """The match with one more token behind it."""
+        span = self._span
+        return None if span is None or span.length >= LONGEST_MATCH else self.index.narrowed(span, token_id)
+
+    def _found_anew(self, token_ids: Sequence[int], end: int) -> Span | None:
+        """The match of the first `end` tokens, at most as long as before; one of full length restarts from half."""
+        most = LONGEST_MATCH // 2 if self.length == LONGEST_MATCH else max(self.length, 1)
+        return self.index.longest_end(token_ids[max(end - most, 0) : end], most)
+
+    def continued(self, most: int) -> Iterator[Continuation]:
+        """Up to `most` tokens, each the most frequent one after those before it; searched for as they are asked for."""
+        index, span = self.index, self._span
+        for count in range(most):
+            if span is None:
+                return
+            places = span.high - span.low
+            if places == 1 or span.length >= DEPTH:
+                yield from ((token_id, 1.0, 1) for token_id in index.copied(span, most - count))
+                return
+            token_id, share = index.next_token(span)
+            if token_id == END_OF_TEXT:
+                return
+            yield token_id, share, places
+            span = index.narrowed(span, token_id)
+
 
 _GROWTH = 4  # most tokens drafted per token of the match; longer drafts are rarely right
 _NEARER = 2  # bonus in tokens for a match in the text: a corpus may be about something else

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.candidates import candidates_for
-from edgespec.drafters.growth import ROOT, Growth
+from edgespec.drafters.growth import ROOT, Growth, candidates_for
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.pass_request import Passes, at_once

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from edgespec.types import Batch, Logits
 
 if TYPE_CHECKING:
     from edgespec.engines.sequence import CachedSequence
 
+Event = TypeVar("Event")
 Returned = TypeVar("Returned")
 
 
@@ -40,17 +41,36 @@ Passes = Generator[PassRequest, Logits, Returned]
 """Asks for passes one after another, is given the logits of each, and returns what it makes of them."""
 
 
-def at_once(passes: Passes[Returned]) -> Returned:
-    """Run each pass as soon as it is asked for, and return the result of `passes`. Raises as `Engine.forward`."""
+def answered(steps: Generator[Event | PassRequest, Any, Returned]) -> Generator[Event, None, Returned]:
+    """Run each pass as soon as `steps` ask for it; yield their events and return their result.
+
+    Whoever asked is told of a failed pass, restores its cache, and may go on. Raises as `Engine.forward`.
+    """
     try:
-        request = next(passes)
+        step = next(steps)
         while True:
-            try:
-                logits = request.run()
-            except BaseException as exc:
-                request = passes.throw(exc)
+            if isinstance(step, PassRequest):
+                try:
+                    logits = step.run()
+                except BaseException as exc:
+                    step = steps.throw(exc)
+                else:
+                    step = steps.send(logits)
             else:
-                request = passes.send(logits)
+                yield step
+                step = next(steps)
     except StopIteration as end:
         made: Returned = end.value
         return made
+    finally:
+        steps.close()
+
+
+def at_once(passes: Passes[Returned]) -> Returned:
+    """Run each pass as soon as it is asked for, and return the result of `passes`. Raises as `Engine.forward`."""
+    try:
+        next(answered(passes))
+    except StopIteration as end:
+        made: Returned = end.value
+        return made
+    raise AssertionError("what asks for passes only has no events")

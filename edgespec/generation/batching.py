@@ -1,4 +1,4 @@
-"""Continuous batching: the rows of several generations on one engine, packed into shared passes.
+"""Continuous batching: the rows of several generations on one engine, packed into shared passes; one alone is a case.
 
 Each generation is the loop of `decode`, which asks for its passes. Every `step` packs the waiting rows - a chunk of a
 prompt, plain rows, drafts - into one pass, as many as fit, longest waiting first. Generations that use a draft model
@@ -9,52 +9,114 @@ width that the pass already has.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING, Self
+from weakref import WeakMethod
 
 import numpy as np
 
 from edgespec.control.base import Controller
+from edgespec.control.cost import WIDEST
+from edgespec.control.run_cost import RunCosts
 from edgespec.control.threads import Started
+from edgespec.engines.base import Engine
 from edgespec.engines.pass_request import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
-from edgespec.generation.decode import steps
-from edgespec.generation.executor import Executor
+from edgespec.generation.decode import Steps, steps
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.members import Member, Room, num_rows_of
-from edgespec.generation.pass_shares import share_draft, share_target, shared_costs
-from edgespec.generation.slots import Slots
+from edgespec.generation.run_state import PassShare, Run
+from edgespec.generation.slots import Slot
+from edgespec.generation.turn import Claim
 from edgespec.reports import PromptProgress, TokenEvent
 from edgespec.sampling.acceptance import RULES
 from edgespec.types import Logits, packed
 
+if TYPE_CHECKING:
+    from edgespec.generation.executor import Executor
+
 # Of prompts in a pass that answers wait for: more would make them wait for long. Half where hidden states are read,
 # since a pass with those may ask for logits of all its rows.
 PROMPT_ROWS = 64
+MOST_OUTPUTS = WIDEST - 1  # rows with logits in a pass
 
 
 def no_event(_event: TokenEvent) -> None:
     """Ignores an event."""
 
 
+@dataclass(eq=False, slots=True)
+class Member:
+    """One running generation. `on_event` is called with each of its events, `on_end` with what ended it.
+
+    `resume` moves its loop on; `waiting`: the pass that it asked for at `asked_s`; `num_sharing`, `other_rows`: how
+    many sequences decode in the target's next pass, and the others' rows (`prompt_rows` of them prompts) that its
+    latest draft was priced with; `latest_pass`: number of its latest pass of the target, in which it had `latest_rows`.
+    """
+
+    claim: Claim
+    run: Run
+    slot: Slot
+    steps: Steps[None]
+    controller: Controller | None
+    on_event: Callable[[TokenEvent], None]
+    on_end: Callable[[Exception | None], None]
+    resume: Callable[[], TokenEvent | PassRequest]
+    latest_pass: int
+    waiting: PassRequest | None = None
+    asked_s: float = 0.0
+    num_sharing: int = 1
+    other_rows: int = 0
+    prompt_rows: int = 0
+    latest_rows: int = 1
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prompt is still being read."""
+        return not self.run.stats.new_tokens
+
+    @property
+    def asked(self) -> PassRequest:
+        """The pass that it waits for."""
+        assert self.waiting is not None
+        return self.waiting
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the pass that it waits for is one of a draft model."""
+        return self.waiting is not None and self.waiting.cache is not self.run.target
+
+    @property
+    def expected_rows(self) -> int:
+        """Its rows in the target's next pass; as many as in its last one while it drafts or decides."""
+        return self.latest_rows if self.waiting is None or self.is_drafting else self.waiting.batch.width
+
+
 class ContinuousBatch:
-    """The generations that run at once on one model; made by `Model.batch`, within which it may be used.
+    """The generations that run at once on one model; `Model.batch` lends it, within which it may be used.
 
     One thread calls it. `Generation.cancel`, which any thread may call, ends a generation before the next pass.
     """
 
     def __init__(self, executor: Executor) -> None:
-        self._executor, self._slots = executor, Slots(executor)
+        self._executor = executor
         self._members: list[Member] = []
         self._num_passes = 0
         self._can_pack = False
 
     @property
+    def claims(self) -> list[Claim]:
+        """Of those that have begun and not ended. For any thread."""
+        return [member.claim for member in list(self._members)]
+
+    @property
     def num_running(self) -> int:
-        """Generations that have begun and not ended."""
+        """How many have begun and not ended."""
         return len(self._members)
 
     @property
@@ -64,7 +126,7 @@ class ContinuousBatch:
 
     def has_room(self, generation: Generation) -> bool:
         """Whether it can begin now."""
-        return self._slots.has_one_for(generation.request.options)
+        return bool(self._executor.slots.free(generation.request.options))
 
     def begin(
         self,
@@ -74,27 +136,58 @@ class ContinuousBatch:
     ) -> None:
         """Begin a generation of this model that nobody reads; there must be room for it. Its handle is filled.
 
-        `on_prompt` is told how much of its prompt is read.
-
-        Raises CapabilityError for a drafter that the model lacks.
+        `on_prompt` is told how much of its prompt is read. Raises CapabilityError for a drafter that the model lacks.
         """
+
+        def receive(event: TokenEvent) -> None:
+            generation.receive(event)
+            on_event(event)
+
+        slot = self._executor.slots.take(generation.request)
+        self._move_on(self._joined(generation, slot, receive, generation.ended, on_prompt))
+
+    def begin_alone(self, generation: Generation) -> None:
+        """Begin one that its handle reads with `next_event`; nothing else runs. Raises as `begin`."""
+        self.end_all()  # a handle that was dropped gave its turn back, but could not end its generation
+        ended, advisor = WeakMethod(generation.ended), self._executor.advisor
+        request, stats = generation.request, generation.stats  # the handle is not kept, so that it can be dropped
+
+        def end(failure: Exception | None) -> None:
+            if line := advisor.judged(stats):
+                stats.notes.append(line)
+            if (method := ended()) is not None:
+                method(failure)
+
+        member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
+        member.run.on_round = advisor.watching(request.options, request.on_round)
+
+    def _joined(
+        self,
+        generation: Generation,
+        slot: Slot,
+        on_event: Callable[[TokenEvent], None],
+        on_end: Callable[[Exception | None], None],
+        on_prompt: Callable[[PromptProgress], None] | None = None,
+    ) -> Member:
         request, threads = generation.request, self._executor.pool.threads
-        if threads is not None and not self._members:
-            threads.begin()
-        slot = self._slots.take(request)
         try:
             controller = slot.pool.controller(request.options)
             run = self._executor.run_of(request, generation.stats, slot.sequence, self._controllers)
-            run.on_prompt = on_prompt
         except BaseException:
             slot.is_taken = False
             raise
-        rule = RULES[request.rule]
-        loop = steps(run, controller, rule)
-        member = Member(generation, run, slot, loop, controller, on_event, latest_pass=self._num_passes)
+        run.on_prompt = on_prompt
+        loop = steps(run, controller, RULES[request.rule])
+        resume = partial(next, loop)
+        member = Member(generation.claim, run, slot, loop, controller, on_event, on_end, resume, self._num_passes)
+        if threads is not None and not self._members:
+            threads.begin()
         self._members.append(member)
-        self._executor.interruption.join(generation.claim)
-        self._advance(member, partial(next, loop))
+        self._executor.clear_cancel()
+        return member
+
+    def _controllers(self) -> list[Controller]:
+        return [member.controller for member in self._members if member.controller is not None]
 
     def results(self, generations: Sequence[Generation]) -> list[Result]:
         """Run all of them, as many at once as there is room for. Raises the first error."""
@@ -107,27 +200,35 @@ class ContinuousBatch:
                 raise failure
         return [generation.result() for generation in generations]
 
-    def _controllers(self) -> list[Controller]:
-        return [member.controller for member in self._members if member.controller is not None]
-
     def step(self) -> None:
         """Run one pass for those that wait longest, and each of them up to its next pass; drop the withdrawn ones.
 
         Raises StateError if the model was closed meanwhile.
         """
         self._executor.turn.require_open()
-        for member in [member for member in self._members if member.generation.is_cancelled]:
+        for member in [member for member in self._members if member.claim.is_withdrawn]:
             self._leave(member)
         chosen = self._chosen()
-        if chosen:
-            self._run(chosen)
+        for member in self._run(chosen) if chosen else ():
+            self._move_on(member)
 
-    def close(self) -> None:
-        """End all of them."""
-        for member in list(self._members):
-            self._leave(member)
-        if not self._executor.turn.is_shut:  # else nothing follows, and the engine may be gone
-            self._slots.alone_again()
+    def next_event(self, claim: Claim) -> TokenEvent | None:
+        """The next event of the one that began alone; None where it has ended, which its handle was told."""
+        while self._members and not claim.is_withdrawn:
+            (member,) = self._members
+            if member.waiting is not None and not self._run([member]):
+                continue
+            if (event := self._resumed(member)) is not None:
+                if event.finish_reason is not None:
+                    self._leave(member)
+                return event
+        self.end_all()
+        return None
+
+    def end_all(self) -> None:
+        """End all of them, finished or not. Their answers are learnt."""
+        while self._members:
+            self._leave(self._members[0])
 
     # -- choosing
 
@@ -145,11 +246,10 @@ class ContinuousBatch:
     def _beside(self, first: Member, waiting: Sequence[Member]) -> list[Member]:
         """`first`, which runs even if it would never fit beside others, and those that fit into the same pass."""
         engine = first.asked.cache.engine
-        if not engine.facts.can_pack or first.asked.is_alone:
+        if len(waiting) == 1 or not engine.facts.can_pack or first.asked.is_alone:
             return [first]
-        is_target = not first.is_drafting
-        room = Room.of(engine, gives_states=any(member.asked.hidden for member in waiting))
-        if is_target and any(not member.is_reading for member in waiting):
+        room = PassRoom.of(engine, gives_states=any(member.asked.hidden for member in waiting))
+        if not first.is_drafting and any(not member.is_reading for member in waiting):
             room.prompt_rows = PROMPT_ROWS
         found = [first]
         room.takes(first, at_least=True)
@@ -162,23 +262,25 @@ class ContinuousBatch:
 
     # -- running
 
-    def _run(self, chosen: Sequence[Member]) -> None:
+    def _run(self, chosen: Sequence[Member]) -> list[Member]:
+        """Run one pass with the rows of the chosen; those that can go on, which are told its outcome."""
         for costs in shared_costs(chosen):
             costs.follow_threads()  # while all of them rest, nobody else does
         started = Started.now()
         try:
             logits = self._logits([member.asked for member in chosen])
         except Cancelled:  # of a generation that has ended since: the caches are as before, and the pass is repeated
-            return
+            return []
         except Exception as exc:
-            if len(chosen) > 1:  # run each alone to find out whose fault it is
-                for member in chosen:
-                    with suppress(EdgespecError):  # it fails again, alone
-                        member.asked.cache.restore()
-                    self._run([member])
-            else:
-                self._throw(chosen[0], exc)
-            return
+            if len(chosen) == 1:
+                chosen[0].resume = partial(chosen[0].steps.throw, exc)
+                return list(chosen)
+            for member in chosen:  # each alone, to find out whose fault it is
+                with suppress(EdgespecError):  # it fails again, alone
+                    member.asked.cache.restore()
+                for able in self._run([member]):
+                    self._move_on(able)
+            return []
         seconds = perf_counter() - started.wall_s
         if chosen[0].is_drafting:
             share_draft(chosen, seconds)
@@ -187,7 +289,8 @@ class ContinuousBatch:
             is_disturbed = self._was_disturbed(num_rows_of(chosen), seconds, started)
             share_target(chosen, seconds, self._num_passes, is_disturbed=is_disturbed)
         for member, rows in zip(chosen, logits, strict=True):
-            self._advance(member, partial(member.steps.send, rows))
+            member.resume = partial(member.steps.send, rows)
+        return list(chosen)
 
     def _was_disturbed(self, num_rows: int, seconds: float, started: Started) -> bool:
         """Whether other load disturbed a pass of the target, as thread control sees it."""
@@ -201,7 +304,7 @@ class ContinuousBatch:
         """The logits of each request's rows. A copy where several share a pass, as the loops may run passes between."""
         engine = requests[0].cache.engine
         gives_states = any(request.hidden for request in requests)
-        if engine is self._executor.target and self._slots.have_features:
+        if engine is self._executor.target and self._executor.slots.have_features:
             engine.give_hidden_states(gives_states)
         if len(requests) == 1:
             return [requests[0].run()]
@@ -223,35 +326,36 @@ class ContinuousBatch:
             found.append(logits[begin:output])
         return found
 
-    def _advance(self, member: Member, resume: Callable[[], TokenEvent | PassRequest]) -> None:
-        """Run a member's loop up to its next pass."""
+    def _move_on(self, member: Member) -> None:
+        """Run a member's loop up to its next pass, and hand its events on."""
+        while (event := self._resumed(member)) is not None:
+            member.on_event(event)
+
+    def _resumed(self, member: Member) -> TokenEvent | None:
+        """Run a member's loop up to its next event; None: it waits for a pass, or has ended."""
         if member.waiting is not None and member.run.share is not None:
             member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
         if not member.is_drafting:
-            self._join(member)
+            self._look_around(member)
         if member.controller is not None:  # controllers share what they know of costs
             member.controller.share_passes(member.num_sharing, member.other_rows, member.prompt_rows)
-        member.waiting = None
+        resume, member.resume, member.waiting = member.resume, partial(next, member.steps), None
         try:
             step = resume()
-            while not isinstance(step, PassRequest):
-                member.generation.receive(step)
-                member.on_event(step)
-                step = next(member.steps)
-            member.waiting, member.asked_s = step, perf_counter()
         except StopIteration:
             self._leave(member)
         except Exception as exc:
             self._leave(member, exc)
+        else:
+            if not isinstance(step, PassRequest):
+                return step
+            member.waiting, member.asked_s = step, perf_counter()
+        return None
 
-    def _throw(self, member: Member, exc: Exception) -> None:
-        self._advance(member, partial(member.steps.throw, exc))
-
-    def _join(self, member: Member) -> None:
-        """Note what else the target's next pass holds, for its controller and its prompt."""
+    def _look_around(self, member: Member) -> None:
+        """Note what else the target's next pass holds, for a member's controller and its prompt."""
         rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
-        is_alone = len(self._members) == 1
-        member.run.target.most_rows = self._executor.target.widest_pass if is_alone else rows
+        member.run.target.most_rows = sys.maxsize if len(self._members) == 1 else rows
         num_sharing, decoded_rows, prompt_rows = 1, 0, 0
         for other in self._members if self._can_pack else ():  # every member comes here after every pass
             if other is member:
@@ -266,17 +370,96 @@ class ContinuousBatch:
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""
         self._members.remove(member)
-        self._executor.interruption.leave(member.generation.claim)
         stats = member.run.stats
         if failure is None:
             stats.finish_reason = stats.finish_reason or "cancelled"
         try:
             member.steps.close()
-            if member.waiting is not None:  # an interrupt came between its pass and its loop, which knows nothing of it
+            if member.waiting is not None:  # its loop learnt nothing of a pass that was interrupted
                 with suppress(EdgespecError):
                     member.run.target.restore()
             self._executor.conclude(member.run, member.slot.pool)
         finally:
             member.slot.is_taken = False
             member.slot.latest_use = self._num_passes
-            member.generation.ended(failure)
+            member.on_end(failure)
+
+
+@dataclass(slots=True)
+class PassRoom:
+    """What a pass can still hold: `rows`, of these with `outputs`, side `branches` of trees, and rows of prompts.
+
+    `gives_states`: it gives hidden states, for which llama.cpp mostly computes logits of all its rows.
+    """
+
+    rows: int
+    outputs: int
+    branches: int
+    prompt_rows: int
+    gives_states: bool
+
+    @classmethod
+    def of(cls, engine: Engine, *, gives_states: bool) -> Self:
+        """The room in an empty pass."""
+        return cls(engine.widest_pass, MOST_OUTPUTS, engine.most_branches, engine.widest_pass, gives_states)
+
+    def takes(self, member: Member, *, at_least: bool = False) -> bool:
+        """Whether the member's rows fit; they have their room then, and with `at_least` in any case."""
+        batch = member.asked.batch
+        rows, outputs, branches = batch.width, 1, 0
+        if rows > 1:
+            outputs = rows if self.gives_states else int(np.count_nonzero(batch.outputs))
+            branches = rows - len(set(batch.parents.tolist()))
+        prompt_rows = rows if member.is_reading else 0
+        fits = rows <= self.rows and outputs <= self.outputs
+        fits = fits and branches <= self.branches and prompt_rows <= self.prompt_rows
+        if fits or at_least:
+            self.rows, self.outputs = self.rows - rows, self.outputs - outputs
+            self.branches, self.prompt_rows = self.branches - branches, self.prompt_rows - prompt_rows
+        return fits
+
+
+# -- what each member is charged of a pass that several shared, and what cost curves learn of the whole
+
+
+def num_rows_of(members: Sequence[Member]) -> int:
+    """Rows of the passes that they wait for."""
+    return sum(member.asked.batch.width for member in members)
+
+
+def share_draft(chosen: Sequence[Member], seconds: float) -> None:
+    """Give each member its part of a draft model's pass, by rows."""
+    num_rows = num_rows_of(chosen)
+    for member in chosen:
+        member.run.share = PassShare(seconds * member.asked.batch.width / num_rows, is_disturbed=False)
+
+
+def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, is_disturbed: bool) -> None:
+    """Charge each member its share of a target pass, the `num_passes`th, and teach the curves what it took."""
+    num_rows = num_rows_of(chosen)
+    for member in chosen:
+        rows = member.asked.batch.width
+        member.latest_pass, member.latest_rows = num_passes, 1 if member.is_reading else rows
+        member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
+    decoding = [member for member in chosen if not member.is_reading]
+    if not decoding:
+        return
+    widths = [member.asked.batch.width for member in decoding]
+    prompt_rows = num_rows - sum(widths)
+    context = sum(member.run.target.length for member in decoding) // len(decoding)
+    taught: set[int] = set()  # curves, which controllers of several drafters share
+    for costs in shared_costs(decoding):
+        if not prompt_rows and not is_disturbed and id(costs.curve) not in taught:
+            costs.observe_shared(widths, context, seconds)
+            taught.add(id(costs.curve))
+        parts = costs.parts_of(widths, prompt_rows, context)
+        scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
+        for member, part in zip(decoding, parts, strict=True):
+            if member.controller is not None and member.controller.shared_costs is costs:
+                member.run.share = PassShare(part * scale, is_disturbed)
+
+
+def shared_costs(members: Sequence[Member]) -> list[RunCosts]:
+    """The costs that their controllers decide by, where passes are shared: each once."""
+    found = [None if member.controller is None else member.controller.shared_costs for member in members]
+    return list({id(costs): costs for costs in found if costs is not None and costs.is_shared}.values())

@@ -4,14 +4,13 @@
 coupled rule, and the same distribution under the rejection and block rules. Both leave the cache consistent at every
 `yield`, so a caller may stop at any time. This file does not depend on a specific engine or drafter.
 
-The loop itself (`steps`) asks for each pass, of the target or of a draft model, and is given its logits. `alone` runs
-these passes at once; `generation.batching` packs those of several sequences into one. `run_state` holds the state.
+The loop itself (`steps`) asks for each pass, of the target or of a draft model, and is given its logits.
+`answered` runs them at once; `batching` packs those of several sequences into one. `run_state` holds the state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
-from edgespec.engines.pass_request import PassRequest
+from edgespec.engines.pass_request import PassRequest, answered
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, TokenEvent
@@ -34,7 +33,7 @@ Steps = Generator[TokenEvent | PassRequest, Any, Returned]
 
 def autoregressive(run: Run) -> Generator[TokenEvent, None, None]:
     """Plain decoding: one token per target pass."""
-    return alone(steps(run))
+    return answered(steps(run))
 
 
 def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[TokenEvent, None, None]:
@@ -43,32 +42,7 @@ def speculative(run: Run, controller: Controller, rule: Rule) -> Generator[Token
     Under the other lossless rules it samples from the same distribution. A drafter that fails is disabled for the rest
     of the answer; decoding continues without it.
     """
-    return alone(steps(run, controller, rule))
-
-
-def alone(steps: Steps[None]) -> Generator[TokenEvent, None, None]:
-    """The events of a sequence that has the engine to itself: each pass is run as soon as it is asked for."""
-    step: TokenEvent | PassRequest | None = None
-    try:
-        step = next(steps)
-        while True:
-            if isinstance(step, PassRequest):
-                try:
-                    logits = step.run()
-                except BaseException as exc:  # the loop restores its cache, and goes on where a draft failed
-                    step = steps.throw(exc)
-                else:
-                    step = steps.send(logits)
-            else:
-                yield step
-                step = next(steps)
-    except StopIteration:
-        return
-    finally:
-        steps.close()
-        if isinstance(step, PassRequest):  # Ctrl-C may come between a pass and the loop, which knows nothing of it
-            with suppress(EdgespecError):
-                step.cache.restore()
+    return answered(steps(run, controller, rule))
 
 
 def steps(run: Run, controller: Controller | None = None, rule: Rule | None = None) -> Steps[None]:
@@ -99,9 +73,9 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: 
         if wakes and run.is_forced(pending_id):
             break  # a draft that is nearly certain is worth a decision
         run.keep_within_memory()
-        started = run.asks()
+        started_s = run.start_timer()
         logits = yield from run.target.feeding(np.array([pending_id], np.int32))
-        pass_s, is_disturbed = run.timed(1, started)
+        pass_s, is_disturbed = run.timed(started_s)
         position = run.target.length
         run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
         pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
@@ -181,9 +155,9 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
 
 def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float, bool]]:
     """Logits [rows, vocabulary] of the draft, the seconds of the pass, and whether other load disturbed that time."""
-    started = run.asks()
+    started_s = run.start_timer()
     logits = yield from run.target.scoring(pending_id, draft)
-    return logits, *run.timed(draft.num_tokens + 1, started)
+    return logits, *run.timed(started_s)
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:

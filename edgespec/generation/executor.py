@@ -1,7 +1,4 @@
-"""Owns the engines, caches and drafters of a loaded pair and runs one request at a time with them.
-
-`begin` and `finish` must be called by the holder of the turn; `interruption` may be used from any thread.
-"""
+"""Owns the engines, caches and drafters of a loaded pair: who may use them, what ends them, and what runs on them."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
 from weakref import WeakSet
 
 from edgespec.chat.template import answer_opening
@@ -26,35 +22,28 @@ from edgespec.engines.base import Engine
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.watch import ClassWatch
-from edgespec.errors import EdgespecError, StateError
+from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.advisor import Advisor
-from edgespec.generation.decode import autoregressive, speculative
-from edgespec.generation.interruption import Interruption
+from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.relief import Relief
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
+from edgespec.generation.slots import Slots
 from edgespec.generation.turn import Claim, Turn
 from edgespec.memory.watch import MemoryReport
 from edgespec.platform.machine import peak_rss_bytes
 from edgespec.platform.memory import return_freed_memory
-from edgespec.reports import Stats, TokenEvent
-from edgespec.sampling.acceptance import RULES
+from edgespec.reports import Stats
 from edgespec.vocabulary import Vocabulary
 
 logger = logging.getLogger("edgespec")
 _LOOK_S, _EXIT_WAIT_S = 0.1, 10.0
 _open: WeakSet[Executor] = WeakSet()
-Events = Generator[TokenEvent, None, None]
-
-
-class _Running(NamedTuple):
-    run: Run
-    events: Events
 
 
 class Executor:
-    """The engines, caches and drafters of one loaded pair, and the queue of requests (`turn`)."""
+    """The engines, caches and drafters of one loaded pair, the queue for them (`turn`), and what runs (`batch`)."""
 
     def __init__(
         self,
@@ -69,15 +58,17 @@ class Executor:
         self.target = target
         self.sequence = CachedSequence(target, 0, _answer_opening(target))
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
-        self._places = [(self.sequence, self.pool)]
         self.advisor = Advisor(options, pair, target, self.pool)
         self.class_watch = ClassWatch()
         self.memory = memory
         self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
+        self.slots = Slots(self.sequence, self.pool, self.parked)
+        self.batch = ContinuousBatch(self)
         self._relief = None if memory is None else Relief(memory.watch, self.parked, self._drop_models)
         self.last_stats = Stats()
-        self._running: _Running | None = None
-        self.interruption = Interruption(target, lambda: list(self.pool.drafters.values()))
+        # Held while engines are asked to stop, and while any of them is closed. Reentrant, for signal handlers.
+        self._stopping = threading.RLock()
+        self._is_closed = False
         self._num_readers, self._readers_changed = 0, threading.Condition()  # of the vocabulary, freed with the target
         _open.add(self)
 
@@ -102,77 +93,22 @@ class Executor:
         claim = Claim()
         try:
             with self.turn.inside(claim, max_wait_s=max_wait_s):
-                self._take_over(None)
+                self.batch.end_all()  # a handle that was dropped gave its turn back, but could not end its generation
+                self.clear_cancel()
                 yield self.pool
         finally:
-            claim.is_ended = True
-            self.turn.give_back(claim)
-
-    def begin(self, claim: Claim, request: Request, stats: Stats) -> Events:
-        """The events of a generation whose claim holds the turn; `stats` is updated while they are read."""
-        self._take_over(claim)
-        self.last_stats = stats
-        controller = self.pool.controller(request.options)
-        if controller is not None:
-            controller.share_passes(1, 0, 0)  # a batch may have ended in a pass of several
-        run = self.run_of(request, stats, self.sequence, lambda: () if controller is None else (controller,))
-        run.threads = self.pool.threads
-        run.on_round = self.advisor.watching(request.options, request.on_round)
-        events = autoregressive(run) if controller is None else speculative(run, controller, RULES[request.rule])
-        self._running = _Running(run, events)
-        return events
+            claim.is_over = True  # first, in case that an interrupt comes before it has left
+            self.turn.leave(claim)
 
     def run_of(
         self, request: Request, stats: Stats, sequence: CachedSequence, controllers: Callable[[], Iterable[Controller]]
     ) -> Run:
         """The state of a generation on `sequence`; `controllers`: those in use, for when a draft model is dropped."""
+        self.last_stats = stats
         run = request.run_on(sequence, stats)
         run.parked, run.watch = self.parked, self.class_watch
         run.relieve = None if self._relief is None else partial(self._relief.relieve, controllers)
         return run
-
-    def places(self) -> list[tuple[CachedSequence, DrafterPool]]:
-        """A sequence and its drafters for each generation that can run at once; the first are those of `begin`."""
-        while len(self._places) < self.target.facts.max_sequences:
-            sequence = self.sequence.another(len(self._places))
-            self._places.append((sequence, self.pool.another(sequence)))
-        return self._places
-
-    def _drop_models(self) -> tuple[DrafterName, ...]:
-        """Close the draft models; their drafters. The first pool owns them, so it comes last."""
-        with self.interruption.lock:
-            return [pool.drop_models() for _, pool in reversed(self._places)][-1]
-
-    def finish(self, claim: Claim) -> None:
-        """End the generation of `claim`, finished or not: its answer is learnt, and cancelling no longer affects it."""
-        if self.interruption.is_of(claim):
-            self._take_over(None)
-
-    def settle(self, claim: Claim) -> None:
-        """`finish` for a generation that has given its turn back; does nothing if another one has begun."""
-        if not self.interruption.is_of(claim):
-            return
-        own = Claim()
-        try:
-            with self.turn.inside(own, max_wait_s=0):
-                self.finish(claim)
-        except StateError:  # another turn has begun, which does the same, or the model was closed
-            return
-        finally:
-            own.is_ended = True
-            self.turn.give_back(own)
-
-    def _take_over(self, claim: Claim | None) -> None:
-        """End the previous generation, which may be unfinished, reset cancellation and make `claim` the current one."""
-        running, self._running = self._running, None
-        try:
-            if running is not None:
-                running.events.close()
-                self.conclude(running.run, self.pool)
-                if line := self.advisor.judged(running.run.stats):
-                    running.run.stats.notes.append(line)
-        finally:
-            self.interruption.begin(claim)
 
     def conclude(self, run: Run, pool: DrafterPool) -> None:
         """A generation has ended: complete its counters and learn its answer."""
@@ -182,20 +118,48 @@ class Executor:
         begin = run.prompt_ids.size
         pool.learn(run.target.token_ids[begin : begin + run.stats.new_tokens])
 
+    def _drop_models(self) -> tuple[DrafterName, ...]:
+        with self._stopping:
+            return self.slots.drop_models()
+
     def forget(self) -> None:
         """Clear all caches. The caller must hold the turn."""
         self.parked.clear()
-        self._empty()
+        self.slots.clear()
 
     def set_aside(self) -> None:
         """Clear the caches, but keep the first one's text for its continuation. The caller must hold the turn."""
         self.parked.park(self.sequence)
-        self._empty()
+        self.slots.clear()
 
-    def _empty(self) -> None:
-        for sequence, pool in self._places:
-            sequence.rollback(0)
-            pool.empty()
+    # -- cancelling
+
+    def clear_cancel(self) -> None:
+        """Something begins: what was cancelled before no longer counts."""
+        with self._stopping:
+            if not self._is_closed:
+                self.target.clear_cancel()
+                for drafter in list(self.pool.drafters.values()):
+                    drafter.clear_cancel()
+
+    def cancel(self, claim: Claim | None = None) -> None:
+        """End what runs after at most one pass; with `claim`, only if it is that claim's. For signal handlers too."""
+        with self._stopping:
+            running = self.batch.claims
+            for each in running if claim is None else [claim]:
+                self.turn.withdraw(each)
+            if running and all(each.is_withdrawn for each in running):
+                self._stop_passes()  # the running pass serves nobody
+
+    def _stop_passes(self) -> None:
+        """Stop the running pass of every engine, or the next one."""
+        with self._stopping:
+            if not self._is_closed:
+                self.target.cancel()
+                for drafter in list(self.pool.drafters.values()):
+                    drafter.cancel()
+
+    # -- closing
 
     def close(self, *, at_exit: bool = False) -> None:
         """Cancel the running generation, wait for it, save learnt data and free everything. Closing twice is allowed.
@@ -207,7 +171,7 @@ class Executor:
         self.turn.shut(at_exit=at_exit)
         deadline_s = monotonic() + (_EXIT_WAIT_S if at_exit else math.inf)
         while True:
-            self.interruption.stop_passes()  # repeated: a generation that is just beginning resets the cancellation
+            self._stop_passes()  # repeated: a generation that is just beginning resets the cancellation
             if self.turn.drain(_LOOK_S):
                 break
             if monotonic() > deadline_s:
@@ -216,10 +180,10 @@ class Executor:
             left_s = None if math.isinf(deadline_s) else max(deadline_s - monotonic(), 0.0)
             if not self._readers_changed.wait_for(lambda: not self._num_readers, left_s):
                 return
-            if self.interruption.is_closed:
+            if self._is_closed:
                 return
             try:
-                self._take_over(None)
+                self.batch.end_all()
                 if not at_exit:
                     self.pool.keep()
             except OSError as exc:  # a model file was deleted meanwhile, and its identity is the key
@@ -232,7 +196,7 @@ class Executor:
     def abandon(self) -> None:
         """In a fork, where the engines' threads are missing: nothing runs any more, and nothing is freed or saved."""
         self.turn.abandon()
-        self.interruption.abandon()
+        self._is_closed, self._stopping = True, threading.RLock()
         self._num_readers, self._readers_changed = 0, threading.Condition()  # whoever read it is not here
 
     def __del__(self) -> None:
@@ -240,18 +204,17 @@ class Executor:
 
         Neither in a fork, nor where `__init__` failed, in which case the caller closes the engines.
         """
-        interruption = getattr(self, "interruption", None)
-        if interruption is None or interruption.is_closed or self.turn.is_shut:
+        if getattr(self, "_is_closed", True) or self.turn.is_shut:
             return
         try:
             with suppress(Exception):  # what an unfinished generation still wants to do
-                self._take_over(None)
+                self.batch.end_all()
         finally:
             self._free()
 
     def _free(self) -> None:
-        with self.interruption.lock:
-            self.interruption.is_closed = True
+        with self._stopping:
+            self._is_closed = True
         self.parked.clear()
         if self.memory is not None:
             self.memory.watch.close()

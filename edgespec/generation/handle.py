@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from edgespec.closing import Closing
 from edgespec.config import LOSSY, DrafterName, RuleName
-from edgespec.errors import Cancelled
-from edgespec.generation.executor import Events, Executor
+from edgespec.errors import StateError
 from edgespec.generation.request import Request
 from edgespec.generation.turn import Caller, Claim
 from edgespec.reports import FinishReason, Stats, TokenEvent
+
+if TYPE_CHECKING:
+    from edgespec.generation.executor import Executor
 
 Returned = TypeVar("Returned")
 
@@ -56,11 +59,15 @@ class Generation(Closing):
         self.stats = Stats(prompt_tokens=int(request.prompt_ids.size), notes=list(request.notes))
         self._executor, self._request, self._is_reproducible = executor, request, is_reproducible
         self._claim = Claim()
-        self._source: Events | None = None
+        self._has_begun = False
         self._emitted: list[TokenEvent] = []
         self._found: str | None = None  # by `check_answer`
         self._failure: Exception | None = None
         self._is_over = False
+
+    @property
+    def _max_wait_s(self) -> float | None:
+        return self._request.options.max_wait_s
 
     # -- state
 
@@ -95,7 +102,7 @@ class Generation(Closing):
         return self.stats.finish_reason
 
     def __repr__(self) -> str:
-        state = "not started" if self._source is None else "running"
+        state = "running" if self._has_begun else "not started"
         if self._is_over:
             state = f"failed: {self._failure}" if self._failure else f"finished: {self.finish_reason}"
         tokens = f"{self.stats.new_tokens} tokens after a prompt of {self.stats.prompt_tokens}"
@@ -110,7 +117,7 @@ class Generation(Closing):
         """The next event. Raises Busy if waiting for the model is not possible, StateError if the model was closed,
         EngineError if decoding fails.
         """
-        event = self._step(Caller.now())
+        event = self._step(Caller.now(), self._max_wait_s)
         if event is None:
             raise StopIteration
         return event
@@ -134,7 +141,7 @@ class Generation(Closing):
 
     async def __anext__(self) -> TokenEvent:
         """`__next__` in a worker thread. Cancelling the asyncio task ends the generation."""
-        event = await self._in_worker(self._step)
+        event = await self._in_worker(lambda caller: self._step(caller, self._max_wait_s))
         if event is None:
             raise StopAsyncIteration
         return event
@@ -150,7 +157,7 @@ class Generation(Closing):
         caller = Caller.now()
         try:
             if not self._is_over:
-                await self._executor.turn.wait(self._claim, caller, self._request.options.max_wait_s)
+                await self._executor.turn.wait(self._claim, caller, self._max_wait_s)
             step = asyncio.ensure_future(asyncio.to_thread(function, caller))
             step.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after a cancellation
             return await asyncio.shield(step)
@@ -159,7 +166,7 @@ class Generation(Closing):
             raise
 
     def _whole(self, caller: Caller) -> Result:
-        while self._step(caller) is not None:
+        while self._step(caller, self._max_wait_s) is not None:
             pass
         if self._failure is not None:
             raise self._failure
@@ -181,50 +188,39 @@ class Generation(Closing):
             top_logprobs=tops,
         )
 
-    def _step(self, caller: Caller) -> TokenEvent | None:
+    def _step(self, caller: Caller, max_wait_s: float | None) -> TokenEvent | None:
         """The next event, or None at the end. The first call waits for the turn."""
         if self._is_over:
-            self._executor.settle(self._claim)
             return None
-        with self._executor.turn.inside(self._claim, caller, self._request.options.max_wait_s):
-            event = self._advance()
-            if event is not None:
-                self._emitted.append(event)
-            if event is not None and event.finish_reason is not None:
-                # Give the turn back now: a caller that sees the last event may never call again. The rest of the
-                # cleanup (`settle`) runs in the next call or the next turn.
-                self._is_over = self._claim.is_ended = True
-                self._executor.turn.give_back(self._claim)
-            elif event is None or self.is_cancelled:
-                self._end()
-            return event
+        turn, batch = self._executor.turn, self._executor.batch
+        with turn.inside(self._claim, caller, max_wait_s):
+            try:
+                return self._next()
+            except BaseException as exc:
+                if turn.is_of(self._claim):
+                    batch.end_all()
+                if not self._is_over:
+                    self.ended(exc if isinstance(exc, Exception) else None)
+                raise
+            finally:
+                if self._is_over:
+                    turn.leave(self._claim, for_good=True)
 
-    def _advance(self) -> TokenEvent | None:
-        if self._is_over or self.is_cancelled:
+    def _next(self) -> TokenEvent | None:
+        if self._is_over:  # by another reader
             return None
-        try:
-            if self._source is None:
-                self._source = self._executor.begin(self._claim, self._request, self.stats)
-            # `interrupt` reaches the engines from `begin` on; a cancellation just before that is detected here.
-            return None if self._claim.is_withdrawn else next(self._source, None)
-        except Cancelled:  # before the decoding loop, for example while costs were measured
-            return None
-        except BaseException as exc:
-            self._failure = exc if isinstance(exc, Exception) else None
-            self._end(failed=isinstance(exc, Exception))
-            raise
-
-    def _end(self, *, failed: bool = False) -> None:
-        if self._is_over:
-            return
-        self._is_over = True
-        if not failed:
-            self.stats.finish_reason = self.stats.finish_reason or "cancelled"
-        try:
-            self._executor.finish(self._claim)
-        finally:
-            self._claim.is_ended = True
-            self._executor.turn.give_back(self._claim)
+        batch = self._executor.batch
+        if not self._has_begun and not self.is_cancelled:
+            batch.begin_alone(self)
+            self._has_begun = True
+        event = batch.next_event(self._claim) if self._has_begun else None
+        if event is not None:
+            self._emitted.append(event)
+        elif not self._is_over:  # cancelled before it began
+            self.ended(None)
+        elif self._failure is not None:
+            raise self._failure
+        return event
 
     # -- run by a batch
 
@@ -234,8 +230,15 @@ class Generation(Closing):
 
     def ended(self, failure: Exception | None) -> None:
         """The batch ended it, with `failure` if it failed."""
-        self._is_over, self._failure = True, failure
-        self._executor.turn.end(self._claim)  # a reader in another thread may wait for it behind the batch
+        turn, claim = self._executor.turn, self._claim
+        if claim.inside is None and turn.is_shut:
+            return  # the model was closed, which the next call says
+        self._failure = failure
+        if failure is None:
+            self.stats.finish_reason = self.stats.finish_reason or "cancelled"
+        self._is_over = True
+        if claim.inside is None:  # a reader in another thread may wait for its turn behind the batch
+            turn.leave(claim, for_good=True)
 
     @property
     def claim(self) -> Claim:
@@ -254,19 +257,17 @@ class Generation(Closing):
 
         May be called from any thread or a signal handler.
         """
-        self._claim.withdraw()
-        self._executor.interruption.interrupt(self._claim)
+        self._executor.cancel(self._claim)
 
     def close(self) -> None:
         """End this generation and release the model; waits for a step in another thread. Closing twice is allowed."""
         if self._is_over:
-            self._executor.settle(self._claim)
             return
         self.cancel()
         if self._claim.inside is threading.current_thread():
             return  # called inside its own step, which will end it
-        with self._claim.step:
-            self._end()
+        with suppress(StateError):  # the model was closed, which ended it
+            self._step(Caller.now(), None)
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""
@@ -283,6 +284,6 @@ class Generation(Closing):
         await self.aclose()
 
     def __del__(self) -> None:
-        # Release the turn; the next generation cleans up. A finaliser must not take a lock.
+        # Release the turn; the next generation ends this one.
         if not getattr(self, "_is_over", True):
-            self._executor.turn.give_back(self._claim)
+            self._executor.turn.leave(self._claim, for_good=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
-from edgespec.control.threads import Started, ThreadControl
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
@@ -24,7 +23,7 @@ from edgespec.types import Logits, TokenIds
 
 
 class PassShare(NamedTuple):
-    """One sequence's part of a pass that several shared: its seconds, and whether other load disturbed these."""
+    """One sequence's part of a pass: its seconds, and whether other load disturbed these."""
 
     seconds: float
     is_disturbed: bool
@@ -36,8 +35,8 @@ class Run:
 
     `parked`: saved KV states of other texts, one of which may be a prefix of the prompt.
     `relieve`: frees memory where too much is in use, and says what it did; called between rounds.
-    `threads`: chooses the number of threads; None: unchanged. `watch`: checks that the passes stay reproducible.
-    `share`: its part of the last pass if that was shared with other sequences; None: the pass was its own.
+    `watch`: checks that the passes stay reproducible. `share`: what whoever runs its passes charges it for the last
+    one; None: nobody does, so that it takes the time itself.
     `predicted_ids`: what the caller expects the answer to be.
     `on_prompt`: told how much of the prompt is read, before its first pass and after each.
     `others_s`: seconds that it waited while passes worked for other sequences; `reading_s`: those that reading the
@@ -52,7 +51,6 @@ class Run:
     logprobs: bool = True
     top_logprobs: int = 0
     parked: ParkedStates | None = None
-    threads: ThreadControl | None = None
     on_round: Callable[[RoundRecord], None] | None = None
     on_prompt: Callable[[PromptProgress], None] | None = None
     predicted_ids: TokenIds | None = None
@@ -85,8 +83,6 @@ class Run:
         logits = yield from self.target.feeding(self.prompt_ids[self.target.length :], self._tell_progress)
         self.stats.prefill_s, self.reading_s = perf_counter() - self._started_s, self.clock() - started_s
         self.stats.target_passes = self.target.num_fed
-        if self.threads is not None:
-            self.threads.begin()
         return logits
 
     def _tell_progress(self) -> None:
@@ -95,19 +91,13 @@ class Run:
             self.on_prompt(PromptProgress(stats.prompt_tokens, stats.reused_tokens, self.target.length, seconds))
 
     @staticmethod
-    def asks() -> Started:
+    def start_timer() -> float:
         """A pass is about to be asked for."""
-        return Started.now()
+        return perf_counter()
 
-    def timed(self, rows: int, started: Started) -> PassShare:
-        """The time of the pass over `rows` rows that has just ended, which is reported to thread control."""
-        if self.share is not None:
-            return self.share
-        seconds = perf_counter() - started.wall_s
-        if self.threads is None:
-            return PassShare(seconds, is_disturbed=False)
-        lacking_s = started.lacking_s(self.threads.threads)
-        return PassShare(seconds, self.threads.passed(rows, seconds, lacking_s, self.target.length))
+    def timed(self, started_s: float) -> PassShare:
+        """The time of the pass that has just ended."""
+        return self.share or PassShare(perf_counter() - started_s, is_disturbed=False)
 
     def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
         """Yield one event. The consumer's time is not counted."""

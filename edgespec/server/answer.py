@@ -2,19 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import PromptProgress, Stats, TokenEvent
-from edgespec.server.figures import timings
 from edgespec.server.http_errors import HttpError
-from edgespec.server.ticket import Ticket
+from edgespec.server.scheduler import Ticket
 from edgespec.vocabulary import Vocabulary
+
+
+def token_logprob(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+    """One token in OpenAI's shape: its text, log probability and bytes."""
+    piece = vocabulary.piece(token_id)
+    text = piece.decode("utf-8", errors="replace") if piece else vocabulary.token_name(token_id)
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(piece)}
+
+
+def logprobs_of(
+    vocabulary: Vocabulary, events: Sequence[TokenEvent], *, with_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Tokens with their `top_logprobs` in OpenAI's shape; `with_ids`: and with ids, as in llama-server."""
+    found = []
+    for event in events:
+        pairs = ((event.token_id, event.logprob or 0.0), *event.top_logprobs)
+        own, *top = [({"id": pair[0]} if with_ids else {}) | token_logprob(vocabulary, *pair) for pair in pairs]
+        found.append(own | {"top_logprobs": top})
+    return found
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Token counts of a request; the prompt counts once, however many answers it got."""
+    prompt, new = answers[0].stats.prompt_tokens, sum(answer.stats.new_tokens for answer in answers)
+    found = {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": answers[0].stats.reused_tokens},
+    }
+    details = {}
+    if answers[0].splits_reasoning:
+        details["reasoning_tokens"] = sum(answer.num_reasoning_tokens for answer in answers)
+    if answers[0].ticket.generation.request.options.prediction is not None:
+        details["accepted_prediction_tokens"] = accepted = sum(answer.num_predicted for answer in answers)
+        drafted = sum(answer.ticket.drafted.get(PREDICTION, 0) for answer in answers)
+        details["rejected_prediction_tokens"] = drafted - accepted
+    return found | ({"completion_tokens_details": details} if details else {})
+
+
+def timings(stats: Stats, drafted: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Speed and drafting of one answer: llama.cpp's names, `rounds` and `mean_accepted_length`. Times in milliseconds.
+
+    `drafted`: tokens by drafter. The mean width of a target pass is (draft_n + rounds) / rounds.
+    """
+    by = dict(drafted or {})
+    read = stats.prompt_tokens - stats.reused_tokens
+    prompt_ms, decode_ms = 1000 * stats.prefill_s, 1000 * max(stats.decode_s, 0.0)
+    return {
+        "prompt_n": read,
+        "cache_n": stats.reused_tokens,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / read if read else 0.0,
+        "prompt_per_second": read / stats.prefill_s if stats.prefill_s > 0 else 0.0,
+        "predicted_n": stats.new_tokens,
+        "predicted_ms": decode_ms,
+        "predicted_per_token_ms": 1000 / stats.tokens_per_second if stats.tokens_per_second else 0.0,
+        "predicted_per_second": stats.tokens_per_second,
+        "draft_n": stats.drafted_tokens,
+        "draft_n_accepted": stats.accepted_tokens,
+        "drafter": max(by, key=lambda name: by[name], default=None),
+        "draft_n_by_drafter": by,
+        "rounds": stats.rounds,
+        "mean_accepted_length": stats.mean_accepted_length,
+    }
 
 
 @dataclass(slots=True)
@@ -37,6 +101,52 @@ class Piece:
 
     def __bool__(self) -> bool:
         return bool(self.text or self.calls or self.tokens or self.reasoning or self.reasoning_tokens)
+
+
+@dataclass(slots=True)
+class Part:
+    """One part of an answer, as protocols show it that have items or blocks. `is_last`: it was open at the end."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    call: ToolCall | None = None
+    is_last: bool = False
+
+
+class Event(NamedTuple):
+    """What becomes of a part: it begins, grows by `text`, ends; a call is `whole` at once."""
+
+    what: Literal["begins", "grows", "ends", "whole"]
+    part: Part
+    text: str = ""
+
+
+async def events(answer: Answer) -> AsyncIterator[Event]:
+    """The answer as its parts come, of which one is open at a time. An empty answer has one empty text."""
+    opened: Part | None = None
+    async for piece in answer.pieces():
+        for part in (Part("reasoning", piece.reasoning), Part("text", piece.text)):
+            if not part.text:
+                continue
+            if opened is None or opened.kind != part.kind:
+                if opened is not None:
+                    yield Event("ends", opened)
+                opened = Part(part.kind)
+                yield Event("begins", opened)
+            opened.text += part.text
+            yield Event("grows", opened, part.text)
+        for call in piece.calls:
+            if opened is not None:
+                yield Event("ends", opened)
+                opened = None
+            yield Event("whole", Part("call", call=call))
+    if opened is not None:
+        opened.is_last = True
+        yield Event("ends", opened)
+    if not (answer.text.strip() or answer.calls or (opened is not None and opened.kind == "text")):
+        empty = Part("text", is_last=True)
+        for what in ("begins", "grows", "ends"):
+            yield Event(what, empty)
 
 
 class Answer:
@@ -126,6 +236,13 @@ class Answer:
             return None
         rest = self._vocabulary.decode(self._token_ids)[self._num_characters :]
         return next((stop for stop in stops if rest.startswith(stop)), None)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What `events` has told of, with each kind of text as one part."""
+        text = [Part("text", self.text, is_last=True)] if self.text.strip() or not self.calls else []
+        reasoning = [Part("reasoning", self.reasoning)] if self.reasoning else []
+        return [*reasoning, *text, *(Part("call", call=call) for call in self.calls)]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer as it comes. Raises what the generation failed with; HttpError 503 if the server ended it."""

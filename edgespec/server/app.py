@@ -1,38 +1,41 @@
-"""The ASGI application: which path is answered by what."""
+"""The ASGI application: which path is answered by what, the page at `/`, and the API's description.
+
+No name in a request becomes a path: the page's files are listed once, and each has its own route. The page needs no API
+key; it asks for one when the server does, and sends it with its requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from edgespec.server import embeddings, facts, messages, native, ollama, ollama_facts, page, readable, responses
-from edgespec.server.chat_completions import ChatExchange
-from edgespec.server.chat_request import apply_template, count_input_tokens, read_chat
-from edgespec.server.completions import read_completion
-from edgespec.server.exchange import AtRest, Exchange, Read
-from edgespec.server.fields import Fields, parse_object
+from edgespec import __version__
+from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
+from edgespec.server.exchange import Exchange
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
-from edgespec.server.infill import read_infill
-from edgespec.server.service import Loaded, Service
-from edgespec.server.services import Services
-from edgespec.server.waking import WakingStream
+from edgespec.server.requests import Fields, parse_object
+from edgespec.server.service import Names, Service, Services, unknown_model
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
     Bodies,
     Body,
+    WakingStream,
     error_response,
     json_response,
     respond,
@@ -41,52 +44,24 @@ from edgespec.server.web import (
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
-_GENERATING: dict[str, Read] = {
-    "/v1/chat/completions": read_chat,
-    "/v1/completions": read_completion,
-    "/chat/completions": read_chat,  # llama-server's own paths
-    "/completion": native.read_native,
-    "/completions": native.read_native,
-    "/v1/responses": responses.read_responses,
-    "/responses": responses.read_responses,
-    "/v1/messages": messages.read_messages,
-    "/api/chat": ollama.read_chat_request,
-    "/api/generate": ollama.read_generate_request,
-    "/infill": read_infill,
-}
-# The form of streams, where it is not OpenAI's.
-_FORMS: dict[str, type[Exchange]] = {
-    "/v1/responses": responses.ResponsesExchange,
-    "/responses": responses.ResponsesExchange,
-    "/v1/messages": messages.MessagesExchange,
-    "/api/chat": ollama.OllamaExchange,
-    "/api/generate": ollama.OllamaExchange,
-}
-# What is answered while the model is unloaded, without loading it.
-_AT_REST: dict[str, AtRest] = {
-    "/api/chat": partial(ollama.unload_at_rest, is_chat=True),
-    "/api/generate": partial(ollama.unload_at_rest, is_chat=False),
-}
-_REPLYING: dict[str, Callable[[Loaded, Fields], dict[str, Any]]] = {
-    "/tokenize": facts.tokenize,
-    "/detokenize": facts.detokenize,
-    "/apply-template": apply_template,
-    "/v1/responses/input_tokens": responses.count_input_tokens,
-    "/responses/input_tokens": responses.count_input_tokens,
-    "/v1/chat/completions/input_tokens": count_input_tokens,
-    "/chat/completions/input_tokens": count_input_tokens,
-    "/v1/messages/count_tokens": messages.count_tokens,
-}
-_TELLING: dict[str, Callable[[Service, Fields], dict[str, Any]]] = {  # no model has to be loaded for these
-    "/api/show": ollama_facts.show,
-}
-_EMBEDDING: dict[str, embeddings.Read] = {
-    "/v1/embeddings": embeddings.read_openai,
-    "/api/embed": embeddings.read_ollama,
-    "/api/embeddings": embeddings.read_ollama_prompt,
-    "/embedding": embeddings.read_llamacpp,
-    "/embeddings": embeddings.read_llamacpp,
-}
+AtRest = Callable[[Names, Mapping[str, Any]], dict[str, Any] | None]
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A path that takes a body, which is a `request`; `read`: checks it and, by its kind, answers it.
+
+    `form`: of its streams, None where it has none. `at_rest`: the body for a request that needs no model, while none is
+    loaded; None for one that does.
+    """
+
+    summary: str
+    request: type[Fields]
+    read: Callable[..., Any]
+    kind: Callable[[Services, Bodies, Endpoint], Handler]
+    form: type[Exchange] | None = None
+    at_rest: AtRest | None = None
 
 
 def create_app(
@@ -99,25 +74,14 @@ def create_app(
     """
     services = Services.of(served)
     bodies = Bodies(services.limits)
-    handlers = {path: _generating(services, bodies, path, read) for path, read in _GENERATING.items()}
-    routes = [Route(path, _caught(handle), methods=["POST"]) for path, handle in handlers.items()]
-    routes += [
-        Route(path, _caught(_replying(services, bodies, reply)), methods=["POST"]) for path, reply in _REPLYING.items()
+    routes = [
+        Route(path, _caught(each.kind(services, bodies, each)), methods=["POST"]) for path, each in ENDPOINTS.items()
     ]
-    routes += [
-        Route(path, _caught(_telling(services, bodies, tell)), methods=["POST"]) for path, tell in _TELLING.items()
-    ]
-    routes += [
-        Route(path, _caught(_embedding(services, bodies, read)), methods=["POST"]) for path, read in _EMBEDDING.items()
-    ]
-    reading = {path: _reading(services, read) for path, read in readable.AT_ONCE.items()}
-    reading |= {path: _reading(services, read, in_thread=True) for path, read in readable.FROM_DISK.items()}
-    routes += [Route(path, _caught(handle), methods=["GET"]) for path, handle in reading.items()]
-    shown = page.routes()
+    routes += [Route(path, _caught(_reading(services, each)), methods=["GET"]) for path, (_, each) in READABLE.items()]
+    shown = page_routes()
     paths = [route.path for route in (*routes, *shown)]
-    open_paths = ["/health", "/v1/health", *(route.path for route in shown)]  # the page asks for the key itself
+    open_paths = ["/health", "/v1/health", *(route.path for route in shown)]
     rules: dict[str, Any] = {"paths": paths, "open_paths": open_paths, "hosts": hosts, "origins": origins}
-    middleware = [Middleware(Guard, services=services, **rules)]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -126,68 +90,74 @@ def create_app(
         allow_headers=["*"],
         expose_headers=[NOTES],
     )
-    middleware.insert(0, cors)
     app = Starlette(
-        routes=[*routes, *shown], middleware=middleware, exception_handlers={HTTPException: _http_exception}
+        routes=[*routes, *shown],
+        middleware=[cors, Middleware(Guard, services=services, **rules)],
+        exception_handlers={HTTPException: _http_exception},
     )
     app.router.redirect_slashes = False
     return app
 
 
-def _generating(services: Services, bodies: Bodies, path: str, read: Read) -> Handler:
-    form, at_rest = _FORMS.get(path, ChatExchange), _AT_REST.get(path)
+# -- how paths are answered
+
+
+def _generating(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
+    form, at_rest = endpoint.form or Exchange, endpoint.at_rest
 
     async def handle(request: Request) -> Response:
         async with bodies.read(request) as body:
-            service = services.asked_by(body.data, path)
+            service = _asked_by(services, body, request)
             if service.is_new or (service.answers_at_once and not services.are_several):
-                return await respond(request, service, read, body)
-            given = parse_object(body.data)
-            found = None if at_rest is None or service.answers_at_once else at_rest(service.names, Fields(given))
+                return await respond(request, service, endpoint.read, body)
+            values = parse_object(body.data)
+            found = None if at_rest is None or service.answers_at_once else at_rest(service.names, values)
             if found is not None:
                 return json_response(found)
             # Of several models the one that answers at once may have to make way for another before the stream begins.
-            is_stream = given.get("stream", form.streams_by_default) is True
+            is_stream = values.get("stream", form.streams_by_default) is True
             if not is_stream:
-                return await respond(request, service, read, body)
+                return await respond(request, service, endpoint.read, body)
             kept = Body(bodies, 0, body.data)  # it waits for a model, which may take long: others need not wait for it
-            return WakingStream(respond(request, service, read, kept), form)
+            return WakingStream(respond(request, service, endpoint.read, kept), form)
 
     return handle
 
 
-def _embedding(services: Services, bodies: Bodies, read: embeddings.Read) -> Handler:
+def _asked_by(services: Services, body: Body, request: Request) -> Service:
+    """The model that a request is for. One alone gets every request, which is read later, in a thread."""
+    if not services.are_several:
+        return services.default
+    return services.asked_by(parse_object(body.data), request.url.path)
+
+
+def _embedding(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
     async def handle(request: Request) -> Response:
         async with bodies.read(request) as body, AsyncExitStack() as use:
-            loaded = await use_model(request, services.asked_by(body.data, request.url.path), use)
-            return await embeddings.respond_embeddings(request, loaded, read, body)
+            loaded = await use_model(request, _asked_by(services, body, request), use)
+            return await embeddings.respond_embeddings(request, loaded, endpoint.read, body)
 
     return handle
 
 
-def _replying(services: Services, bodies: Bodies, reply: Callable[[Loaded, Fields], dict[str, Any]]) -> Handler:
+def _replying(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
     async def handle(request: Request) -> Response:
         async with bodies.read(request) as body, AsyncExitStack() as use:
-            loaded = await use_model(request, services.asked_by(body.data, request.url.path), use)
-            work = loaded.scheduler.prepare(lambda: reply(loaded, Fields(parse_object(body.data))))
+            loaded = await use_model(request, _asked_by(services, body, request), use)
+            work = loaded.scheduler.prepare(lambda: endpoint.read(loaded, parse_object(body.data), []))
             async with asyncio.timeout(services.limits.timeout_s):
                 return json_response(await while_connected(request.receive, work))
 
     return handle
 
 
-def _telling(services: Services, bodies: Bodies, tell: Callable[[Service, Fields], dict[str, Any]]) -> Handler:
+def _telling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
+    """No model has to be loaded for these."""
+
     async def handle(request: Request) -> Response:
         async with bodies.read(request) as body:
-            service = services.asked_by(body.data, request.url.path)
-            return json_response(await asyncio.to_thread(lambda: tell(service, Fields(parse_object(body.data)))))
-
-    return handle
-
-
-def _reading(services: Services, read: readable.ReadPath, *, in_thread: bool = False) -> Handler:
-    async def handle(request: Request) -> Response:
-        return await asyncio.to_thread(read, services, request) if in_thread else read(services, request)
+            service = _asked_by(services, body, request)
+            return json_response(await asyncio.to_thread(lambda: endpoint.read(service, parse_object(body.data))))
 
     return handle
 
@@ -217,8 +187,233 @@ def _forget_frames(error: BaseException | None) -> None:
 async def _http_exception(request: Request, exc: Exception) -> Response:
     """Starlette's own errors: an unknown path, a wrong method."""
     assert isinstance(exc, HTTPException)
-    messages = {404: "no such path", 405: f"{request.method} is not allowed on this path"}
-    error = HttpError(exc.status_code, messages.get(exc.status_code, exc.detail))
-    answer = error_response(error, request.url.path)
+    said = {404: "no such path", 405: f"{request.method} is not allowed on this path"}
+    answer = error_response(HttpError(exc.status_code, said.get(exc.status_code, exc.detail)), request.url.path)
     answer.headers.update(exc.headers or {})  # which methods are allowed
     return answer
+
+
+# -- paths that are read with GET; `?model=` chooses one of several models, as in llama-server's router
+
+
+def _reading(services: Services, read: Callable[[Services, Request], Response]) -> Handler:
+    async def handle(request: Request) -> Response:
+        is_on_disk = request.url.path in ("/api/tags", "/api/ps")
+        return await asyncio.to_thread(read, services, request) if is_on_disk else read(services, request)
+
+    return handle
+
+
+def _models(services: Services, _: Request) -> Response:
+    listed = facts.model_objects(services)
+    pages = {"has_more": False, "first_id": listed[0]["id"], "last_id": listed[-1]["id"]}  # Anthropic's
+    return json_response({"object": "list", "data": listed, **pages})
+
+
+def _model(services: Services, request: Request) -> Response:
+    name = request.path_params["name"]
+    service = services.named(name)
+    if not service.names.include(name):
+        raise unknown_model(service.names)
+    shown = name if name in service.names.all else service.name
+    return json_response(facts.model_object(service, shown, with_status=services.are_several))
+
+
+def _health(services: Services, _: Request) -> Response:
+    status, body = facts.health(services)
+    return json_response(body, status)
+
+
+def _metrics(services: Services, _: Request) -> Response:
+    return PlainTextResponse(facts.metrics_text(services), media_type="text/plain; version=0.0.4")
+
+
+def _properties(services: Services, request: Request) -> Response:
+    return json_response(facts.properties(services.named(request.query_params.get("model"))))
+
+
+READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
+    "/v1/models": ("The served model (OpenAI)", _models),
+    "/models": ("The same as /v1/models", _models),
+    "/v1/models/{name:path}": ("One model by name", _model),  # hub ids have slashes
+    "/health": ("200 once the model answers, 503 before", _health),
+    "/v1/health": ("The same as /health", _health),
+    "/metrics": ("Counters for Prometheus", _metrics),
+    "/props": ("Model, engine, drafter, default settings, memory plan", _properties),
+    "/openapi.json": ("This document", lambda services, _: json_response(document(services.names))),
+    "/api/version": ("The version (Ollama)", lambda *_: json_response(facts.version())),
+    "/api/tags": ("The served model (Ollama)", lambda services, _: json_response(facts.listed(services))),
+    "/api/ps": ("The same with its memory and context", lambda services, _: json_response(facts.running(services))),
+}
+_CHAT = Endpoint("Answer a conversation (OpenAI)", chat.Chat, chat.read_chat, _generating, chat.ChatExchange)
+_RESPONSES = Endpoint(
+    "Answer a conversation (OpenAI's newer protocol, stateless)",
+    responses.ResponseRequest,
+    responses.read_responses,
+    _generating,
+    responses.ResponsesExchange,
+)
+_NATIVE = Endpoint(
+    "Continue a text or token ids (llama-server)",
+    native.NativeCompletion,
+    native.read_native,
+    _generating,
+    native.NativeExchange,
+)
+_CHAT_TOKENS = Endpoint("Count a prompt's tokens (llama-server)", chat.Chat, chat.count_input_tokens, _replying)
+_RESPONSE_TOKENS = Endpoint(
+    "Count a prompt's tokens (OpenAI)", responses.ResponseRequest, responses.count_input_tokens, _replying
+)
+_EMBEDDING = Endpoint(
+    "Embeddings of texts (llama-server)", embeddings.NativeEmbedding, embeddings.read_native, _embedding
+)
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": _CHAT,
+    "/chat/completions": _CHAT,  # llama-server's own paths
+    "/v1/completions": Endpoint(
+        "Continue a text or token ids (OpenAI)",
+        completions.Completion,
+        completions.read_completion,
+        _generating,
+        completions.CompletionExchange,
+    ),
+    "/completion": _NATIVE,
+    "/completions": _NATIVE,
+    "/infill": Endpoint(
+        "Fill the gap between two texts (llama-server); 501 for models that cannot",
+        native.Infill,
+        native.read_infill,
+        _generating,
+        native.NativeExchange,
+    ),
+    "/v1/responses": _RESPONSES,
+    "/responses": _RESPONSES,
+    "/v1/messages": Endpoint(
+        "Answer a conversation (Anthropic)",
+        messages.MessagesRequest,
+        messages.read_messages,
+        _generating,
+        messages.MessagesExchange,
+    ),
+    "/api/chat": Endpoint(
+        "Answer a conversation (Ollama)",
+        ollama.OllamaChat,
+        ollama.read_chat_request,
+        _generating,
+        ollama.OllamaExchange,
+        partial(ollama.unload_at_rest, is_chat=True),
+    ),
+    "/api/generate": Endpoint(
+        "Answer a prompt (Ollama)",
+        ollama.OllamaGenerate,
+        ollama.read_generate_request,
+        _generating,
+        ollama.OllamaExchange,
+        partial(ollama.unload_at_rest, is_chat=False),
+    ),
+    "/api/show": Endpoint("Facts of the model (Ollama)", facts.ShowRequest, facts.show, _telling),
+    "/v1/embeddings": Endpoint(
+        "Embeddings of texts (OpenAI); 501 for models that give none",
+        embeddings.OpenAiEmbedding,
+        embeddings.read_openai,
+        _embedding,
+    ),
+    "/api/embed": Endpoint(
+        "Embeddings of texts (Ollama)", embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding
+    ),
+    "/api/embeddings": Endpoint(
+        "The embedding of a text (Ollama's older form)",
+        embeddings.OllamaPromptEmbedding,
+        embeddings.read_ollama_prompt,
+        _embedding,
+    ),
+    "/embedding": _EMBEDDING,
+    "/embeddings": _EMBEDDING,
+    "/tokenize": Endpoint("Text to token ids", facts.TokenizeRequest, facts.tokenize, _replying),
+    "/detokenize": Endpoint("Token ids to text", facts.DetokenizeRequest, facts.detokenize, _replying),
+    "/apply-template": Endpoint(
+        "The prompt of a conversation as text (llama-server)", chat.Chat, chat.apply_template, _replying
+    ),
+    "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
+    "/chat/completions/input_tokens": _CHAT_TOKENS,
+    "/v1/responses/input_tokens": _RESPONSE_TOKENS,
+    "/responses/input_tokens": _RESPONSE_TOKENS,
+    "/v1/messages/count_tokens": Endpoint(
+        "Count a prompt's tokens (Anthropic)", messages.CountRequest, messages.count_tokens, _replying
+    ),
+}
+
+
+# -- the API's description
+
+
+def document(names: Names) -> Schema:
+    """`/openapi.json`, an OpenAPI 3.1 document, of a server whose model has `names`. Schemas are those that check."""
+    requests = list(dict.fromkeys(each.request for each in ENDPOINTS.values()))
+    found, schemas = msgspec.json.schema_components(requests, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"$ref": "#/components/schemas/Model"}
+    known: Schema = {"type": ["string", "null"]} if names.any_other else {"enum": [*names.all, None]}
+    schemas["Model"] = {**known, "description": "The served model; null or absent too"}
+    bodies = dict(zip(requests, found, strict=True))
+    paths: Schema = {}
+    for path, (summary, _) in READABLE.items():
+        kind = "text/plain" if path == "/metrics" else "application/json"
+        paths[path.replace(":path", "")] = {"get": _described(summary, {kind: {}})}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    for path, each in ENDPOINTS.items():
+        kinds: Schema = {"application/json": {"schema": {"type": "object"}}}
+        kinds |= {} if each.form is None else {each.form.media_type: {}}
+        body = {"required": True, "content": {"application/json": {"schema": bodies[each.request]}}}
+        paths[path] = {"post": _described(each.summary, kinds) | {"requestBody": body}}
+    about = {"title": "edgespec", "version": __version__, "description": "Local text generation, drafted and verified"}
+    key = {"key": {"type": "http", "scheme": "bearer"}}
+    components = {"schemas": schemas, "securitySchemes": key}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": components, "security": [{}, {"key": []}]}
+
+
+def _described(summary: str, content: Schema) -> Schema:
+    error = {"description": "What is wrong and what is allowed", "content": {"application/json": {}}}
+    answers = {"200": {"description": "The answer", "content": content}, "4XX": error, "5XX": error}
+    return {"summary": summary, "responses": answers}
+
+
+# -- the page, under a content security policy that allows nothing else
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"  # no code can turn a text into HTML
+)
+_PAGE_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes() -> list[Route]:
+    """A route for the page and for each of its files."""
+    found = []
+    for file in sorted(files("edgespec.server").joinpath("static").iterdir(), key=lambda each: each.name):
+        kind = _TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            path = "/" if file.name == "index.html" else f"/static/{file.name}"
+            found.append(_file_route(path, file.read_bytes(), kind))
+    return found
+
+
+def _file_route(path: str, content: bytes, kind: str) -> Route:
+    async def handle(_: Request) -> Response:
+        media_type = kind if kind == "image/svg+xml" else f"{kind}; charset=utf-8"
+        return Response(content, headers=_PAGE_HEADERS, media_type=media_type)
+
+    return Route(path, handle, methods=["GET"])

@@ -9,36 +9,252 @@ from __future__ import annotations
 
 import codecs
 import itertools
-import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer
-from edgespec.server.chat_completions import FINGERPRINT
-from edgespec.server.exchange import DONE, Exchange, sse
-from edgespec.server.fields import Fields
-from edgespec.server.figures import token_logprob, usage
-from edgespec.server.fim import fill_prompt, require_fim
-from edgespec.server.http_errors import bad_request
-from edgespec.server.llamacpp_fields import prompt_progress, read_llamacpp
+from edgespec.server.answer import Answer, token_logprob, usage
+from edgespec.server.chat import OpenAiExchange
+from edgespec.server.exchange import DONE, Work, prompt_progress, sse
+from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
-    ignore_others,
+    MOST_CHOICES,
+    Biases,
+    Generated,
+    Logprobs,
+    OpenAiRequest,
+    ResponseFormat,
+    check_llamacpp,
     numbered,
-    read_choices,
-    read_max_tokens,
-    read_options,
-    read_sampling,
-    read_stream_options,
+    options_of,
     require_model,
+    sampling_of,
+    token_limit,
 )
-from edgespec.server.service import Limits, Loaded
+from edgespec.server.requests import Asked, read, unsupported, wrong
+from edgespec.server.scheduler import Job
+from edgespec.server.service import Loaded
 from edgespec.server.structure import read_structure
-from edgespec.server.ticket import Job, Ticket
+from edgespec.vocabulary import FimTokens, Vocabulary
 
-MOST_LOGPROBS = 20  # OpenAI's limit is 5, Ollama's and llama-server's clients ask for more
+
+class Completion(OpenAiRequest, kw_only=True):
+    """A request to `/v1/completions`. `suffix`: what follows the gap that is to be filled."""
+
+    refused: ClassVar[Asked] = {**OpenAiRequest.refused, "echo": ("the answer holds new text only", (False,))}
+    prompt: str | list[Any]
+    logit_bias: Biases | None = None
+    logprobs: Logprobs | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> CompletionExchange:
+    """Check a request and encode its prompts. Blocks meanwhile. Raises HttpError and EdgespecError."""
+    request = read(Completion, values, notes)
+    return CompletionExchange(prepare(loaded, request, notes), request)
+
+
+def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
+    """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    require_model(loaded.names, request.model, notes)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise unsupported("best_of", "use n")
+    prompts = _read_filling(loaded, request) if request.suffix else _read_prompts(loaded, request.prompt)
+    limit = token_limit(max_tokens=request.max_tokens, n_predict=request.n_predict)
+    return continued(
+        loaded,
+        request,
+        notes,
+        prompts,
+        limit=limit,
+        logprobs=request.logprobs,
+        biases=request.logit_bias,
+        form=request.response_format,
+    )
+
+
+def continued(
+    loaded: Loaded,
+    request: Generated,
+    notes: list[str],
+    prompts: Sequence[Sequence[int]],
+    *,
+    limit: int | None,
+    logprobs: int | None,
+    biases: Mapping[str, Any] | None,
+    form: ResponseFormat | None = None,
+) -> Work:
+    """The work of a request that continues `prompts`. Raises HttpError and EdgespecError."""
+    sampling = sampling_of(request, loaded, biases)
+    options = read_structure(request, loaded, options_of(request, loaded, limit, logprobs), form)
+    check_llamacpp(request, loaded, notes, has_probs=bool(logprobs))
+    count = request.n or 1
+    if count * len(prompts) > MOST_CHOICES:
+        raise bad_request(f"{len(prompts)} prompts with n = {count}: at most {MOST_CHOICES} answers", "prompt")
+    return Work(
+        loaded,
+        [
+            Job(ids, each, options, bool(request.return_progress), reads_only=limit == 0)
+            for ids, each in itertools.product(prompts, numbered(sampling, count))
+        ],
+    )
+
+
+# -- prompts
+
+
+def _read_filling(loaded: Loaded, request: Completion) -> list[list[int]]:
+    """The prompts to fill the gap between each text and the suffix."""
+    tokens, vocabulary = require_fim(loaded, "suffix"), loaded.model.target.vocabulary
+    suffix_ids = vocabulary.encode(request.suffix or "")
+    prefixes: list[list[int]] = [[]]
+    if request.prompt != "":  # which is a gap at the beginning
+        prefixes = _read_prompts(loaded, request.prompt, vocabulary.encode)
+    return [fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids) for prefix_ids in prefixes]
+
+
+def _read_prompts(loaded: Loaded, prompt: Any, encode: Callable[[str], list[int]] | None = None) -> list[list[int]]:
+    """A text, token ids, or a list of either, as token ids. `encode`: for the texts; None: as a whole prompt."""
+    require_room(loaded, prompt)
+    if isinstance(prompt, str) or (prompt and all(_is_id(each) for each in prompt)):
+        prompt = [prompt]
+    if not prompt:
+        raise wrong("prompt", "must be a text, a list of token ids, or a list of either", prompt)
+    check_count(prompt)
+    encoded = []
+    for each in prompt:
+        if isinstance(each, str) and each:
+            encoded.append((encode or partial(raw_ids, loaded))(each))
+        elif isinstance(each, list) and each and all(_is_id(token_id) for token_id in each):
+            encoded.append(list(each))
+        else:
+            raise wrong("prompt", "must hold texts that are not empty, or lists of token ids", each)
+    return encoded
+
+
+def raw_ids(loaded: Loaded, text: str) -> list[int]:
+    """A whole prompt. One that spells the begin-of-text token out does not get a second one."""
+    vocabulary = loaded.model.target.vocabulary
+    loaded.model.require_room(len(text), "characters")
+    ids = loaded.model.encode(text, parse_special=True)
+    return ids[1:] if vocabulary.adds_bos and ids[:2] == [vocabulary.bos_id] * 2 else ids
+
+
+def require_room(loaded: Loaded, prompt: Any) -> None:
+    """Raise PromptError for a list that is longer than the context, before anything looks at what it holds."""
+    for each in (prompt, *prompt[:MOST_CHOICES]) if isinstance(prompt, list) else ():
+        if isinstance(each, list):
+            loaded.model.require_room(len(each), "tokens")
+
+
+def check_count(prompts: Sequence[Any]) -> None:
+    """Raise HttpError for more prompts than one request may have answers."""
+    if len(prompts) > MOST_CHOICES:
+        raise bad_request(f"prompt holds {len(prompts)} prompts; at most {MOST_CHOICES} are allowed", "prompt")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_fim(loaded: Loaded, where: str) -> FimTokens:
+    """The model's FIM tokens. Raises HttpError 501, which names the field `where`, for a model without them."""
+    found = loaded.model.target.vocabulary.fim
+    if found is None:
+        raise HttpError(
+            501,
+            f"{where}: this model cannot fill a gap: its vocabulary has no tokens for prefix, suffix and middle, as "
+            "those of models of code have (Qwen2.5-Coder, StarCoder2, Granite, DeepSeek-Coder, CodeLlama)",
+            param=where,
+            code="not_supported",
+        )
+    return found
+
+
+def fill_prompt(
+    vocabulary: Vocabulary,
+    tokens: FimTokens,
+    prefix_ids: Sequence[int],
+    suffix_ids: Sequence[int],
+    files: Sequence[Sequence[int]] = (),
+) -> list[int]:
+    """The prompt after which the model writes what is between `prefix_ids` and `suffix_ids`.
+
+    In llama-server's order: other `files`, what is before the gap, what is behind it, then the token behind which the
+    model writes. The texts are a user's files: control tokens that they spell out are read as text.
+    """
+    found = [vocabulary.bos_id] if vocabulary.adds_bos and vocabulary.bos_id is not None else []
+    if files and tokens.repository is not None:
+        found += [tokens.repository, *vocabulary.encode("repository\n")]
+    for file_ids in files:
+        found += file_ids
+    if files and tokens.file is not None:
+        found += [tokens.file, *vocabulary.encode("file\n")]
+    return [*found, tokens.prefix, *prefix_ids, tokens.suffix, *suffix_ids, tokens.middle]
+
+
+# -- answers
+
+
+class CompletionExchange(OpenAiExchange):
+    """A request to `/v1/completions`: the answers to one or more prompts."""
+
+    kind, begins = "text_completion", "cmpl"
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            _choice(index, answer.text, self._logprobs(answer.tokens, _Offsets()), answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
+        return self.ended(choices, answers, self._usage(answers))
+
+    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        for index, answer in enumerate(answers):
+            offsets = _Offsets()
+            async for piece in answer.pieces():
+                logprobs = self._logprobs(piece.tokens, offsets)
+                told: dict[str, Any] = {"timings": answer.timings} if self.per_token else {}
+                if piece.progress is not None:
+                    told = {"prompt_progress": prompt_progress(piece.progress)}
+                yield self._chunk(_choice(index, piece.text, logprobs, None), **told)
+            end = _choice(index, "", None, answer.finish_reason)
+            yield self._chunk(end, timings=answer.timings, seed=answer.ticket.seed)
+        if self.includes_usage:
+            yield sse(self.body([], self.kind, usage=self._usage(answers)))
+        yield DONE
+
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
+        empty: dict[str, Any] = {"usage": None} if self.includes_usage else {}
+        return sse(self.body([choice], self.kind, **empty, **more))
+
+    def _logprobs(self, tokens: Sequence[TokenEvent], offsets: _Offsets) -> dict[str, Any] | None:
+        """OpenAI's older shape: lists that run in step. `offsets`: those of the answer, `tokens` come next in it."""
+        if not self.has_logprobs:
+            return None
+        own = [token_logprob(self.vocabulary, event.token_id, event.logprob or 0.0) for event in tokens]
+        tops = [[token_logprob(self.vocabulary, *pair) for pair in event.top_logprobs] for event in tokens]
+        return {
+            "tokens": [each["token"] for each in own],
+            "token_logprobs": [each["logprob"] for each in own],
+            "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
+            "text_offset": [offsets.push(bytes(each["bytes"])) for each in own],
+        }
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The counts of all prompts; a prompt with several answers counts once."""
+        step = len(answers) // len({id(job.prompt_ids) for job in self.jobs})
+        parts = [usage(answers[begin : begin + step]) for begin in range(0, len(answers), step)]
+        total = {
+            key: sum(part[key] for part in parts) for key in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+        cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
+        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 class _Offsets:
@@ -53,171 +269,3 @@ class _Offsets:
         begin = self._num_characters
         self._num_characters += len(self._decoder.decode(piece))
         return begin
-
-
-class CompletionExchange(Exchange):
-    """A request to `/v1/completions`: the answers to one or more prompts."""
-
-    def __init__(
-        self, loaded: Loaded, jobs: Sequence[Job], *, is_stream: bool, includes_usage: bool, per_token: bool
-    ) -> None:
-        super().__init__(jobs, is_stream=is_stream)
-        self._loaded, self._includes_usage, self._per_token = loaded, includes_usage, per_token
-        self._vocabulary = loaded.model.target.vocabulary
-        self._has_logprobs = jobs[0].options.logprobs
-        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-
-    def answer(self, ticket: Ticket) -> Answer:
-        return Answer(ticket, self._vocabulary)
-
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [
-            self._choice(index, answer.text, self._logprobs(answer.tokens, _Offsets()), answer.finish_reason)
-            for index, answer in enumerate(answers)
-        ]
-        last = {
-            "usage": self._usage(answers),
-            "timings": answers[0].timings,
-            "seed": answers[0].ticket.seed,
-        }
-        return self._object(choices) | last
-
-    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
-        for index, answer in enumerate(answers):
-            offsets = _Offsets()
-            async for piece in answer.pieces():
-                logprobs = self._logprobs(piece.tokens, offsets)
-                extra: dict[str, Any] = {"timings": answer.timings} if self._per_token else {}
-                if piece.progress is not None:
-                    extra = {"prompt_progress": prompt_progress(piece.progress)}
-                yield self._chunk(self._choice(index, piece.text, logprobs, None), extra)
-            end = self._choice(index, "", None, answer.finish_reason)
-            yield self._chunk(end, {"timings": answer.timings, "seed": answer.ticket.seed})
-        if self._includes_usage:
-            yield sse(self._object([]) | {"usage": self._usage(answers)})
-        yield DONE
-
-    def _chunk(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
-        empty_usage = {"usage": None} if self._includes_usage else {}
-        return sse(self._object([choice]) | empty_usage | (extra or {}))
-
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._loaded.name,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-        }
-
-    def _choice(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, tokens: Sequence[TokenEvent], offsets: _Offsets) -> dict[str, Any] | None:
-        """OpenAI's older shape: lists that run in step. `offsets`: those of the answer, `tokens` come next in it."""
-        if not self._has_logprobs:
-            return None
-        own = [token_logprob(self._vocabulary, event.token_id, event.logprob or 0.0) for event in tokens]
-        tops = [[token_logprob(self._vocabulary, *pair) for pair in event.top_logprobs] for event in tokens]
-        return {
-            "tokens": [each["token"] for each in own],
-            "token_logprobs": [each["logprob"] for each in own],
-            "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
-            "text_offset": [offsets.push(bytes(each["bytes"])) for each in own],
-        }
-
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The counts of all prompts; a prompt with several answers counts once."""
-        per_prompt = len({id(job.prompt_ids): None for job in self.jobs})
-        step = len(answers) // per_prompt
-        parts = [usage(answers[begin : begin + step]) for begin in range(0, len(answers), step)]
-        total = {
-            key: sum(part[key] for part in parts) for key in ("prompt_tokens", "completion_tokens", "total_tokens")
-        }
-        cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
-
-
-def read_completion(loaded: Loaded, fields: Fields) -> CompletionExchange:
-    """Check a request and encode its prompts. Blocks meanwhile. Raises HttpError and EdgespecError."""
-    require_model(loaded.names, fields)
-    is_stream = fields.flag("stream")
-    includes_usage = read_stream_options(fields.fields("stream_options"), is_stream=is_stream)
-    sampling = read_sampling(fields, loaded)
-    max_tokens = read_max_tokens(fields, "max_tokens", "n_predict")
-    options = read_options(fields, loaded, max_tokens, fields.whole("logprobs", 0, MOST_LOGPROBS))
-    options = read_structure(fields, loaded, options)
-    count = read_choices(fields, loaded.limits)
-    per_token, tells_progress = fields.flag("timings_per_token"), fields.flag("return_progress")
-    ignore_others(fields)
-    read_llamacpp(fields, loaded)
-    fields.refuse("echo", "the answer holds new text only", (False,))
-    fields.refuse("best_of", "use n", (count,))
-    suffix = fields.text("suffix")
-    prompts = _read_filling(fields, loaded, suffix) if suffix else _read_prompts(fields, loaded)
-    fields.finish()
-    if count * len(prompts) > loaded.limits.max_choices:
-        raise bad_request(
-            f"{len(prompts)} prompts with n = {count}: at most {loaded.limits.max_choices} answers", "prompt"
-        )
-    jobs = [
-        Job(ids, each, options, tells_progress, reads_only=max_tokens == 0)
-        for ids, each in itertools.product(prompts, numbered(sampling, count))
-    ]
-    return CompletionExchange(loaded, jobs, is_stream=is_stream, includes_usage=includes_usage, per_token=per_token)
-
-
-def _read_filling(fields: Fields, loaded: Loaded, suffix: str) -> list[list[int]]:
-    """The prompts to fill the gap between each text and `suffix`."""
-    tokens, vocabulary = require_fim(loaded, "suffix"), loaded.model.target.vocabulary
-    suffix_ids = vocabulary.encode(suffix)
-    prefixes: list[list[int]] = [[]]
-    if fields.given("prompt") != "":  # which is a gap at the beginning
-        prefixes = _read_prompts(fields, loaded, vocabulary.encode)
-    return [fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids) for prefix_ids in prefixes]
-
-
-def _read_prompts(fields: Fields, loaded: Loaded, encode: Callable[[str], list[int]] | None = None) -> list[list[int]]:
-    """A text, token ids, or a list of either, as token ids. `encode`: for the texts; None: as a whole prompt."""
-    prompt = fields.given("prompt")
-    require_room(loaded, prompt)
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(_is_id(each) for each in prompt)):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise fields.wrong("prompt", "must be a text, a list of token ids, or a list of either", prompt)
-    check_count(prompt, loaded.limits)
-    encoded = []
-    for each in prompt:
-        if isinstance(each, str) and each:
-            encoded.append((encode or partial(raw_ids, loaded))(each))
-        elif isinstance(each, list) and each and all(_is_id(token_id) for token_id in each):
-            encoded.append(list(each))
-        else:
-            raise fields.wrong("prompt", "must hold texts that are not empty, or lists of token ids", each)
-    return encoded
-
-
-def raw_ids(loaded: Loaded, text: str) -> list[int]:
-    """A whole prompt. One that spells the begin-of-text token out does not get a second one."""
-    vocabulary = loaded.model.target.vocabulary
-    loaded.model.require_room(len(text), "characters")
-    ids = loaded.model.encode(text, parse_special=True)
-    return ids[1:] if vocabulary.adds_bos and ids[:2] == [vocabulary.bos_id] * 2 else ids
-
-
-def require_room(loaded: Loaded, prompt: Any) -> None:
-    """Raise PromptError for a list that is longer than the context, before anything looks at what it holds."""
-    for each in (prompt, *prompt[: loaded.limits.max_choices]) if isinstance(prompt, list) else ():
-        if isinstance(each, list):
-            loaded.model.require_room(len(each), "tokens")
-
-
-def check_count(prompts: list[Any], limits: Limits) -> None:
-    """Raise HttpError for more prompts than one request may have answers."""
-    if len(prompts) > limits.max_choices:
-        raise bad_request(f"prompt holds {len(prompts)} prompts; at most {limits.max_choices} are allowed", "prompt")
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

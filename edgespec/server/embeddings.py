@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
 from edgespec.errors import CapabilityError
 from edgespec.generation.embedding import Text, normalised
-from edgespec.server.fields import Fields, parse_object
+from edgespec.server.facts import served_name
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.ollama_facts import require_served
 from edgespec.server.options import require_model
+from edgespec.server.requests import Asked, Fields, parse_object, read, wrong
 from edgespec.server.service import Loaded
 from edgespec.server.web import Body, json_response, while_connected
 from edgespec.types import TokenIds
@@ -40,13 +41,54 @@ class EmbeddingRequest:
     dimensions: int | None = None
 
 
-Read = Callable[[Loaded, Fields], EmbeddingRequest]
+Read = Callable[[Loaded, Mapping[str, Any], list[str]], EmbeddingRequest]
+Texts = str | Annotated[list[Any], Meta(description="texts, token ids, or lists of token ids")]
+Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
-async def respond_embeddings(request: Request, loaded: Loaded, read: Read, body: Body) -> Response:
+class OpenAiEmbedding(Fields, kw_only=True):
+    """A request to `/v1/embeddings`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+    input: Texts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Dimensions | None = None
+
+
+class _Ollama(Fields):
+    # nothing of sampling or of a context's size changes an embedding
+    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    model: str | None = None
+    truncate: bool | None = None
+
+
+class OllamaEmbedding(_Ollama):
+    """A request to `/api/embed`. Without a text, which loads the model in Ollama, it answers with no embeddings."""
+
+    input: Texts | None = None
+    dimensions: Dimensions | None = None
+
+
+class OllamaPromptEmbedding(_Ollama):
+    """A request to `/api/embeddings`: one text, Ollama's older form."""
+
+    prompt: str | None = None
+
+
+class NativeEmbedding(Fields):
+    """A request to `/embedding` and `/embeddings` of llama-server; the texts have either name."""
+
+    refused: ClassVar[Asked] = {"embd_normalize": ("embeddings have length 1 here", (2,))}
+    content: Texts | None = None
+    input: Texts | None = None
+    model: str | None = None
+
+
+async def respond_embeddings(request: Request, loaded: Loaded, read_request: Read, body: Body) -> Response:
     """Answer a request with the `body`. Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves."""
     begun_s = monotonic()
-    preparing = loaded.scheduler.prepare(lambda: _checked(loaded, read, body.data))
+    preparing = loaded.scheduler.prepare(lambda: _checked(loaded, read_request, body.data))
     async with asyncio.timeout(loaded.limits.timeout_s):
         asked = await while_connected(request.receive, preparing)
     body.close()
@@ -61,95 +103,78 @@ async def respond_embeddings(request: Request, loaded: Loaded, read: Read, body:
     return json_response(await asyncio.to_thread(asked.answer, vectors, monotonic() - begun_s))
 
 
-def _checked(loaded: Loaded, read: Read, body: bytes) -> EmbeddingRequest:
+def _checked(loaded: Loaded, read_request: Read, body: bytes) -> EmbeddingRequest:
     try:
         loaded.model.embedder.pooling()
     except CapabilityError as exc:
         raise HttpError(501, f"embeddings are not supported here: {exc}", code="not_supported") from exc
-    return read(loaded, Fields(parse_object(body)))
+    return read_request(loaded, parse_object(body), [])
 
 
-def read_openai(loaded: Loaded, fields: Fields) -> EmbeddingRequest:
+def read_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
     """`/v1/embeddings`."""
-    require_model(loaded.names, fields)
-    texts = _texts(fields, "input")
-    is_base64 = fields.choice("encoding_format", ("float", "base64")) == "base64"
-    dimensions = fields.whole("dimensions", 1, 1 << 20)
-    fields.ignore("user")
-    fields.finish()
-    ids = loaded.model.embedder.encode(texts, truncate=False)
+    request = read(OpenAiEmbedding, values, notes)
+    require_model(loaded.names, request.model, notes)
+    ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
 
     def answer(vectors: Vectors, _: float) -> dict[str, Any]:
+        is_base64 = request.encoding_format == "base64"
         shown = [_base64(vector) for vector in vectors] if is_base64 else vectors.tolist()
         data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
         usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
         return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
 
-    return EmbeddingRequest(ids, answer, dimensions)
+    return EmbeddingRequest(ids, answer, request.dimensions)
 
 
-def read_ollama(loaded: Loaded, fields: Fields) -> EmbeddingRequest:
-    """`/api/embed`. Without a text, which loads the model in Ollama, it answers with no embeddings."""
-    truncate, texts = _read_common(loaded, fields), fields.given("input")
-    texts = [] if texts in (None, "", []) else _texts(fields, "input")
-    dimensions = fields.whole("dimensions", 1, 1 << 20)
-    fields.finish()
-    ids = loaded.model.embedder.encode(texts, truncate=truncate)
+def read_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
+    """`/api/embed`."""
+    request = read(OllamaEmbedding, values, notes)
+    require_model(loaded.names, served_name(loaded.names, request.model), notes)
+    texts = _texts(request.input) if request.input else []
+    ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
 
     def answer(vectors: Vectors, took_s: float) -> dict[str, Any]:
         durations = {"total_duration": int(took_s * 1e9), "load_duration": 0}
         return {"model": loaded.name, "embeddings": vectors.tolist()} | durations | {"prompt_eval_count": _count(ids)}
 
-    return EmbeddingRequest(ids, answer, dimensions)
+    return EmbeddingRequest(ids, answer, request.dimensions)
 
 
-def read_ollama_prompt(loaded: Loaded, fields: Fields) -> EmbeddingRequest:
-    """`/api/embeddings`: one text, Ollama's older form."""
-    truncate, prompt = _read_common(loaded, fields), fields.text("prompt")
-    fields.finish()
-    ids = loaded.model.embedder.encode([prompt] if prompt else [], truncate=truncate)
-    return EmbeddingRequest(ids, lambda vectors, _: {"embedding": vectors[0].tolist() if prompt else []})
+def read_ollama_prompt(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
+    """`/api/embeddings`."""
+    request = read(OllamaPromptEmbedding, values, notes)
+    require_model(loaded.names, served_name(loaded.names, request.model), notes)
+    texts: list[Text] = [request.prompt] if request.prompt else []
+    ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
+    return EmbeddingRequest(ids, lambda vectors, _: {"embedding": vectors[0].tolist() if texts else []})
 
 
-def _read_common(loaded: Loaded, fields: Fields) -> bool:
-    """Checks what both of Ollama's forms have; whether to cut what is too long."""
-    require_served(loaded.names, fields)
-    fields.ignore("keep_alive", "options")  # nothing of sampling or of a context's size changes an embedding
-    return fields.flag("truncate", True)
-
-
-def read_llamacpp(loaded: Loaded, fields: Fields) -> EmbeddingRequest:
-    """`/embedding` and `/embeddings` of llama-server, where a text's embeddings are a list of one."""
-    require_model(loaded.names, fields)
-    name = "input" if fields.given("content") is None else "content"
-    texts = _texts(fields, name)
-    fields.refuse("embd_normalize", "embeddings have length 1 here", (2,))
-    fields.finish()
+def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
+    """`/embedding` and `/embeddings`, where a text's embeddings are a list of one."""
+    request = read(NativeEmbedding, values, notes)
+    require_model(loaded.names, request.model, notes)
+    name = "input" if request.content is None else "content"
+    texts = _texts(request.input if request.content is None else request.content, name)
     ids = loaded.model.embedder.encode(texts, truncate=False)
     return EmbeddingRequest(
         ids, lambda vectors, _: [{"index": i, "embedding": [each]} for i, each in enumerate(vectors.tolist())]
     )
 
 
-def _texts(fields: Fields, name: str) -> list[Text]:
+def _texts(given: str | list[Any] | None, name: str = "input") -> list[Text]:
     """A text, a list of texts or of token ids, or one of lists of token ids."""
-    given = fields.given(name)
     if given is None:
-        raise bad_request(f"{fields.path(name)} is missing: give a text or a list of texts", fields.path(name))
+        raise bad_request(f"{name} is missing: give a text or a list of texts", name)
     if isinstance(given, str):
         return [given]
-    listed = fields.listed(name, _most(given)) or []
-    if listed and all(isinstance(each, int) for each in listed):
-        return [listed]
-    if not listed or not all(isinstance(each, str | list) for each in listed):
-        raise fields.wrong(name, "must be a text, a list of texts, or token ids", given)
-    return listed
-
-
-def _most(given: Any) -> int:
-    """Most entries of a list of texts; one of token ids may be as long as the context, which is checked later."""
-    is_ids = isinstance(given, list) and bool(given) and isinstance(given[0], int)
-    return 1 << 24 if is_ids else MOST_TEXTS
+    if given and all(isinstance(each, int) for each in given):
+        return [given]
+    if len(given) > MOST_TEXTS:
+        raise bad_request(f"{name} has {len(given)} entries; at most {MOST_TEXTS} are allowed", name)
+    if not given or not all(isinstance(each, str | list) for each in given):
+        raise wrong(name, "must be a text, a list of texts, or token ids", given)
+    return given
 
 
 def _base64(vector: Vectors) -> str:

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.tool_forms import Form
+from edgespec.chat.tools import ToolParser
+from edgespec.reports import PromptProgress
 from edgespec.server.answer import Answer
-from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.service import Loaded, Names
-from edgespec.server.ticket import Job, Ticket
+from edgespec.server.scheduler import Job, Ticket
+from edgespec.server.service import Loaded
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks for, whatever its protocol. `tools`: those that the model may call, in `form`; `parallel`:
+    several at once. `reasoning`: how the answer reasons, to be split from it; None leaves the text as it is.
+    """
+
+    loaded: Loaded
+    jobs: Sequence[Job]
+    tools: Sequence[dict[str, Any]] = ()
+    form: Form | None = None
+    parallel: bool = True
+    reasoning: Reasoning | None = None
 
 
 class Exchange(ABC):
-    """`jobs`: the generations that the request asks for; `is_stream`: whether its answers are sent as they come.
+    """`is_stream`: whether the answers are sent as they come.
 
     `keep_loaded_s`: for how long the model is to stay loaded without a request; None: the client does not say.
     """
@@ -25,12 +45,20 @@ class Exchange(ABC):
     streams_by_default = False
     keep_loaded_s: float | None = None
 
-    def __init__(self, jobs: Sequence[Job], *, is_stream: bool) -> None:
-        self.jobs, self.is_stream = jobs, is_stream
+    def __init__(self, work: Work, *, is_stream: bool) -> None:
+        self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
+        self.name, self.vocabulary = work.loaded.name, work.loaded.model.target.vocabulary
 
-    @abstractmethod
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the first prompt."""
+        return len(self.jobs[0].prompt_ids)
+
     def answer(self, ticket: Ticket) -> Answer:
         """The answer of one of the tickets of `jobs`."""
+        work = self.work
+        parser = None if work.form is None else ToolParser(work.form, work.tools)
+        return Answer(ticket, self.vocabulary, parser, parallel=work.parallel, reasoning=work.reasoning)
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any] | list[dict[str, Any]]:
@@ -50,13 +78,6 @@ class Exchange(ABC):
         return sse(error.body(""))
 
 
-Read = Callable[[Loaded, Fields], Exchange]
-"""Checks a request and encodes its prompts; blocks meanwhile."""
-AtRest = Callable[[Names, Fields], dict[str, Any] | None]
-"""The body for a request that needs no model, while none is loaded; None for one that does."""
-DONE = b"data: [DONE]\n\n"
-
-
 def sse(value: Any, event: str = "") -> bytes:
     """One server-sent event."""
     name = f"event: {event}\n" if event else ""
@@ -71,3 +92,13 @@ def compact(value: Any) -> str:
     except UnicodeEncodeError:  # half of a surrogate pair, which a model may write as an escape
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
+    """How much of the prompt is read, under llama.cpp's names."""
+    return {
+        "total": progress.total,
+        "cache": progress.reused,
+        "processed": progress.processed,
+        "time_ms": int(1000 * progress.seconds),
+    }

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec.server.http_errors import HttpError
-from edgespec.server.services import Services
+from edgespec.server.service import Services
 from edgespec.server.web import error_response
 
 logger = logging.getLogger("edgespec")

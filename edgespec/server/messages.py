@@ -1,23 +1,35 @@
-"""`/v1/messages`: Anthropic's protocol. `messages_input` translates requests to those of `chat_request`, which checks
-them; answers are written here.
+"""`/v1/messages`: Anthropic's protocol. Requests become those of `chat`, which checks them.
+
+Claude Code and other agents send fields for Anthropic's servers, such as the management of the context: those that
+cannot change the text are accepted.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, Piece
-from edgespec.server.chat_completions import ChatExchange
-from edgespec.server.chat_request import read_chat
-from edgespec.server.exchange import Exchange, sse
-from edgespec.server.fields import Fields
-from edgespec.server.http_errors import HttpError
-from edgespec.server.messages_input import as_chat, as_counted_chat
-from edgespec.server.service import Loaded
-from edgespec.server.ticket import Ticket
+from msgspec import Meta, Struct
+
+from edgespec.chat.marks import reasoning_marks
+from edgespec.server.answer import Answer, Event, Part, events
+from edgespec.server.chat import TEXT_ONLY, Chat, check_question, prepare
+from edgespec.server.exchange import Exchange, Work, sse
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.options import (
+    JsonSchema,
+    Positive,
+    ResponseFormat,
+    Share,
+    Speculative,
+    StopList,
+    Tools,
+    answered_by,
+)
+from edgespec.server.requests import Asked, Fields, read, sent_as
+from edgespec.server.service import Loaded, asks_for_claude
 
 PATH = "/v1/messages"
 _SENT_AS = {
@@ -26,57 +38,223 @@ _SENT_AS = {
     "response_format.json_schema": "output_config.format",
 }
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+_RUN_THERE = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|advisor)_\d{8}")
+_RUNS_NONE = "this server runs no tools itself"
+
+
+class ToolChoice(Fields):
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct):
+    """A budget limits nothing: the answer has `max_tokens` for both."""
+
+    type: Literal["enabled", "adaptive", "disabled"] | None = None
+
+
+class OutputFormat(Fields):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Fields):
+    format: OutputFormat | None = None
+    effort: Any = None
+
+
+class CountRequest(Fields, kw_only=True):
+    """A request to `/v1/messages/count_tokens`. `output_format`: its former place."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        ("metadata", "service_tier", "betas", "cache_control", "inference_geo", "speed")
+    )
+    noted: ClassVar[Asked] = {
+        "context_management": ("the conversation is read as it is, nothing is cleared", ()),
+        "container": (_RUNS_NONE, ()),
+    }
+    refused: ClassVar[Asked] = {"mcp_servers": (_RUNS_NONE, ([],))}
+    messages: Annotated[list[Any], Meta(max_length=4096)]
+    model: str | None = None
+    system: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """A request to `/v1/messages`."""
+
+    max_tokens: Positive
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop_sequences: StopList | None = None
+    stream: bool | None = None
+    speculative: bool | Speculative | None = None
+
+
+def read_messages(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> MessagesExchange:
+    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    request = read(MessagesRequest, values, notes)
+    chat = _as_chat(loaded, request, notes)
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "speculative"):
+        setattr(chat, name, getattr(request, name))
+    chat.stop = request.stop_sequences
+    with sent_as(_SENT_AS):
+        return MessagesExchange(prepare(loaded, chat, notes), is_stream=bool(request.stream))
+
+
+def count_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """`/v1/messages/count_tokens`: the tokens of a prompt, nothing is generated."""
+    chat = _as_chat(loaded, read(CountRequest, values, notes), notes)
+    with sent_as(_SENT_AS):
+        return {"input_tokens": len(prepare(loaded, chat, notes).jobs[0].prompt_ids)}
+
+
+def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
+    """The chat request for an answer that is not written. Raises HttpError."""
+    choice, form = request.tool_choice, request.output_format
+    if request.output_config is not None:
+        form = request.output_config.format or form
+    chat = Chat(messages=_read_conversation(request), model=request.model)
+    if request.model is not None and asks_for_claude(request.model) and request.model not in loaded.names.all:
+        # Claude Code asks for a small one besides, for titles, by a name that its user does not choose.
+        answered_by(loaded.names, notes)
+        chat.model = None
+    chat.tools = _read_tools(request.tools, notes)
+    if choice is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat.tool_choice = {"any": "required", "tool": named}.get(choice.type, choice.type)  # type: ignore[assignment]
+        chat.parallel_tool_calls = not choice.disable_parallel_tool_use
+    if form is not None:
+        chat.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=form.schema))
+    chat.reasoning_effort = _effort(loaded, request.thinking, notes)
+    return chat
+
+
+def _effort(loaded: Loaded, thinking: Thinking | None, notes: list[str]) -> str | None:
+    """`thinking` as a `reasoning_effort`."""
+    if thinking is None or thinking.type in (None, "disabled"):
+        return None if thinking is None else "none"
+    if reasoning_marks(loaded.model.target.vocabulary.chat_template) is None:
+        notes.append("thinking: this model answers without reasoning")
+        return None
+    return "medium"
+
+
+def _read_conversation(request: CountRequest) -> list[dict[str, Any]]:
+    """System text and messages as OpenAI's."""
+    found: list[dict[str, Any]] = []
+    if request.system is not None:
+        found.append({"role": "system", "content": _system_text(request.system)})
+    places = ["system"] * len(found)
+    for index, message in enumerate(request.messages):
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise bad_request(f"messages.{index}.role must be user, assistant or system", "messages")
+        found += _translated(message)
+        places += [f"messages.{index}.content"] * (len(found) - len(places))
+    check_question(found, places)
+    return found
+
+
+def _system_text(content: Any) -> str:
+    """The system prompt without Claude Code's line for billing, which Anthropic's models do not see.
+
+    It differs from request to request, so that nothing of the prompt behind it could be taken from the cache. Raises
+    HttpError for what is no text.
+    """
+    if isinstance(content, str):
+        return content
+    blocks = content if isinstance(content, list) else [content]
+    texts = [block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None for block in blocks]
+    if not all(isinstance(text, str) for text in texts):
+        raise bad_request(f"system must be a text or a list of text blocks: {TEXT_ONLY}", "system")
+    return "".join(text for text in texts if text and not text.startswith("x-anthropic-billing-header:"))
+
+
+def _translated(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """One message as those that OpenAI makes of it: tool results are messages of their own there."""
+    role, content = message["role"], message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    results, calls, texts = list[dict[str, Any]](), list[dict[str, Any]](), list[Any]()
+    thoughts = list[str]()
+    blocks: list[Any] = content if isinstance(content, list) else [content] if role == "user" or content else []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+            thoughts += [block["thinking"]] if isinstance(block.get("thinking"), str) else []
+        elif kind == "tool_result" and role == "user":
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")})
+        else:
+            texts.append(block)
+    found = results
+    if texts or calls or thoughts:
+        own: dict[str, Any] = {"role": role, "content": texts}
+        own |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        found.append(own | ({"tool_calls": calls} if calls else {}))
+    return found
+
+
+def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]] | None:
+    """The tools as OpenAI nests them, without those that Anthropic's servers run themselves."""
+    if tools is None:
+        return None
+    found = []
+    for index, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None:
+            notes.append(f"tools: {kind} is left out: {_RUNS_NONE}")
+            continue
+        if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):
+            raise bad_request(f"tools.{index} must have name and input_schema", f"tools.{index}")
+        described = {"name": tool.get("name"), "description": tool.get("description") or ""}
+        found.append({"type": "function", "function": described | {"parameters": tool["input_schema"]}})
+    return found
 
 
 class MessagesExchange(Exchange):
-    """A request to `/v1/messages`, around the chat that it was translated to."""
+    """A request to `/v1/messages`."""
 
     ping = sse({"type": "ping"}, "ping")
 
-    def __init__(self, loaded: Loaded, chat: ChatExchange) -> None:
-        super().__init__(chat.jobs, is_stream=chat.is_stream)
-        self._name, self._chat = loaded.name, chat
+    def __init__(self, work: Work, *, is_stream: bool) -> None:
+        super().__init__(work, is_stream=is_stream)
         self._id = f"msg_{secrets.token_hex(12)}"
-
-    def answer(self, ticket: Ticket) -> Answer:
-        return self._chat.answer(ticket)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        thinking = [_thinking_block(answer.reasoning)] if answer.reasoning else []
-        text = [{"type": "text", "text": answer.text}] if answer.text.strip() or not answer.calls else []
-        calls = [_call_block(call) | {"input": call.input} for call in answer.calls]
-        counts = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
-        return self._message([*thinking, *text, *calls], counts) | self._end(answer) | {"seed": answer.ticket.seed}
+        message = self._message([_block(part) for part in answer.parts], _counts(answer, answer.stats.new_tokens))
+        return message | self._end(answer) | {"seed": answer.ticket.seed}
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
-        blocks, has_begun = _Blocks(), False
-        async for piece in answer.pieces():
-            if not has_begun:
-                yield self._begin(answer)
-                has_begun = True
-            for event in blocks.push(piece):
-                yield event
-        if not has_begun:
-            yield self._begin(answer)
-        for event in blocks.close():
-            yield event
-        usage = self._input_counts(answer) | {"output_tokens": answer.stats.new_tokens}
-        yield _event("message_delta", delta=self._end(answer), usage=usage, seed=answer.ticket.seed)
+        index = -1
+        async for event in events(answer):
+            if index < 0:
+                begun = {"stop_reason": None, "stop_sequence": None}
+                yield _event("message_start", message=self._message([], _counts(answer, 0)) | begun)
+            index += event.what in ("begins", "whole")
+            for written in _written(event, index):
+                yield written
+        counts = _counts(answer, answer.stats.new_tokens)
+        yield _event("message_delta", delta=self._end(answer), usage=counts, seed=answer.ticket.seed)
         yield _event("message_stop")
 
     @classmethod
     def failed_early(cls, error: HttpError) -> bytes:
         return sse(error.body(PATH), "error")
 
-    def _begin(self, answer: Answer) -> bytes:
-        counts = self._input_counts(answer) | {"output_tokens": 0}
-        message = self._message([], counts) | {"stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message=message)
-
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._name}
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self.name}
         return head | {"content": content, "usage": usage}
 
     def _end(self, answer: Answer) -> dict[str, Any]:
@@ -84,78 +262,41 @@ class MessagesExchange(Exchange):
         reason = "stop_sequence" if matched is not None else _STOP_REASONS[answer.finish_reason]
         return {"stop_reason": reason, "stop_sequence": matched}
 
-    def _input_counts(self, answer: Answer) -> dict[str, int]:
-        """Anthropic counts cached tokens apart."""
-        stats = answer.stats
-        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": stats.reused_tokens}
-        return {"input_tokens": stats.prompt_tokens - stats.reused_tokens} | cached
+
+def _counts(answer: Answer, num_new: int) -> dict[str, int]:
+    """Anthropic counts cached tokens apart."""
+    stats = answer.stats
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": stats.reused_tokens}
+    return {"input_tokens": stats.prompt_tokens - stats.reused_tokens, **cached, "output_tokens": num_new}
 
 
-class _Blocks:
-    """The content blocks of a stream, of which one is open at a time: `push` and `close` return their events."""
+def _written(event: Event, index: int) -> Iterator[bytes]:
+    """What is sent for one event of block `index`."""
 
-    def __init__(self) -> None:
-        self._index = 0
-        self._open = ""  # kind of the open block
+    def delta(**given: str) -> bytes:
+        return _event("content_block_delta", index=index, delta=given)
 
-    def push(self, piece: Piece) -> Iterator[bytes]:
-        if piece.reasoning:
-            yield from self._add("thinking", _thinking_block(""), piece.reasoning)
-        if piece.text:
-            yield from self._add("text", {"type": "text", "text": ""}, piece.text)
-        for call in piece.calls:
-            yield from self.close()
-            yield self._start(_call_block(call))
-            yield self._delta(type="input_json_delta", partial_json=call.arguments)
-            yield self._stop()
+    part, kind = event.part, "thinking" if event.part.kind == "reasoning" else "text"
+    if event.what == "whole" and part.call is not None:
+        yield _event("content_block_start", index=index, content_block=_block(part) | {"input": {}})
+        yield delta(type="input_json_delta", partial_json=part.call.arguments)
+    elif event.what == "begins":
+        yield _event("content_block_start", index=index, content_block=_block(Part(part.kind)))
+    elif event.what == "grows":
+        yield delta(type=f"{kind}_delta", **{kind: event.text})
+    elif kind == "thinking":
+        yield delta(type="signature_delta", signature="")
+    if event.what in ("whole", "ends"):
+        yield _event("content_block_stop", index=index)
 
-    def close(self) -> Iterator[bytes]:
-        """End the open block, if there is one."""
-        if self._open == "thinking":
-            yield self._delta(type="signature_delta", signature="")
-        if self._open:
-            self._open = ""
-            yield self._stop()
 
-    def _add(self, kind: str, block: dict[str, Any], text: str) -> Iterator[bytes]:
-        if self._open != kind:
-            yield from self.close()
-            self._open = kind
-            yield self._start(block)
-        yield self._delta(type=f"{kind}_delta", **{kind: text})
-
-    def _start(self, block: dict[str, Any]) -> bytes:
-        return _event("content_block_start", index=self._index, content_block=block)
-
-    def _delta(self, **delta: str) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
-
-    def _stop(self) -> bytes:
-        self._index += 1
-        return _event("content_block_stop", index=self._index - 1)
+def _block(part: Part) -> dict[str, Any]:
+    if part.call is not None:
+        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": part.call.input}
+    if part.kind == "reasoning":  # Anthropic signs it so that it comes back unchanged; there is no such check here
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
 
 
 def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
-
-
-def _thinking_block(text: str) -> dict[str, Any]:
-    """Anthropic signs reasoning so that it comes back unchanged; there is no such check here."""
-    return {"type": "thinking", "thinking": text, "signature": ""}
-
-
-def _call_block(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-
-
-def read_messages(loaded: Loaded, fields: Fields) -> MessagesExchange:
-    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    body = as_chat(loaded, fields)
-    return MessagesExchange(loaded, read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes)))
-
-
-def count_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """`/v1/messages/count_tokens`: the tokens of a prompt, nothing is generated."""
-    body = as_counted_chat(loaded, fields)
-    (job,) = read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes)).jobs
-    return {"input_tokens": len(job.prompt_ids)}

@@ -6,14 +6,49 @@ its own.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import product
+from itertools import accumulate, product
 from typing import Self
 
+from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.engines.base import EngineFacts
 from edgespec.reports import RoundRecord, Stats
-from edgespec.server.histogram import Histogram
+
+# A model of 0.5B answers a short prompt in some ten milliseconds; one of 70B reads a long prompt for minutes.
+BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Histogram:
+    """Counts values up to each of `bounds`, and their sum. One thread writes."""
+
+    def __init__(self, bounds: Sequence[float] = BOUNDS_S) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def include(self, other: Histogram) -> None:
+        """Count all that `other`, of the same bounds, has counted."""
+        self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
+        self._sum += other._sum
+
+    def lines(self, name: str, help: str) -> Iterable[str]:
+        """The text that Prometheus reads: buckets count all values up to their bound."""
+        yield f"# HELP {name} {help}."
+        yield f"# TYPE {name} histogram"
+        totals = list(accumulate(self._counts))  # read once, so that the last bucket is the count
+        for bound, total in zip((*map(repr, self._bounds), "+Inf"), totals, strict=True):
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum!r}"
+        yield f"{name}_count {totals[-1]}"
+
 
 Rows = Iterable[tuple[str, float]]
 
@@ -129,3 +164,42 @@ class Metrics:
 def _metric(name: str, kind: str, help: str, rows: Rows) -> list[str]:
     full = f"edgespec_{name}"
     return [f"# HELP {full} {help}.", f"# TYPE {full} {kind}", *(f"{full}{labels} {value!r}" for labels, value in rows)]
+
+
+def answer_line(
+    stats: Stats, drafted: Mapping[str, int], options: GenerateOptions, loaded: LoadOptions, facts: EngineFacts
+) -> str:
+    """`drafted`: tokens by drafter; `options`: of the request; `loaded`, `facts`: of the model."""
+    read = f"{stats.prompt_tokens} prompt tokens ({stats.reused_tokens} cached) in {1000 * stats.prefill_s:.0f} ms"
+    speed = f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tokens/s ({stats.finish_reason or 'failed'})"
+    return f"answer: {speed}, {read}, {_drafting(stats, drafted, options, loaded, facts)}"
+
+
+def _drafting(
+    stats: Stats, drafted: Mapping[str, int], options: GenerateOptions, loaded: LoadOptions, facts: EngineFacts
+) -> str:
+    if not stats.drafted_tokens:
+        return f"nothing drafted: {why_not(stats, options, loaded, facts)}"
+    by = ", ".join(f"{name} {count}" for name, count in sorted(drafted.items(), key=lambda pair: -pair[1]))
+    return (
+        f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted ({stats.acceptance_rate:.0%}; {by})"
+    )
+
+
+def why_not(stats: Stats, options: GenerateOptions, loaded: LoadOptions, facts: EngineFacts) -> str:
+    """Why an answer has no drafted tokens, as far as it is known."""
+    length = loaded.draft_length if options.draft_length is None else options.draft_length
+    if options.drafter == "none":
+        return "the request switched it off"
+    if (options.drafter or loaded.drafter) == "none" or length == 0:
+        return "it is switched off"
+    if not facts.can_speculate:
+        return facts.why_no_speculation
+    failed = next((note for note in stats.notes if note.startswith("drafter ")), None)
+    if failed is not None:
+        return "a drafter failed"
+    if not stats.rounds:
+        return "the answer ended with its first token" if stats.new_tokens else "it had not begun"
+    if length == "auto":
+        return "no draft was expected to save time"
+    return f"{options.drafter or loaded.drafter} proposed nothing"

@@ -1,118 +1,167 @@
-"""llama-server's own protocol: `/completion`, also `/completions` without /v1, `/slots`, and what `/infill` shares.
+"""llama-server's `/completion` and `/infill`, which editors and SillyTavern use; the answers of both in its own form.
 
-A request is translated to one of `completions`, which checks it. As in llama-server, control tokens that a prompt
-spells out are read as such, so that the text of `/apply-template` can be continued.
+As in llama-server, control tokens that a prompt spells out are read as such, so that the text of `/apply-template` can
+be continued; those in the texts around a gap are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from edgespec.server.completions import MOST_LOGPROBS, check_count, raw_ids, read_completion, require_room
-from edgespec.server.exchange import Exchange
-from edgespec.server.fields import Fields
-from edgespec.server.http_errors import HttpError
-from edgespec.server.llamacpp_fields import read_llamacpp, read_other_names
-from edgespec.server.native_answer import Form, NativeExchange, Prompt, settings
-from edgespec.server.options import MOST_TOKENS, SAMPLING, read_alike
+from msgspec import Meta
+
+from edgespec.reports import TokenEvent
+from edgespec.server.answer import Answer, Piece, logprobs_of
+from edgespec.server.completions import check_count, continued, fill_prompt, raw_ids, require_fim, require_room
+from edgespec.server.exchange import Exchange, Work, prompt_progress, sse
+from edgespec.server.options import SAMPLING, Choices, Generated, Logprobs, require_model, token_limit
+from edgespec.server.requests import Asked, Fields, one_of, read, unsupported, wrong
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
+from edgespec.vocabulary import FimTokens, Vocabulary
 
-ReadPrompts = Callable[[Loaded, Fields, int | None], Sequence[Prompt]]
-"""Reads the prompts of a request with at most so many new tokens; None: no limit. Raises HttpError."""
-_SAME = (*SAMPLING, "model", "stop", "stream", "ignore_eos", "grammar", "json_schema", "speculative", "return_progress")
-_MAY_BE_EMPTY = ("model", "grammar")
-_WITHOUT_EFFECT = ("n_cache_reuse", "n_discard", "sse_ping_interval")
-_MOST_FIELDS, _MOST_MS, _MOST_BLANKS = 64, 1 << 31, 1 << 20
-_BIASES = "must be a list of pairs of a token id or a text and a number or false, or an object of these"
+Milliseconds = Annotated[int, Meta(ge=-1, le=1 << 31)]
+# SillyTavern sends every setting under the names of all servers that it knows; llama-server reads one of them.
+_OTHER_NAMES = {
+    **dict.fromkeys(("max_new_tokens", "num_predict"), "n_predict"),
+    **dict.fromkeys(("rep_pen", "repetition_penalty"), "repeat_penalty"),
+    **dict.fromkeys(("rep_pen_range", "repetition_penalty_range"), "repeat_last_n"),
+    "typical": "typical_p",
+    "nsigma": "top_n_sigma",
+    "mirostat_mode": "mirostat",
+    "sampler_seed": "seed",
+    "stopping_strings": "stop",
+    "ban_eos_token": "ignore_eos",
+}
+_UNKNOWN_THERE = (  # settings that llama-server does not have
+    *("skew", "top_a", "tfs", "smoothing_factor", "smoothing_curve", "guidance_scale", "negative_prompt"),
+    *("min_tokens", "max_tokens_second", "rep_pen_slope", "custom_token_bans", "banned_strings"),
+    *("add_bos_token", "skip_special_tokens", "include_reasoning"),
+)
 _FORBIDDEN = -1e9
+_PREFIX_SHARE = 0.75  # of the room, for the text before a gap where both texts are too long
+_LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
 
-def read_native(loaded: Loaded, fields: Fields) -> Exchange:
-    """Check a request and encode its prompts. Blocks meanwhile. Raises HttpError and EdgespecError."""
-    return read_form(loaded, fields, _read_prompts)
+class Native(Generated):
+    """A request in llama-server's form. `n_indent`, `t_max_predict_ms`: see `_Bounded`."""
 
-
-def read_form(loaded: Loaded, fields: Fields, read_prompts: ReadPrompts, *, any_order: bool = False) -> NativeExchange:
-    """Check a request and encode its prompts. Blocks meanwhile. Raises HttpError and EdgespecError.
-
-    `any_order`: see `read_llamacpp`.
-    """
-    limit = read_alike(fields, ("n_predict", "max_tokens"), -2, MOST_TOKENS)
-    num_probs = read_alike(fields, ("n_probs", "logprobs"), 0, MOST_LOGPROBS)
-    count = read_alike(fields, ("n_cmpl", "n"), 1, loaded.limits.max_choices)
-    max_tokens = None if limit is None or limit < 0 else limit
-    form = _read_form(fields)
-    fields.refuse("lora", "this server applies no adapters; an empty list asks for none", ([],))
-    if (fields.whole("t_max_prompt_ms", -1, _MOST_MS) or 0) > 0:
-        fields.note("t_max_prompt_ms", "the whole prompt is read, as in llama-server")
-    fields.ignore(*_WITHOUT_EFFECT)
-    read_llamacpp(fields, loaded, any_order=any_order)
-    read_other_names(fields)
-    body = {name: value for name in _SAME if (value := fields.given(name)) != "" or name not in _MAY_BE_EMPTY}
-    body |= {"max_tokens": max_tokens, "logprobs": num_probs or None, "n": count}
-    body |= {"logit_bias": _read_biases(loaded, fields)}
-    prompts = read_prompts(loaded, fields, max_tokens)
-    fields.finish()
-    inner = read_completion(loaded, Fields(body | {"prompt": [each.token_ids for each in prompts]}, notes=fields.notes))
-    return NativeExchange(loaded, inner, prompts, form)
-
-
-def _read_form(fields: Fields) -> Form:
-    shown = fields.listed("response_fields", _MOST_FIELDS) or []
-    if not all(isinstance(name, str) for name in shown):
-        raise fields.wrong("response_fields", "must be a list of names", shown)
-    most_ms = fields.whole("t_max_predict_ms", -1, _MOST_MS) or 0
-    return Form(
-        with_tokens=fields.flag("return_tokens"),
-        per_token=fields.flag("timings_per_token"),
-        fields=shown,
-        n_indent=fields.whole("n_indent", 0, _MOST_BLANKS) or 0,
-        most_s=most_ms / 1000 if most_ms > 0 else None,
+    ignored: ClassVar[frozenset[str]] = Generated.ignored | {
+        *("n_cache_reuse", "n_discard", "sse_ping_interval"),
+        *("api_type", "api_server", "truncation_length", "num_ctx"),  # SillyTavern's, to itself
+    }
+    noted: ClassVar[Asked] = dict.fromkeys(
+        _UNKNOWN_THERE, ("as in llama-server there is no such setting", (0, 1, "", []))
     )
+    refused: ClassVar[Asked] = {
+        **Generated.refused,
+        "lora": ("this server applies no adapters; an empty list asks for none", ([],)),
+    }
+    logit_bias: list[Any] | dict[str, Any] | None = None
+    n_cmpl: Choices | None = None
+    n_probs: Logprobs | None = None
+    logprobs: Logprobs | None = None
+    n_indent: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    t_max_predict_ms: Milliseconds | None = None
+    t_max_prompt_ms: Milliseconds | None = None
+    return_tokens: bool | None = None
+    response_fields: Annotated[list[str], Meta(max_length=64)] | None = None
 
 
-def _read_biases(loaded: Loaded, fields: Fields) -> dict[str, Any] | None:
-    """`logit_bias` as OpenAI's object, from pairs [[token id or text, bias]] or an object of these.
+class NativeCompletion(Native, kw_only=True):
+    """A request to `/completion`: one prompt, a text or a list of token ids and texts, or a list of several."""
 
-    false forbids a token; the bias of a text is that of each of its tokens; those of one token add up.
-    """
-    given, ids = fields.given("logit_bias"), list[Any]()
-    is_object = isinstance(given, dict)
-    pairs = list(given.items()) if is_object else fields.listed("logit_bias", loaded.limits.max_biases)
-    found: dict[str, Any] = {}
-    for pair in pairs or ():
-        key, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        bias = _FORBIDDEN if bias is False else bias
-        if any(isinstance(each, bool) for each in (key, bias)) or not isinstance(bias, int | float):
-            key = None
-        if isinstance(key, str) and not (is_object and key.isascii() and key.isdigit()):
-            ids = loaded.model.target.vocabulary.encode(key)
-        elif isinstance(key, int | str):
-            ids = [key]
-        else:
-            raise fields.wrong("logit_bias", _BIASES, pair)
-        for token_id in ids:
-            found[str(token_id)] = found.get(str(token_id), 0) + bias
-    return found or None
+    prompt: str | list[Any]
 
 
-def _read_prompts(loaded: Loaded, fields: Fields, _max_tokens: int | None) -> list[Prompt]:
-    """One prompt, a text or a list of token ids and texts; or a list of several: texts alone, or some lists."""
-    given = fields.given("prompt")
+class File(Fields, kw_only=True):
+    """Another file, or a part of one, that is shown before a gap."""
+
+    text: str
+    filename: str | None = None
+    time: Any = None  # llama.vim's note of when it took the text
+
+
+class Infill(Native, kw_only=True):
+    """A request to `/infill`. `prompt`: the begin of what fills the gap."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[File], Meta(max_length=1024)] | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as `token_ids` and as the `text` that the answer repeats. `is_cut`: not all of it fits the context."""
+
+    token_ids: list[int]
+    text: str
+    is_cut: bool = False
+
+
+def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+    """`/completion`. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    request = read(NativeCompletion, _own_names(values), notes)
+    given = request.prompt
     require_room(loaded, given)
     has_several = isinstance(given, list) and given and not any(isinstance(part, int) for part in given)
-    prompts: list[Any] = given if has_several else [given]
-    check_count(prompts, loaded.limits)
-    return [_read_prompt(loaded, fields, prompt) for prompt in prompts]
+    prompts: Sequence[Any] = given if has_several else [given]
+    check_count(prompts)
+    return _exchange(loaded, request, notes, [_read_prompt(loaded, prompt) for prompt in prompts])
 
 
-def _read_prompt(loaded: Loaded, fields: Fields, given: Any) -> Prompt:
+def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+    """`/infill`. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    tokens, vocabulary = require_fim(loaded, "/infill"), loaded.model.target.vocabulary
+    request = read(Infill, _own_names(values), notes)
+    request.samplers = None  # editors send "infill", which is not built in
+    limit = token_limit(n_predict=request.n_predict, max_tokens=request.max_tokens)
+    length = loaded.model.context_length
+    room = length - min(limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
+    before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
+    ids, is_cut = fitted(vocabulary, tokens, before, vocabulary.encode(after), request.input_extra or (), room)
+    shown = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
+    return _exchange(loaded, request, notes, [Prompt(ids, shown.decode("utf-8", "replace"), is_cut)])
+
+
+def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A request without other servers' names of its settings. Raises HttpError where one comes only under those."""
+    found = {name: value for name, value in values.items() if value != "" or name not in ("model", "grammar")}
+    for name, own in _OTHER_NAMES.items():
+        value = found.pop(name, None)
+        if value is not None and value != values.get(own):
+            raise unsupported(name, f"use {own}")
+    return found
+
+
+def _exchange(loaded: Loaded, request: Native, notes: list[str], prompts: Sequence[Prompt]) -> Exchange:
+    require_model(loaded.names, request.model, notes)
+    if (request.t_max_prompt_ms or 0) > 0:
+        notes.append("t_max_prompt_ms: the whole prompt is read, as in llama-server")
+    request.n = one_of({"n_cmpl": request.n_cmpl, "n": request.n})
+    limit = token_limit(n_predict=request.n_predict, max_tokens=request.max_tokens)
+    num_probs = one_of({"n_probs": request.n_probs, "logprobs": request.logprobs})
+    work = continued(
+        loaded,
+        request,
+        notes,
+        [prompt.token_ids for prompt in prompts],
+        limit=limit,
+        logprobs=num_probs or None,
+        biases=_biases(loaded, request.logit_bias),
+    )
+    return NativeExchange(work, prompts, request)
+
+
+def _read_prompt(loaded: Loaded, given: Any) -> Prompt:
     parts: list[Any] = given if isinstance(given, list) else [given]
     if not parts or any(isinstance(part, bool) or not isinstance(part, str | int) for part in parts):
         rule = "must be one prompt or a list of them; each is a text, or a list of token ids and texts"
-        raise fields.wrong("prompt", rule, given)
+        raise wrong("prompt", rule, given)
     vocabulary = loaded.model.target.vocabulary
     found: list[int] = []
     for index, part in enumerate(parts):
@@ -125,41 +174,208 @@ def _read_prompt(loaded: Loaded, fields: Fields, given: Any) -> Prompt:
             ids = loaded.model.encode(part, parse_special=True)
             found += ids[1:] if vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id] else ids
     if not found:
-        raise fields.wrong("prompt", "must not be empty", given)
+        raise wrong("prompt", "must not be empty", given)
     return Prompt(found, given if isinstance(given, str) else loaded.model.decode(found))
 
 
-def slots(loaded: Loaded, *, must_have_room: bool) -> list[dict[str, Any]]:
-    """`/slots`: what runs, without its text. A slot is a place for one answer; which context it gets may change.
+def _biases(loaded: Loaded, given: list[Any] | dict[str, Any] | None) -> dict[str, Any] | None:
+    """`logit_bias` as OpenAI's object, from pairs [[token id or text, bias]] or an object of these.
 
-    Raises HttpError 503 if `must_have_room` and all are in use.
+    false forbids a token; the bias of a text is that of each of its tokens; those of one token add up.
     """
-    running, num_slots = loaded.scheduler.running, loaded.model.options.parallel
-    if must_have_room and len(running) >= num_slots:
-        raise HttpError(503, "no slot available", code="unavailable")
-    drafts = loaded.model.drafter_name != "none" and loaded.model.target.facts.can_speculate
-    found: list[dict[str, Any]] = []
-    for index in range(num_slots):
-        slot = {"id": index, "n_ctx": loaded.model.context_length, "speculative": drafts}
-        found.append(slot | (_running_slot(loaded, running[index]) if index < len(running) else _IDLE))
-    return found
+    is_object = isinstance(given, dict)
+    pairs: Sequence[Any] = list(given.items()) if isinstance(given, dict) else given or ()
+    if len(pairs) > 1024:
+        raise wrong("logit_bias", f"has {len(pairs)} entries; at most 1024 are allowed", given)
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+        bias = _FORBIDDEN if bias is False else bias
+        is_pair = isinstance(key, int | str) and isinstance(bias, int | float)
+        if not is_pair or isinstance(key, bool) or isinstance(bias, bool):
+            rule = "must be a list of pairs of a token id or a text and a number or false, or an object of these"
+            raise wrong("logit_bias", rule, pair)
+        ids: Sequence[Any] = [key]
+        if isinstance(key, str) and not (is_object and key.isascii() and key.isdigit()):
+            ids = loaded.model.target.vocabulary.encode(key)
+        for token_id in ids:
+            found[str(token_id)] = found.get(str(token_id), 0) + bias
+    return found or None
 
 
-_IDLE: dict[str, Any] = {"id_task": -1, "is_processing": False}
+def fitted(
+    vocabulary: Vocabulary,
+    tokens: FimTokens,
+    prefix_ids: Sequence[int],
+    suffix_ids: Sequence[int],
+    files: Sequence[File],
+    room: int,
+) -> tuple[list[int], bool]:
+    """(`fill_prompt` in at most `room` tokens, whether anything had to be left out for that).
+
+    What is nearest to the gap is kept: first the texts around it, then whole files, the last ones before the others.
+    """
+    around = room - len(fill_prompt(vocabulary, tokens, [], []))
+    is_cut = len(prefix_ids) + len(suffix_ids) > around
+    if is_cut:
+        num_before = min(len(prefix_ids), max(int(_PREFIX_SHARE * around), around - len(suffix_ids)))
+        prefix_ids = prefix_ids[len(prefix_ids) - num_before :]
+        suffix_ids = suffix_ids[: around - num_before]
+    rest = room - len(fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids, [[]]))
+    encoded = [_encoded_file(vocabulary, tokens, file) for file in files]
+    kept: list[list[int]] = []
+    while encoded and len(encoded[-1]) <= rest:
+        kept.insert(0, encoded.pop())
+        rest -= len(kept[0])
+    return fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids, kept), is_cut or bool(encoded)
 
 
-def _running_slot(loaded: Loaded, ticket: Ticket) -> dict[str, Any]:
-    request, stats = ticket.generation.request, ticket.stats
-    limit, decoded = request.options.max_tokens, stats.new_tokens
-    remaining = -1 if limit is None else max(limit - decoded, 0)
-    used = settings(loaded, request.sampler.sampling, request.options, ticket.seed)
-    shown = {name: value for name, value in used.items() if name not in ("stop", "grammar")}  # a client's texts
-    return {
-        "id_task": ticket.number,
-        "is_processing": True,
-        "speculative": request.drafter != "none" and loaded.model.target.facts.can_speculate,
-        "params": shown,
-        "n_prompt_tokens": stats.prompt_tokens,
-        "n_prompt_tokens_cache": stats.reused_tokens,
-        "next_token": [{"has_next_token": True, "n_remain": remaining, "n_decoded": decoded}],
-    }
+def _encoded_file(vocabulary: Vocabulary, tokens: FimTokens, file: File) -> list[int]:
+    """A file as models read those of a repository, behind its name; without a token for that, behind a line."""
+    if tokens.file is None:
+        return vocabulary.encode("\n\n--- snippet ---\n\n" + file.text)
+    text = file.text if file.text.endswith("\n") else file.text + "\n"
+    return [tokens.file, *vocabulary.encode(f"{file.filename or 'file'}\n{text}")]
+
+
+# -- answers
+
+
+class NativeExchange(Exchange):
+    """A request in llama-server's form. `prompts`: of its jobs."""
+
+    def __init__(self, work: Work, prompts: Sequence[Prompt], request: Native) -> None:
+        super().__init__(work, is_stream=bool(request.stream))
+        self._request = request
+        self._prompts = [prompt for prompt in prompts for _ in range(len(work.jobs) // len(prompts))]
+
+    def answer(self, ticket: Ticket) -> Answer:
+        most_ms, n_indent = self._request.t_max_predict_ms or 0, self._request.n_indent or 0
+        if n_indent or most_ms > 0:
+            return _Bounded(ticket, self.vocabulary, n_indent, most_ms / 1000 if most_ms > 0 else None)
+        return super().answer(ticket)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any] | list[dict[str, Any]]:
+        found = []
+        for index, answer in enumerate(answers):
+            tokens = list(answer.token_ids) if self._request.return_tokens else []
+            found.append(self._picked(self._end(index, answer, answer.text, tokens) | self._probs(answer.tokens)))
+        return found[0] if len(found) == 1 else found
+
+    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        for index, answer in enumerate(answers):
+            num_sent = 0
+            async for piece in answer.pieces():
+                tokens, num_sent = list(answer.token_ids[num_sent:]), len(answer.token_ids)
+                counts = {"tokens_predicted": num_sent, "tokens_evaluated": answer.stats.prompt_tokens}
+                told = {"timings": answer.timings} if self._request.timings_per_token else {}
+                if piece.progress is not None:
+                    told = {"prompt_progress": prompt_progress(piece.progress)}
+                head = {"index": index, "content": piece.text, "tokens": tokens, "stop": False}
+                yield sse(head | counts | told | self._probs(piece.tokens))
+            yield sse(self._picked(self._end(index, answer, "", [])))
+
+    def _end(self, index: int, answer: Answer, content: str, tokens: list[int]) -> dict[str, Any]:
+        job, prompt, stats = self.jobs[index], self._prompts[index], answer.stats
+        word = answer.matched_stop(job.options.stop)
+        is_full = answer.ticket.finish_reason == "length" and answer.ticket.stats.new_tokens != job.options.max_tokens
+        return {
+            "index": index,
+            "content": content,
+            "tokens": tokens,
+            "stop": True,
+            "model": self.name,
+            "tokens_predicted": stats.new_tokens,
+            "tokens_evaluated": stats.prompt_tokens,
+            "generation_settings": self._settings(index, answer.ticket.seed),
+            "prompt": prompt.text,
+            "has_new_line": "\n" in answer.text,
+            "truncated": prompt.is_cut or is_full,
+            "stop_type": "limit" if answer.finish_reason == "length" else "eos" if word is None else "word",
+            "stopping_word": word or "",
+            "tokens_cached": stats.reused_tokens,
+            "timings": answer.timings,
+        }
+
+    def _settings(self, index: int, seed: int) -> dict[str, Any]:
+        job = self.jobs[index]
+        limit = 0 if job.reads_only else -1 if job.options.max_tokens is None else job.options.max_tokens
+        return {
+            "n_ctx": self.work.loaded.model.context_length,
+            "n_predict": limit,
+            "max_tokens": limit,
+            **{name: getattr(job.sampling, setting) for name, setting in SAMPLING.items()},
+            "stop": list(job.options.stop),
+            "ignore_eos": job.options.ignore_eos,
+            "n_probs": job.options.top_logprobs,
+            "grammar": job.options.grammar or "",
+            "seed": seed,
+        }
+
+    def _probs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
+        if not self.jobs[0].options.logprobs:
+            return {}
+        return {"completion_probabilities": logprobs_of(self.vocabulary, tokens, with_ids=True)}
+
+    def _picked(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The fields that `response_fields` names, "timings/prompt_n" for one of an object; all if it names none."""
+        if not self._request.response_fields:
+            return found
+        picked: dict[str, Any] = {}
+        for path in self._request.response_fields:
+            value: Any = found
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, Mapping) else None
+            picked |= {} if value is None else {path: value}
+        return picked
+
+
+class _Bounded(Answer):
+    """An answer that also ends before a line with less than `n_indent` blanks, or `most_s` after its first token."""
+
+    def __init__(self, ticket: Ticket, vocabulary: Vocabulary, n_indent: int, most_s: float | None) -> None:
+        super().__init__(ticket, vocabulary)
+        self._n_indent, self._most_s, self._first_s = n_indent, most_s, 0.0
+        self._is_cut_short = False
+        self._last_line = 0  # where it begins; those before it have been looked at
+
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self._is_cut_short else super().finish_reason
+
+    async def read(self) -> None:
+        async for _ in self.pieces():  # one by one: each may be the last
+            pass
+
+    def _joined(self, events: Sequence[TokenEvent]) -> Piece:
+        self._first_s = self._first_s or time.monotonic()
+        return super()._joined(events)
+
+    def _kept(self, piece: Piece) -> Piece:
+        text = self.text + piece.text
+        end = end_of_block(text, self._n_indent, self._last_line)
+        self._last_line = text.rfind("\n") + 1
+        if end is not None:
+            piece.text, self._is_cut_short = piece.text[: max(0, end - len(self.text))], True
+        return super()._kept(piece)
+
+    def _is_complete(self) -> bool:
+        if self._most_s is not None and "\n" in self.text and time.monotonic() - self._first_s > self._most_s:
+            self._is_cut_short = True
+        return self._is_cut_short
+
+
+def end_of_block(text: str, n_indent: int, begin: int = 0) -> int | None:
+    """Where the first line begins its text that is indented by less than `n_indent` blanks; None without one.
+
+    The very first line may be indented as it likes; of the others those that begin at `begin` or later are looked at.
+    """
+    start = (begin or text.find("\n") + 1) if n_indent else 0
+    while start:
+        end = text.find("\n", start)
+        line = text[start:] if end < 0 else text[start:end]
+        blanks = len(line) - len(line.lstrip(" \t"))
+        if blanks < len(line) and blanks < n_indent:
+            return start + blanks
+        start = text.find("\n", start) + 1
+    return None

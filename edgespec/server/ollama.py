@@ -1,37 +1,237 @@
-"""A part of Ollama's API: `/api/chat` and `/api/generate`. Requests are translated to those of `chat_request` and
-`completions`, which check them; answers are lines of JSON.
+"""A part of Ollama's API: `/api/chat` and `/api/generate`. Requests become those of `chat` and `completions`, which
+check them; answers are lines of JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import math
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
 
 from edgespec.chat.marks import reasoning_marks
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer
-from edgespec.server.call_grammar import ANY_OBJECT
-from edgespec.server.chat_request import MOST_TOP_LOGPROBS, read_chat
-from edgespec.server.completions import read_completion
-from edgespec.server.exchange import Exchange, compact
-from edgespec.server.fields import Fields
-from edgespec.server.figures import logprobs_of
+from edgespec.server import chat, completions
+from edgespec.server.answer import Answer, logprobs_of
+from edgespec.server.exchange import Exchange, Work, compact
+from edgespec.server.facts import served_name
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.keep_alive import read_keep_alive
-from edgespec.server.llamacpp_fields import OLLAMA, read_unbuilt
-from edgespec.server.ollama_facts import require_served
-from edgespec.server.options import MOST_TOKENS, SAMPLING
+from edgespec.server.options import Logprobs, Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
+from edgespec.server.requests import Asked, Fields, read, sent_as, unsupported, wrong
 from edgespec.server.service import Loaded, Names
-from edgespec.server.ticket import Ticket
+from edgespec.server.structure import ANY_OBJECT
 
-_EFFORTS = ("low", "medium", "high")
-_OPTIONS = (*SAMPLING, "stop")
-_SENT_AS = {name: f"options.{name}" for name in _OPTIONS} | {
+_OPTIONS = (*Sampled.__struct_fields__, "stop")
+_SENT_AS = {
+    **{name: f"options.{name}" for name in _OPTIONS},
     "max_tokens": "options.num_predict",
     "json_schema": "format",
     "reasoning_effort": "think",
 }
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = rf"(\d+\.?\d*|\.\d+)({'|'.join(_SECONDS)})"  # "ms" before "m"
+_DURATION = re.compile(rf"([+-]?)((?:{_PART})+)", re.ASCII)
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?", re.ASCII)
+_NO_FEATURE: tuple[str, tuple[Any, ...]] = ("this server has no such feature", ("", []))
+
+
+class OllamaOptions(Sampled):
+    ignored: ClassVar[frozenset[str]] = frozenset(  # how a model is loaded, and what belongs to samplers
+        [
+            "mirostat_tau",
+            "mirostat_eta",
+            "num_batch",
+            "num_gpu",
+            "num_thread",
+            "num_keep",
+            "main_gpu",
+            "use_mmap",
+            "numa",
+            "use_mlock",
+            "low_vram",
+            "f16_kv",
+            "vocab_only",
+            "logits_all",
+            "embedding_only",
+        ]
+    )
+    refused: ClassVar[Asked] = turned_off(typical_p=(1,), tfs_z=(1,), mirostat=(0,), penalize_newline=(True,))
+    stop: Stops | None = None
+    num_predict: Tokens | None = None
+    num_ctx: Positive | None = None
+
+
+class OllamaRequest(Fields):
+    """What both paths have. `truncate`, `shift`: a conversation that is too long is refused, a full context ends it."""
+
+    model: str | None = None
+    stream: bool | None = None
+    keep_alive: Any = None
+    options: dict[str, Any] | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    speculative: bool | Speculative | None = None
+
+
+class OllamaChat(OllamaRequest, kw_only=True):
+    """A request to `/api/chat`. Without a message it only loads the model."""
+
+    messages: Annotated[list[Any], Meta(max_length=4096)]
+    tools: list[Any] | None = None
+
+
+class OllamaGenerate(OllamaRequest):
+    """A request to `/api/generate`. `suffix`: what follows the gap that is to be filled."""
+
+    refused: ClassVar[Asked] = dict.fromkeys(("images", "context", "template"), _NO_FEATURE)
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+
+
+def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+    """`/api/chat`. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    request = read(OllamaChat, values, notes)
+    keep_s, options = _read_common(loaded, request, notes)
+    if not request.messages:
+        return Preload(loaded, keep_s, is_chat=True)
+    asked = chat.Chat(
+        **_asked(loaded, request, options, switches_reasoning=True),
+        messages=[_as_openais(message) for message in request.messages],
+        tools=request.tools,
+        logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
+    )
+    with sent_as(_SENT_AS):
+        work = chat.prepare(loaded, asked, notes)
+    return _exchange(work, request, options, keep_s, is_chat=True)
+
+
+def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
+    """`/api/generate`: the prompt as a chat of one message, with `raw` as it is, with `suffix` as a gap's beginning."""
+    request = read(OllamaGenerate, values, notes)
+    keep_s, options = _read_common(loaded, request, notes)
+    prompt, is_text = request.prompt or "", bool(request.raw or request.suffix)
+    if request.suffix and request.system:
+        raise unsupported("system", "a gap between two texts is filled without one")
+    if not prompt and not request.suffix:
+        return Preload(loaded, keep_s, is_chat=False)
+    asked = _asked(loaded, request, options, switches_reasoning=not is_text)
+    with sent_as(_SENT_AS):
+        if is_text:
+            num_top = (request.top_logprobs or 0) if request.logprobs else None
+            text = completions.Completion(**asked, prompt=prompt, suffix=request.suffix, logprobs=num_top)
+            work = completions.prepare(loaded, text, notes)
+        else:
+            first = [{"role": "system", "content": request.system}] if request.system else []
+            asked |= {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs}
+            talk = chat.Chat(**asked, messages=[*first, {"role": "user", "content": prompt}])
+            work = chat.prepare(loaded, talk, notes)
+    return _exchange(work, request, options, keep_s, is_chat=False)
+
+
+def _read_common(loaded: Loaded, request: OllamaRequest, notes: list[str]) -> tuple[float | None, OllamaOptions]:
+    """For how long to stay loaded; the options. Raises HttpError."""
+    require_model(loaded.names, served_name(loaded.names, request.model), notes)
+    options = read(OllamaOptions, request.options or {}, notes, "options")
+    if options.num_predict == 0:
+        raise wrong("options.num_predict", "must be at least 1, or -1 for no limit", 0)
+    length = loaded.model.context_length
+    if options.num_ctx is not None and options.num_ctx > length:  # many clients send 8192 with every request
+        notes.append(f"options.num_ctx: the context has {length} tokens, the server's --ctx-size")
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    return read_keep_alive(request.keep_alive), options
+
+
+def _asked(
+    loaded: Loaded, request: OllamaRequest, options: OllamaOptions, *, switches_reasoning: bool
+) -> dict[str, Any]:
+    """The options under OpenAI's names. Raises HttpError."""
+    form, think = request.format or None, request.think
+    if isinstance(form, str) and form != "json":
+        raise wrong("format", "must be json or a JSON schema", form)
+    found = {name: getattr(options, name) for name in _OPTIONS} | {"max_tokens": options.num_predict}
+    found |= {"speculative": request.speculative, "json_schema": ANY_OBJECT if form == "json" else form}
+    template = loaded.model.target.vocabulary.chat_template or ""
+    if reasoning_marks(template) is None and "enable_thinking" not in template and "reasoning_effort" not in template:
+        if think:
+            raise unsupported("think", "this model does not reason before it answers")
+    elif think is not None and switches_reasoning:
+        found["reasoning_effort"] = think if isinstance(think, str) else "medium" if think else "none"
+    return found
+
+
+def _as_openais(message: Any) -> Any:
+    """A message whose `thinking` has the name that chat templates know, and whose `images` are parts of its content."""
+    if not isinstance(message, dict):
+        return message
+    thinking, images = message.get("thinking"), message.get("images")
+    found = {**message, "reasoning_content": thinking} if isinstance(thinking, str) and thinking else message
+    parts = [{"type": "text", "text": message.get("content") or ""}, {"type": "image"}]
+    return {**found, "content": parts} if images else found
+
+
+def _exchange(
+    work: Work, request: OllamaRequest, options: OllamaOptions, keep_s: float | None, *, is_chat: bool
+) -> Exchange:
+    """Refuses an answer that fits into the context that was asked for but not into the server's."""
+    most, limit, num_prompt = work.loaded.model.context_length, options.num_predict or 0, len(work.jobs[0].prompt_ids)
+    if (options.num_ctx or 0) > most and limit > 0 and num_prompt < most < num_prompt + limit:
+        raise bad_request(
+            f"the prompt has {num_prompt} tokens and num_predict is {limit}, but the context holds only {most}: "
+            "ask for fewer or give the server a larger --ctx-size",
+            "options.num_predict",
+            "context_length_exceeded",
+        )
+    return OllamaExchange(work, keep_s, is_chat=is_chat, is_stream=request.stream is not False)
+
+
+def unload_at_rest(names: Names, values: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
+    """The answer to a request to unload the model while it is not loaded; None for one that needs it.
+
+    Raises HttpError.
+    """
+    is_empty = values.get("messages") == [] if is_chat else not (values.get("prompt") or values.get("suffix"))
+    if not is_empty or read_keep_alive(values.get("keep_alive")) != 0:
+        return None
+    require_model(names, served_name(names, values.get("model")), [])
+    return preloaded(names.own, 0, is_chat=is_chat)
+
+
+def read_keep_alive(given: Any) -> float | None:
+    """For how many seconds the model is to stay loaded without a request; infinite where negative, None where absent.
+
+    A number has no unit or, as in Go, each of its parts one: 300, "5m", "1h30m". Raises HttpError.
+    """
+    if given is None:
+        return None
+    seconds = _seconds(given)
+    if seconds is None:
+        raise wrong("keep_alive", 'must be seconds or a duration such as "5m"; -1 is for ever', given)
+    return math.inf if seconds < 0 else seconds
+
+
+def _seconds(given: object) -> float | None:
+    """What it says; None where that is nothing."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(max(-1, min(given, 1e12)))  # an integer may be beyond any float
+    if not isinstance(given, str) or len(given) > 64:
+        return None
+    if _NUMBER.fullmatch(given):
+        return float(given)
+    if (found := _DURATION.fullmatch(given)) is None:
+        return None
+    total = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_PART, found[2]))
+    return -total if found[1] == "-" else total
 
 
 class OllamaExchange(Exchange):
@@ -41,21 +241,14 @@ class OllamaExchange(Exchange):
     ping = b""  # its clients parse every line
     streams_by_default = True
 
-    def __init__(
-        self, loaded: Loaded, inner: Exchange, keep_loaded_s: float | None, *, is_chat: bool, is_stream: bool
-    ) -> None:
-        super().__init__(inner.jobs, is_stream=is_stream)
-        self.keep_loaded_s = keep_loaded_s
-        self._name, self._inner, self._is_chat = loaded.name, inner, is_chat
-        self._vocabulary = loaded.model.target.vocabulary
-
-    def answer(self, ticket: Ticket) -> Answer:
-        return self._inner.answer(ticket)
+    def __init__(self, work: Work, keep_loaded_s: float | None, *, is_chat: bool, is_stream: bool) -> None:
+        super().__init__(work, is_stream=is_stream)
+        self.keep_loaded_s, self._is_chat = keep_loaded_s, is_chat
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         tokens = [*answer.reasoning_tokens, *answer.tokens]
-        return self._part(answer.text, _calls(answer.calls), answer.reasoning, tokens) | _end(answer)
+        return self._part(answer.text, answer.calls, answer.reasoning, tokens) | _end(answer)
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
@@ -63,7 +256,7 @@ class OllamaExchange(Exchange):
             if piece.reasoning or piece.reasoning_tokens:
                 yield _line(self._part("", [], piece.reasoning, piece.reasoning_tokens) | {"done": False})
             if piece.text or piece.calls or piece.tokens:
-                yield _line(self._part(piece.text, _calls(piece.calls), "", piece.tokens) | {"done": False})
+                yield _line(self._part(piece.text, piece.calls, "", piece.tokens) | {"done": False})
         yield _line(self._part("", []) | _end(answer))
 
     @classmethod
@@ -71,17 +264,18 @@ class OllamaExchange(Exchange):
         return _line(error.body("/api/"))
 
     def _part(
-        self, text: str, calls: list[dict[str, Any]], reasoning: str = "", tokens: Sequence[TokenEvent] = ()
+        self, text: str, calls: Sequence[Any], reasoning: str = "", tokens: Sequence[TokenEvent] = ()
     ) -> dict[str, Any]:
-        head: dict[str, Any] = {"model": self._name, "created_at": _now()}
-        found = logprobs_of(self._vocabulary, tokens)
+        head: dict[str, Any] = {"model": self.name, "created_at": _now()}
+        found = logprobs_of(self.vocabulary, tokens)
         for each in found if not self.jobs[0].options.top_logprobs else ():
             del each["top_logprobs"]  # Ollama leaves an empty list out
         head |= {"logprobs": found} if found else {}
         thinking = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
             return head | {"response": text} | thinking
-        message = {"role": "assistant", "content": text} | thinking | ({"tool_calls": calls} if calls else {})
+        shown = [{"function": {"name": call.name, "arguments": call.input}} for call in calls]
+        message = {"role": "assistant", "content": text} | thinking | ({"tool_calls": shown} if shown else {})
         return head | {"message": message}
 
 
@@ -90,15 +284,10 @@ class Preload(Exchange):
     `keep_alive` 0 unload it, as `ollama stop` does.
     """
 
-    def __init__(self, name: str, keep_loaded_s: float | None, *, is_chat: bool) -> None:
-        super().__init__((), is_stream=False)
+    def __init__(self, loaded: Loaded, keep_loaded_s: float | None, *, is_chat: bool) -> None:
+        super().__init__(Work(loaded, ()), is_stream=False)
         self.keep_loaded_s = keep_loaded_s
-        text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        reason = "unload" if keep_loaded_s == 0 else "load"
-        self._body = {"model": name, "created_at": _now()} | text | {"done": True, "done_reason": reason}
-
-    def answer(self, ticket: Ticket) -> Answer:
-        raise AssertionError("a request without jobs has no answers")
+        self._body = preloaded(loaded.name, keep_loaded_s, is_chat=is_chat)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         return self._body
@@ -107,8 +296,11 @@ class Preload(Exchange):
         raise AssertionError("it is one line")
 
 
-def _calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
-    return [{"function": {"name": call.name, "arguments": call.input}} for call in calls]
+def preloaded(name: str, keep_loaded_s: float | None, *, is_chat: bool) -> dict[str, Any]:
+    """The answer to a request without a text."""
+    text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    reason = "unload" if keep_loaded_s == 0 else "load"
+    return {"model": name, "created_at": _now()} | text | {"done": True, "done_reason": reason}
 
 
 def _end(answer: Answer) -> dict[str, Any]:
@@ -133,135 +325,3 @@ def _line(value: Any) -> bytes:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
-def read_chat_request(loaded: Loaded, fields: Fields) -> Exchange:
-    """`/api/chat`. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    keep_s, is_stream, body = _read_common(loaded, fields)
-    messages = fields.listed("messages", 4096)
-    body |= {"messages": messages, "tools": fields.given("tools")}
-    fields.finish()
-    if messages == []:
-        return Preload(loaded.name, keep_s, is_chat=True)
-    body["messages"] = None if messages is None else [_as_openais(message) for message in messages]
-    inner = read_chat(loaded, Fields(body, names=_SENT_AS, notes=fields.notes))
-    _check_room(loaded, fields, inner)
-    return OllamaExchange(loaded, inner, keep_s, is_chat=True, is_stream=is_stream)
-
-
-def _as_openais(message: Any) -> Any:
-    """A message whose `thinking` has the name that chat templates know, and whose `images` are parts of its content."""
-    if not isinstance(message, dict):
-        return message
-    thinking, images = message.get("thinking"), message.get("images")
-    found = {**message, "reasoning_content": thinking} if isinstance(thinking, str) and thinking else message
-    parts = [{"type": "text", "text": message.get("content") or ""}, {"type": "image"}]
-    return {**found, "content": parts} if images else found
-
-
-def read_generate_request(loaded: Loaded, fields: Fields) -> Exchange:
-    """`/api/generate`: the prompt as a chat of one message, with `raw` as it is, with `suffix` as a gap's beginning."""
-    keep_s, is_stream, body = _read_common(loaded, fields)
-    prompt, system = fields.text("prompt"), fields.text("system")
-    is_raw = fields.flag("raw")
-    suffix = fields.text("suffix")
-    for name in ("images", "context", "template"):
-        fields.refuse(name, "this server has no such feature", ("", []))
-    if suffix:
-        fields.refuse("system", "a gap between two texts is filled without one", ("",))
-    fields.finish()
-    if not prompt and not suffix:
-        return Preload(loaded.name, keep_s, is_chat=False)
-    if is_raw or suffix:
-        num_top = body.pop("top_logprobs") or 0
-        body |= {"prompt": prompt or "", "suffix": suffix, "logprobs": num_top if body["logprobs"] else None}
-        names = _SENT_AS | {"logprobs": "top_logprobs"}
-        inner: Exchange = read_completion(loaded, Fields(body, names=names, notes=fields.notes))
-    else:
-        first = [{"role": "system", "content": system}] if system else []
-        messages = [*first, {"role": "user", "content": prompt}]
-        inner = read_chat(loaded, Fields(body | {"messages": messages}, names=_SENT_AS, notes=fields.notes))
-    _check_room(loaded, fields, inner)
-    return OllamaExchange(loaded, inner, keep_s, is_chat=False, is_stream=is_stream)
-
-
-def unload_at_rest(names: Names, fields: Fields, *, is_chat: bool) -> dict[str, Any] | None:
-    """The answer to a request to unload the model while it is not loaded; None for one that needs it.
-
-    Raises HttpError.
-    """
-    is_empty = fields.given("messages") == [] if is_chat else not (fields.given("prompt") or fields.given("suffix"))
-    if not is_empty or read_keep_alive(fields) != 0:
-        return None
-    require_served(names, fields)
-    return Preload(names.own, 0, is_chat=is_chat).whole(())
-
-
-def _read_common(loaded: Loaded, fields: Fields) -> tuple[float | None, bool, dict[str, Any]]:
-    """For how long to stay loaded; whether to stream, which is Ollama's default; the options under OpenAI's names."""
-    require_served(loaded.names, fields)
-    keep_s = read_keep_alive(fields)
-    for name in ("truncate", "shift"):  # of what is too long: such a conversation is refused, a full context ends it
-        fields.flag(name, True)
-    body = _effort(loaded, fields)
-    body |= _logprobs(fields)
-    body |= {"speculative": fields.given("speculative"), "json_schema": _format(fields)}
-    options = fields.fields("options")
-    if options is not None:
-        body |= {name: options.given(name) for name in _OPTIONS} | {"max_tokens": options.given("num_predict")}
-        if body["max_tokens"] == 0:
-            raise options.wrong("num_predict", "must be at least 1, or -1 for no limit", 0)
-        context = options.whole("num_ctx", 1, MOST_TOKENS)
-        if context is not None and context > loaded.model.context_length:  # many clients send 8192 with every request
-            options.note("num_ctx", f"the context has {loaded.model.context_length} tokens, the server's --ctx-size")
-        read_unbuilt(options, OLLAMA)
-        options.finish()
-    return keep_s, fields.flag("stream", True), body
-
-
-def _check_room(loaded: Loaded, fields: Fields, inner: Exchange) -> None:
-    """Refuse an answer that fits into the context that was asked for but not into the server's."""
-    options, most = fields.given("options") or {}, loaded.model.context_length
-    context, limit = options.get("num_ctx") or 0, options.get("num_predict") or 0
-    num_prompt = len(inner.jobs[0].prompt_ids)
-    if context > most and limit > 0 and num_prompt < most < num_prompt + limit:
-        raise bad_request(
-            f"the prompt has {num_prompt} tokens and num_predict is {limit}, but the context holds only {most}: "
-            "ask for fewer or give the server a larger --ctx-size",
-            "options.num_predict",
-            "context_length_exceeded",
-        )
-
-
-def _logprobs(fields: Fields) -> dict[str, Any]:
-    """`logprobs` and `top_logprobs`, which Ollama took from OpenAI's chat protocol."""
-    is_wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_TOP_LOGPROBS)
-    if top and not is_wanted:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    return {"logprobs": is_wanted, "top_logprobs": top}
-
-
-def _effort(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """`think`, a switch or an effort, as `reasoning_effort`."""
-    template = loaded.model.target.vocabulary.chat_template or ""
-    if reasoning_marks(template) is None and "enable_thinking" not in template and "reasoning_effort" not in template:
-        fields.refuse("think", "this model does not reason before it answers", (False,))
-        return {}
-    think = fields.given("think")
-    if think not in (None, True, False, *_EFFORTS):
-        raise fields.wrong("think", f"must be true, false or one of {', '.join(_EFFORTS)}", think)
-    if think is None or fields.given("raw") or fields.given("suffix"):
-        return {}
-    return {"reasoning_effort": {True: "medium", False: "none"}.get(think, think)}
-
-
-def _format(fields: Fields) -> dict[str, Any] | None:
-    """`format`, "json" or a schema, as a schema."""
-    form = fields.given("format")
-    if form in (None, ""):
-        return None
-    if form == "json":
-        return ANY_OBJECT
-    if not isinstance(form, dict):
-        raise fields.wrong("format", "must be json or a JSON schema", form)
-    return form

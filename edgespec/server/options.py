@@ -1,159 +1,209 @@
-"""The sampling and generation options of a request, under OpenAI's and llama.cpp's names."""
+"""What requests to OpenAI's and llama-server's paths have in common: sampling, limits, speculation, structure.
+
+Their clients send many fields that ask for nothing else here, and these are accepted. Values that would change the text
+are refused: samplers that are not built in, and another order of the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
 
 from edgespec.config import GenerateOptions
 from edgespec.errors import SamplingError
 from edgespec.sampling import Sampling
-from edgespec.server.fields import Fields
-from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.service import Limits, Loaded, Names
+from edgespec.server.http_errors import bad_request
+from edgespec.server.requests import Asked, Fields, one_of, wrong
+from edgespec.server.service import Loaded, Names, unknown_model
 
+MOST_WHOLE = 2**31 - 1
+MOST_CHOICES, MOST_LOGPROBS, MOST_TOOLS = 16, 20, 128  # OpenAI's limit of log probabilities is 5; clients ask for more
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-100, le=100)]
+Tokens = Annotated[int, Meta(ge=-2, le=MOST_WHOLE, description="-1: no limit; 0: only read the prompt")]
+Positive = Annotated[int, Meta(ge=1, le=MOST_WHOLE)]
+Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Biases = Annotated[dict[str, Any], Meta(max_length=1024)]
+Stop = Annotated[str, Meta(min_length=1, max_length=512)]
+StopList = Annotated[list[Stop], Meta(max_length=16)]
+Stops = Annotated[str, Meta(max_length=512)] | StopList
+Tools = Annotated[list[Any], Meta(max_length=MOST_TOOLS)]
 # What requests call the settings of sampling, in every protocol.
 _NAMED_ALIKE = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING = {name: name for name in _NAMED_ALIKE} | {"repeat_last_n": "penalty_window", "seed": "seed"}
-_SPECULATIVE = ("drafter", "draft_length", "verify")
-MOST_TOKENS = 2**31 - 1
-UNLIMITED = (-1, -2)  # as max_tokens: LM Studio's examples and llama-server's clients send -1; -2: as the context holds
 # Fields of OpenAI's API, of OpenRouter's, vLLM's and LM Studio's that cannot change an answer here.
-WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-    *("session_id", "provider", "request_id", "priority", "cache_salt", "ttl"),
+WITHOUT_EFFECT = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "session_id",
+        "provider",
+        "request_id",
+        "priority",
+        "cache_salt",
+        "ttl",
+    ]
 )
+DRAFT_MODEL: Asked = {"draft_model": ("the draft is the one that the server was started with", ())}  # LM Studio's
+# llama-server's, which change nothing while the samplers that they belong to are turned off.
+_OF_SAMPLERS = frozenset(
+    [
+        "dynatemp_exponent",
+        "mirostat_tau",
+        "mirostat_eta",
+        "xtc_threshold",
+        "adaptive_decay",
+        "backend_sampling",
+        "dry_base",
+        "n_keep",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+    ]
+)
+_OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+_THEIR_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")  # llama.cpp's default
+_OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
+_NAMES = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p")
+_LETTERS = dict(zip("edskypmxta", _NAMES, strict=True))  # llama.cpp's short form of a list of samplers
 
 
-def ignore_others(fields: Fields) -> None:
-    """Accept `WITHOUT_EFFECT`, and LM Studio's choice of a draft, which changes the speed alone."""
-    fields.ignore(*WITHOUT_EFFECT)
-    fields.without_effect("draft_model", "the draft is the one that the server was started with")
+def turned_off(**values: tuple[Any, ...]) -> Asked:
+    """Samplers that are not built in, with the values that turn each one off, its default first."""
+    why = "this sampler is not built in; {} turns it off"
+    return {name: (why.format(json.dumps(off[0])), off) for name, off in values.items()}
 
 
-def require_model(names: Names, fields: Fields) -> None:
-    """Check the field `model`; absent: the served one. Raises HttpError 404 for another: names are never paths."""
-    name = fields.text("model")
+class Speculative(Fields):
+    """How to draft for one request."""
+
+    drafter: str | None = None
+    draft_length: int | str | None = None
+    verify: str | None = None
+
+
+class Sampled(Fields):
+    """The settings of sampling."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MOST_WHOLE)] | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=MOST_WHOLE)] | None = None
+    seed: int | None = None
+
+
+class Generated(Sampled):
+    """A request to OpenAI's or llama-server's paths."""
+
+    ignored: ClassVar[frozenset[str]] = _OF_SAMPLERS
+    refused: ClassVar[Asked] = turned_off(
+        **dict.fromkeys(("dynatemp_range", "mirostat", "xtc_probability", "dry_multiplier"), (0,)),
+        **dict.fromkeys(("typical_p", "typ_p"), (1,)),
+        top_n_sigma=(-1, 0),
+        min_keep=(0, 1),
+        adaptive_target=(-1, -0.01),  # llama-server's default and SillyTavern's
+    )
+    model: str | None = None
+    max_tokens: Tokens | None = None
+    n_predict: Tokens | None = None
+    n: Choices | None = None
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    speculative: bool | Speculative | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    free_until: str | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+    cache_prompt: bool | None = None
+    id_slot: int | None = None
+    samplers: str | Annotated[list[Any], Meta(max_length=64)] | None = None
+    post_sampling_probs: bool | None = None
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
+
+
+class JsonSchema(Fields):
+    """Every schema is kept strictly."""
+
+    schema: dict[str, Any]
+    name: Annotated[str, Meta(max_length=64)] | None = None
+    description: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of a json_object: llama.cpp's form, from before OpenAI's
+
+
+class OpenAiRequest(Generated):
+    """A request to OpenAI's paths."""
+
+    ignored: ClassVar[frozenset[str]] = Generated.ignored | WITHOUT_EFFECT
+    noted: ClassVar[Asked] = DRAFT_MODEL
+    logit_bias: Biases | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with the usage. Raises HttpError without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def require_model(names: Names, name: str | None, notes: list[str]) -> None:
+    """Check the name of a model; None: the served one. Raises HttpError 404 for another: names are never paths."""
     if name is None or name in names.all:
         return
     if not names.include(name):
         raise unknown_model(names)
-    answered_by(names, fields)
+    answered_by(names, notes)
 
 
-def without_tag(name: str) -> str:
-    """A model's name without the tag that Ollama adds."""
-    return name.removesuffix(":latest")
-
-
-def answered_by(names: Names, fields: Fields) -> None:
+def answered_by(names: Names, notes: list[str]) -> None:
     """Note that another model answers than the request asks for."""
     why = "no model here has that name" if names.beside else "the only model here"
-    fields.note("model", f"{names.own} answers, {why}")
+    notes.append(f"model: {names.own} answers, {why}")
 
 
-def unknown_model(names: Names) -> HttpError:
-    """404 for a model that is not served."""
-    served = ", ".join(map(repr, (*names.all, *names.beside)))
-    message = f"no such model here; this server serves {served} (under other names with --alias or --any-model)"
-    return HttpError(404, message, param="model", code="model_not_found")
-
-
-def read_sampling(fields: Fields, loaded: Loaded) -> Sampling:
-    """The request's sampling over the server's. Raises SamplingError and HttpError."""
-    given = {name: value for key, name in SAMPLING.items() if (value := fields.given(key)) is not None}
-    biases = fields.fields("logit_bias")
+def sampling_of(request: Sampled, loaded: Loaded, biases: Mapping[str, Any] | None) -> Sampling:
+    """The request's sampling over the server's; the keys of `biases` are JSON's. Raises SamplingError and HttpError."""
+    given: dict[str, Any] = {setting: getattr(request, name) for name, setting in SAMPLING.items()}
+    given = {setting: value for setting, value in given.items() if value is not None}
     if biases is not None:
-        given["logit_bias"] = _read_biases(fields, loaded.limits)
+        if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in biases):
+            raise bad_request("logit_bias must map token ids, written as strings of digits, to numbers", "logit_bias")
+        given["logit_bias"] = {int(key): value for key, value in biases.items()}
     try:
         return replace(loaded.sampling, **given)
-    except SamplingError as exc:
-        raise _as_sent(exc, fields) from exc
-
-
-def _as_sent(error: SamplingError, fields: Fields) -> Exception:
-    """`error`, which begins with a setting's name, with the name that the client used for it."""
-    name, _, rest = str(error).partition(" ")
-    sent = next((fields.path(key) for key, setting in SAMPLING.items() if setting == name), None)
-    return error if sent is None else bad_request(f"{sent} {rest}", sent)
-
-
-def _read_biases(fields: Fields, limits: Limits) -> dict[int, Any]:
-    """JSON's keys are strings: {"42": -100}."""
-    table = fields.given("logit_bias")
-    if len(table) > limits.max_biases:
-        raise bad_request(f"logit_bias has {len(table)} entries; at most {limits.max_biases} are allowed", "logit_bias")
-    wrong = [key for key in table if not (key.isascii() and key.isdigit() and len(key) < 10)]
-    if wrong:
-        raise bad_request("logit_bias must map token ids, written as strings of digits, to numbers", "logit_bias")
-    return {int(key): value for key, value in table.items()}
-
-
-def read_stops(fields: Fields, limits: Limits, name: str = "stop") -> list[str]:
-    """Stop strings: one or a list. Raises HttpError."""
-    value = fields.given(name)
-    if value == "":  # llama.cpp's clients send it where nothing is to stop
-        return []
-    stops = [value] if isinstance(value, str) else fields.listed(name, limits.max_stops) or []
-    if not all(isinstance(stop, str) and 0 < len(stop) <= limits.max_stop_characters for stop in stops):
-        sent = fields.path(name)
-        raise bad_request(
-            f"{sent} must be a string or a list of strings of 1 to {limits.max_stop_characters} characters", sent
-        )
-    return stops
-
-
-def read_max_tokens(fields: Fields, *names: str) -> int | None:
-    """The limit of new tokens under any of `names`; None without any. Raises HttpError if two of them differ.
-
-    0: the prompt is only read, so that the next request finds it in the cache.
-    """
-    limits = [name for name in names if fields.given(name) not in UNLIMITED]
-    return read_alike(fields, limits, 0, MOST_TOKENS)
-
-
-def read_alike(fields: Fields, names: Sequence[str], low: int, high: int) -> int | None:
-    """One setting that has several `names`; None without any. Raises HttpError if two of them differ."""
-    given = {name: value for name in names if (value := fields.whole(name, low, high)) is not None}
-    if len(set(given.values())) > 1:
-        raise bad_request(f"{' and '.join(given)} are the same setting: give one", names[0])
-    return next(iter(given.values()), None)
-
-
-def read_options(fields: Fields, loaded: Loaded, max_tokens: int | None, top_logprobs: int | None) -> GenerateOptions:
-    """The request's options over the server's. `top_logprobs` None: no log probabilities.
-
-    Raises ConfigError and HttpError.
-    """
-    return replace(
-        loaded.options,
-        max_tokens=loaded.options.max_tokens if max_tokens is None else max(max_tokens, 1),
-        stop=read_stops(fields, loaded.limits),
-        ignore_eos=fields.flag("ignore_eos"),
-        logprobs=top_logprobs is not None,
-        top_logprobs=top_logprobs or 0,
-        **_read_speculation(fields),
-    )
-
-
-def _read_speculation(fields: Fields) -> dict[str, Any]:
-    """`speculative`: false switches it off, an object chooses drafter, draft_length and verify for this request."""
-    value = fields.given("speculative")
-    if isinstance(value, bool):
-        return {} if value else {"drafter": "none"}
-    chosen = fields.fields("speculative")
-    if chosen is None:
-        return {}
-    given = {name: found for name in _SPECULATIVE if (found := chosen.given(name)) is not None}
-    chosen.finish()
-    return given
-
-
-def read_choices(fields: Fields, limits: Limits) -> int:
-    """`n`: the number of answers."""
-    return fields.whole("n", 1, limits.max_choices) or 1
+    except SamplingError as exc:  # which begins with the setting's name
+        name, _, rest = str(exc).partition(" ")
+        sent = next((key for key, setting in SAMPLING.items() if setting == name), None)
+        raise exc if sent is None else bad_request(f"{sent} {rest}", sent) from exc
 
 
 def numbered(sampling: Sampling, count: int) -> list[Sampling]:
@@ -162,13 +212,56 @@ def numbered(sampling: Sampling, count: int) -> list[Sampling]:
     return [first, *(replace(first, seed=((first.seed or 0) + more) & (2**63 - 1)) for more in range(1, count))]
 
 
-def read_stream_options(options: Fields | None, *, is_stream: bool) -> bool:
-    """Whether the stream ends with the usage."""
-    if options is None:
-        return False
-    if not is_stream:
-        raise bad_request("stream_options needs stream: true", "stream_options")
-    includes_usage = options.flag("include_usage")
-    options.ignore("include_obfuscation")
-    options.finish()
-    return includes_usage
+def token_limit(**given: int | None) -> int | None:
+    """The limit of new tokens under any of its names; None without any. Raises HttpError if two of them differ.
+
+    0: the prompt is only read, so that the next request finds it in the cache.
+    """
+    return one_of({name: None if value is None or value < 0 else value for name, value in given.items()})
+
+
+def options_of(request: Generated, loaded: Loaded, limit: int | None, top_logprobs: int | None) -> GenerateOptions:
+    """The request's options over the server's. `top_logprobs` None: no log probabilities. Raises ConfigError."""
+    chosen, stop = request.speculative, request.stop
+    drafting: dict[str, Any] = {"drafter": "none"} if chosen is False else {}
+    if isinstance(chosen, Speculative):
+        drafting = {name: given for name in chosen.__struct_fields__ if (given := getattr(chosen, name)) is not None}
+    return replace(
+        loaded.options,
+        max_tokens=loaded.options.max_tokens if limit is None else max(limit, 1),
+        stop=([stop] if stop else []) if isinstance(stop, str) else stop or [],  # some clients send an empty one
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+        **drafting,
+    )
+
+
+def check_llamacpp(request: Generated, loaded: Loaded, notes: list[str], *, has_probs: bool) -> None:
+    """Note what llama-server's clients ask for without effect. Raises HttpError for another order of samplers."""
+    if request.post_sampling_probs and has_probs:
+        notes.append("post_sampling_probs: the probabilities are those before sampling")
+    if request.cache_prompt is False:
+        notes.append("cache_prompt: a prompt that begins as an earlier one is always read from there on")
+    slot, most = request.id_slot, loaded.model.options.parallel - 1
+    if slot is not None and not -1 <= slot <= most:
+        raise wrong("id_slot", f"must be a whole number from -1 to {most}", slot)
+    if slot is not None and slot >= 0:
+        notes.append("id_slot: a request takes the free context whose text it continues furthest")
+    _check_samplers(request.samplers, notes)
+
+
+def _check_samplers(given: str | list[Any] | None, notes: list[str]) -> None:
+    if isinstance(given, str):
+        if not {*given} <= {*_LETTERS}:
+            raise wrong("samplers", "must be a list", given)
+        given = [_LETTERS[letter] for letter in given]
+    if not given:
+        return
+    order = tuple(name for name in given if name not in _OTHER_NAMES)
+    if order not in (_OWN_ORDER, _THEIR_ORDER):
+        own = ", ".join(_OWN_ORDER)
+        message = f"samplers must name these, in this order: {own} (turn one off by its own field)"
+        raise bad_request(message, "samplers", "unsupported_parameter")
+    if order != _OWN_ORDER:
+        notes.append(f"samplers: the order here is {', '.join(_OWN_ORDER)}")

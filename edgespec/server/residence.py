@@ -10,14 +10,109 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
+from types import FrameType
+from typing import Protocol
 
 from edgespec.server.http_errors import HttpError
-from edgespec.server.places import Places
+
+
+class Guest(Protocol):
+    """A model that takes a place while it is loaded. All of it is read and written under `Places.changed`."""
+
+    used_s: float  # when a request for it last ended
+    loaded_s: float  # when it was last loaded
+    is_loading: bool
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request waits until it is loaded."""
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether it is being loaded or unloaded."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request uses it."""
+
+    def make_way(self, has_to: bool) -> None:
+        """Take no new requests and go once it is idle; `has_to` False: stay."""
+
+    def fits(self) -> bool:
+        """Whether there is memory for it beside those that are loaded. Takes its time."""
+
+
+class Places:
+    """`most`: models that may be loaded at once. One is loaded or unloaded at a time, so that plans of memory hold."""
+
+    def __init__(self, most: int = 1) -> None:
+        self.changed = threading.Condition()
+        self._most = most
+        self._in_line: list[Guest] = []
+        self._taken: list[Guest] = []
+
+    def keep(self, one: Guest) -> None:
+        """`one` has a place from the start: its owner loads it."""
+        with self.changed:
+            self._taken.append(one)
+
+    def take(self, one: Guest) -> bool:
+        """Wait for a place for `one`, which counts as being loaded then; False where nobody wants it any more."""
+        with self.changed:
+            self._in_line.append(one)
+        try:
+            return self._has_come_first(one)
+        finally:
+            with self.changed:
+                self._in_line.remove(one)
+                for each in self._taken:  # who comes next in line chooses again
+                    each.make_way(False)
+                self.changed.notify_all()
+
+    def release(self, one: Guest) -> None:
+        """`one` is not in memory any more."""
+        with self.changed:
+            self._taken.remove(one)
+            self.changed.notify_all()
+
+    def _has_come_first(self, one: Guest) -> bool:
+        beside: list[Guest] | None = None
+        has_room = False
+        while True:
+            with self.changed:
+                if not one.is_wanted:
+                    return False
+                is_next = self._in_line[0] is one and not any(each.is_changing for each in self._taken)
+                if not is_next:
+                    self.changed.wait()
+                    continue
+                if self._taken == beside:
+                    if has_room:
+                        one.is_loading = True
+                        self._taken.append(one)
+                        return True
+                    self._clear()
+                    self.changed.wait()
+                    continue
+                beside = list(self._taken)
+            # Outside the lock, which requests take too: only who is first in line adds to those that are loaded.
+            has_room = len(beside) < self._most and (not beside or one.fits())
+
+    def _clear(self) -> None:
+        """Have one of the loaded models make way."""
+        idle = [each for each in self._taken if each.is_idle]
+        leaving = min(idle, key=lambda each: each.used_s) if idle else min(self._taken, key=lambda each: each.loaded_s)
+        for each in self._taken:
+            each.make_way(each is leaving)
+
 
 logger = logging.getLogger("edgespec")
 _JOIN_S = 30.0
@@ -232,3 +327,41 @@ class Residence:
 
 def _stopping() -> HttpError:
     return HttpError(503, "the server is stopping", code="stopping")
+
+
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if sys.platform == "win32":
+    _SIGNALS.append(signal.SIGBREAK)  # the only one that a program can send to another one there
+
+
+class Loader:
+    """Runs `load` in a thread that does not keep the process alive; `on_end` is called in it afterwards.
+
+    `failure`: what it raised.
+    """
+
+    def __init__(self, load: Callable[[], None], on_end: Callable[[Loader], object]) -> None:
+        self.failure: BaseException | None = None
+        self._load, self._on_end = load, on_end
+        threading.Thread(target=self._run, name="edgespec-load", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._load()
+        except BaseException as exc:  # raised again by whoever waits for the model
+            self.failure = exc
+        self._on_end(self)
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Within the block SIGINT and SIGTERM call `handler`. Only the main thread can do that: elsewhere, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, former in previous.items():
+            signal.signal(number, former)

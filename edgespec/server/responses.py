@@ -1,107 +1,356 @@
-"""`/v1/responses`: OpenAI's newer protocol, without stored state. `responses_input` translates requests to those of
-`chat_request`, which checks them; answers are written here.
+"""`/v1/responses`: OpenAI's newer protocol, without stored state. Requests become those of `chat`, which checks them.
+
+A freeform tool (`custom`), such as Codex' apply_patch, is called with a text instead of JSON. For the model it is a
+function with that text as its argument; calls are turned back.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec import Meta
+
+from edgespec.chat.marks import reasoning_marks
+from edgespec.chat.messages import part_text
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, Piece
-from edgespec.server.chat_completions import ChatExchange
-from edgespec.server.chat_request import read_chat
-from edgespec.server.exchange import Exchange, sse
-from edgespec.server.fields import Fields
-from edgespec.server.figures import usage
-from edgespec.server.http_errors import HttpError
-from edgespec.server.responses_input import SENT_AS, as_chat
-from edgespec.server.responses_tools import freeform_input, freeform_names
+from edgespec.server.answer import Answer, Event, Part, events, usage
+from edgespec.server.chat import VERBOSITY, Chat, check_question, prepare
+from edgespec.server.exchange import Exchange, Work, sse
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.options import (
+    DRAFT_MODEL,
+    WITHOUT_EFFECT,
+    JsonSchema,
+    ResponseFormat,
+    Sampled,
+    Speculative,
+    StreamOptions,
+    Tokens,
+    Tools,
+)
+from edgespec.server.requests import Asked, Fields, read, sent_as
 from edgespec.server.service import Loaded
-from edgespec.server.ticket import Ticket
+
+# What the client calls the fields of the chat request that its own one becomes.
+_SENT_AS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+_REASONED = "reasoning_content"  # as chat templates call it
+# What `include` may name: a server that stores nothing encrypts nothing, and runs no tools that would have results.
+_NEVER_THERE = (
+    *("reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results"),
+    *("file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+)
+_STATELESS = "this server stores no responses: send the whole conversation as input"
+_RUNS_NONE = "this server runs no tools itself"
+_INPUT = "input"
+_RUN_THERE = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
+)
+
+
+class TextFormat(Fields):
+    """The form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+    name: Annotated[str, Meta(max_length=64)] | None = None
+    description: Any = None
+    strict: bool | None = None
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+    verbosity: Any = None
+
+
+class ReasoningOptions(Fields):
+    """Summaries are left out: answers hold the reasoning itself."""
+
+    effort: str | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class ResponseRequest(Sampled, kw_only=True):
+    """A request to `/v1/responses`."""
+
+    ignored: ClassVar[frozenset[str]] = (WITHOUT_EFFECT | {"client_metadata"}) - {"metadata"}
+    noted: ClassVar[Asked] = {
+        **DRAFT_MODEL,
+        "truncation": ("a conversation that does not fit is refused, never cut", ("disabled",)),
+    }
+    refused: ClassVar[Asked] = {
+        "previous_response_id": (_STATELESS, ()),
+        "conversation": (_STATELESS, ()),
+        "background": (_STATELESS, (False,)),
+        "prompt": ("this server stores no prompts", ()),
+        "top_logprobs": ("use /v1/chat/completions for log probabilities", (0,)),
+        "max_tool_calls": (_RUNS_NONE, ()),
+    }
+    input: str | Annotated[list[Any], Meta(max_length=4096)]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    speculative: bool | Speculative | None = None
+    max_output_tokens: Tokens | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Any] | None = None
+    metadata: Any = None
+    stream_options: StreamOptions | None = None
+
+
+def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ResponsesExchange:
+    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    request = read(ResponseRequest, values, notes)
+    included = [name for name in request.include or () if name not in _NEVER_THERE]
+    if included:
+        why = f"include: answers hold nothing further (without effect: {', '.join(_NEVER_THERE)})"
+        raise bad_request(why, "include", "unsupported_parameter")
+    text, form = request.text or TextOptions(), None
+    if text.verbosity is not None:
+        why, neutral = VERBOSITY["verbosity"]
+        notes += [f"text.verbosity: {why}"] if text.verbosity not in neutral else []
+    if text.format is not None:
+        schema = None if text.format.schema is None else JsonSchema(schema=text.format.schema, name=text.format.name)
+        form = ResponseFormat(type=text.format.type, json_schema=schema)
+    first = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    effort = _read_effort(request, loaded, notes)
+    chat = Chat(
+        **{name: getattr(request, name) for name in (*Sampled.__struct_fields__, "model", "speculative")},
+        messages=first + _read_input(request.input),
+        max_completion_tokens=request.max_output_tokens,
+        tools=_functions(request.tools, notes),
+        tool_choice=_read_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=form,
+        reasoning_effort=effort,
+    )
+    echoed = {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "tools": request.tools or [],
+        "tool_choice": request.tool_choice or "auto",
+        "text": {"format": {"type": "text"} if form is None else values["text"]["format"]},
+        "reasoning": {"effort": effort, "summary": None},
+        "metadata": request.metadata if isinstance(request.metadata, dict) else {},
+    }
+    with sent_as(_SENT_AS):
+        return ResponsesExchange(prepare(loaded, chat, notes), echoed, is_stream=bool(request.stream))
+
+
+def count_input_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """`/v1/responses/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_responses`."""
+    return {"object": "response.input_tokens", "input_tokens": read_responses(loaded, values, notes).num_prompt_tokens}
+
+
+def _read_effort(request: ResponseRequest, loaded: Loaded, notes: list[str]) -> str | None:
+    effort = None if request.reasoning is None else request.reasoning.effort
+    template = loaded.model.target.vocabulary.chat_template or ""
+    reasons = reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
+    if effort in (None, "none") or reasons:
+        return effort
+    notes.append("reasoning.effort: this model answers without reasoning")
+    return None
+
+
+def _read_input(given: str | list[Any]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    places: list[str] = []
+    for index, item in enumerate(given):
+        _add_item(found, item, f"input.{index}")
+        places += [f"input.{index}.content"] * (len(found) - len(places))
+    check_question(found, places)
+    return [{"content": "", **message} for message in found]
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    """Append an item; calls of one turn join the assistant's message before them, as chat templates expect."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    begun = messages[-1] if messages and _REASONED in messages[-1] and "content" not in messages[-1] else None
+    if kind == "message" and begun is not None and item.get("role") == "assistant":
+        begun["content"] = item.get("content")
+    elif kind == "message":
+        messages.append({"role": item.get("role"), "content": item.get("content")})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary")
+        text = "".join(part_text(part) or "" for part in parts) if isinstance(parts, list) else parts
+        messages += [{"role": "assistant", _REASONED: text}] if text else []  # empty: OpenAI's, which is encrypted
+    elif isinstance(kind, str) and kind.endswith("_call"):  # or one of another server's tools, such as a local shell
+        given = item.get("arguments", item.get("action"))
+        arguments = {_INPUT: item.get("input")} if kind == "custom_tool_call" else given
+        function = {"name": item.get("name") or kind.removesuffix("_call"), "arguments": arguments}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    elif isinstance(kind, str) and kind.endswith("_call_output"):
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+    else:
+        raise bad_request(f"{where} must be a message, a reasoning, a call such as function_call, or its output", where)
+
+
+def _read_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, Any]] | None:
+    """The tools as chat completions nest them. Raises HttpError 400 for kinds that a client runs and no model knows."""
+    if tools is None:
+        return None
+    found = []
+    for index, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and (kind in _RUN_THERE or any(kind.startswith(f"{name}_2") for name in _RUN_THERE)):
+            notes.append(f"tools: {kind} is left out: {_RUNS_NONE}")  # its type may end in a date
+        elif kind == "function":
+            names = ("name", "description", "parameters", "strict")
+            found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
+        elif kind == "custom":
+            found.append({"type": "function", "function": _freeform(tool)})
+        else:
+            where = f"tools.{index}"
+            reason = f"{where}: only tools of type function and custom are supported"
+            raise bad_request(reason, where, "unsupported_parameter")
+    return found
+
+
+def _freeform(tool: dict[str, Any]) -> dict[str, Any]:
+    described, form = tool.get("description"), tool.get("format")
+    description = described if isinstance(described, str) else ""
+    given = form if isinstance(form, dict) else {}
+    definition = given.get("definition")
+    if isinstance(definition, str):
+        description += f"\n\nThe input must match this {given.get('syntax', 'lark')} grammar:\n{definition}"
+    text = {"type": "string", "description": "The whole input of the tool, as it is"}
+    parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
+    return {"name": tool.get("name"), "description": description.strip(), "parameters": parameters}
+
+
+def freeform_input(call: ToolCall) -> str:
+    """The text that a call of a freeform tool holds."""
+    try:
+        given = json.loads(call.arguments)
+    except ValueError:
+        return call.arguments
+    text = given.get(_INPUT) if isinstance(given, dict) else None
+    return text if isinstance(text, str) else call.arguments
 
 
 class ResponsesExchange(Exchange):
-    """A request to `/v1/responses`, around the chat that it was translated to. `echoed`: what the answer repeats."""
+    """A request to `/v1/responses`. `echoed`: what the answer repeats."""
 
-    def __init__(self, loaded: Loaded, chat: ChatExchange, echoed: dict[str, Any]) -> None:
-        super().__init__(chat.jobs, is_stream=chat.is_stream)
-        self._name, self._chat, self._echoed = loaded.name, chat, echoed
+    def __init__(self, work: Work, echoed: dict[str, Any], *, is_stream: bool) -> None:
+        super().__init__(work, is_stream=is_stream)
+        self._echoed = echoed
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._sequence = 0
-        self._freeform = freeform_names(echoed.get("tools", ()))
-
-    def answer(self, ticket: Ticket) -> Answer:
-        return self._chat.answer(ticket)
+        self._freeform = {tool["name"] for tool in echoed.get("tools", ()) if tool["type"] == "custom"}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        status = _status(answer)
-        text = [_message(status, answer.text)] if answer.text.strip() or not answer.calls else []
-        reasoning = [_reasoning("completed", answer.reasoning)] if answer.reasoning else []
-        return self.ended(answer, [*reasoning, *text, *(self._call(call) for call in answer.calls)])
+        return self._ended(answer, [self._item(part, _status(answer, part)) for part in answer.parts])
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
-        items = _Items(self)
-        async for piece in answer.pieces():
-            for event in items.push(piece):
-                yield event
-        for event in items.end(answer):
-            yield event
+        output: list[dict[str, Any]] = []
+        begun = self._object("in_progress", [])
+        async for event in events(answer):
+            if not self._sequence:
+                yield self._event("response.created", response=begun)
+                yield self._event("response.in_progress", response=begun)
+            for written in self._written(event, answer, output):
+                yield written
+        yield self._event(f"response.{_status(answer)}", response=self._ended(answer, output))
+
+    def _written(self, event: Event, answer: Answer, output: list[dict[str, Any]]) -> Iterator[bytes]:
+        """What is sent for one event. An item is the last of `output` from its beginning on."""
+        part, at = event.part, {"output_index": len(output) - (event.what in ("grows", "ends"))}
+        if event.what == "whole":
+            output.append(self._item(part, _status(answer, part)))
+            yield from self._call_events(output[-1], at)
+            return
+        if event.what == "begins":
+            output.append(self._item(part, "in_progress") | {"content": []})
+            yield self._event("response.output_item.added", item=output[-1], **at)
+        place = at | {"item_id": output[-1]["id"], "content_index": 0}
+        kind = "output_text" if part.kind == "text" else "reasoning_text"
+        extra: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        if event.what == "begins":
+            yield self._event("response.content_part.added", part=_content(part), **place)
+        elif event.what == "grows":
+            yield self._event(f"response.{kind}.delta", delta=event.text, **extra, **place)
+        else:
+            output[-1] |= {"status": _status(answer, part), "content": [_content(part)]}
+            yield self._event(f"response.{kind}.done", text=part.text, **extra, **place)
+            yield self._event("response.content_part.done", part=_content(part), **place)
+            yield self._event("response.output_item.done", item=output[-1], **at)
+
+    def _call_events(self, item: dict[str, Any], at: dict[str, int]) -> Iterator[bytes]:
+        place = at | {"item_id": item["id"]}
+        if item["type"] == "custom_tool_call":
+            kind, name, about = "custom_tool_call_input", "input", {}
+        else:
+            kind, name, about = "function_call_arguments", "arguments", {"name": item["name"]}
+        yield self._event("response.output_item.added", item=item | {name: "", "status": "in_progress"}, **at)
+        yield self._event(f"response.{kind}.delta", delta=item[name], **place)
+        yield self._event(f"response.{kind}.done", **about, **{name: item[name]}, **place)
+        yield self._event("response.output_item.done", item=item, **at)
 
     def failure(self, error: HttpError) -> bytes:
-        told = self.event("error", **_error(error))
+        told = self._event("error", **_error(error))
         if self._sequence == 1:
             return told
         # Clients read until the response that has begun ends, and take the reason from there.
         reason = {name: value for name, value in _error(error).items() if name != "param"}
-        return told + self.event("response.failed", response=self._object("failed", []) | {"error": reason})
+        return told + self._event("response.failed", response=self._object("failed", []) | {"error": reason})
 
     @classmethod
     def failed_early(cls, error: HttpError) -> bytes:
         return sse({"type": "error", "sequence_number": 0, **_error(error)}, "error")
 
-    def event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         """The next event of the stream."""
         self._sequence += 1
         return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
 
-    def beginning(self) -> Iterator[bytes]:
-        """The first events of a stream."""
-        begun = self._object("in_progress", [])
-        yield self.event("response.created", response=begun)
-        yield self.event("response.in_progress", response=begun)
-
-    def call_events(self, call: ToolCall, output: list[dict[str, Any]]) -> Iterator[bytes]:
-        """Those of one call, which is then added to `output`."""
-        item, at = self._call(call), {"output_index": len(output)}
-        place = at | {"item_id": item["id"]}
-        if call.name in self._freeform:
-            kind, name, about = "custom_tool_call_input", "input", {}
-        else:
-            kind, name, about = "function_call_arguments", "arguments", {"name": call.name}
-        yield self.event("response.output_item.added", item=item | {name: "", "status": "in_progress"}, **at)
-        yield self.event(f"response.{kind}.delta", delta=item[name], **place)
-        yield self.event(f"response.{kind}.done", **about, **{name: item[name]}, **place)
-        yield self.event("response.output_item.done", item=item, **at)
-        output.append(item)
-
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        number = secrets.token_hex(12)
+        if part.kind == "reasoning":
+            head: dict[str, Any] = {"id": f"rs_{number}", "type": "reasoning", "summary": []}
+            return head | {"content": [_content(part)], "status": status}
+        if part.kind == "text":
+            head = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+            return head | {"status": status, "content": [_content(part)]}
+        call = part.call
+        assert call is not None
         is_freeform = call.name in self._freeform
         given = {"input": freeform_input(call)} if is_freeform else {"arguments": call.arguments}
-        return {
-            "id": f"{'ctc' if is_freeform else 'fc'}_{secrets.token_hex(12)}",
+        head = {
+            "id": f"{'ctc' if is_freeform else 'fc'}_{number}",
             "type": "custom_tool_call" if is_freeform else "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            **given,
-            "status": "incomplete" if call.is_cut else "completed",
         }
+        return head | {"call_id": call.id, "name": call.name, **given, "status": status}
 
-    def ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole response."""
         counts = usage([answer])
         details = {"reason": "max_output_tokens"} if _status(answer) == "incomplete" else None
@@ -127,7 +376,7 @@ class ResponsesExchange(Exchange):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._name,
+            "model": self.name,
             "output": output,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -138,139 +387,18 @@ class ResponsesExchange(Exchange):
         } | self._echoed
 
 
-class _Items:
-    """The items of a stream that is being written: `push` and `end` return its events."""
-
-    def __init__(self, exchange: ResponsesExchange) -> None:
-        self._exchange = exchange
-        self._output: list[dict[str, Any]] = []
-        self._reasoning, self._text = _ReasoningText(exchange, self._output), _Text(exchange, self._output)
-        self._has_begun = False
-
-    def push(self, piece: Piece) -> Iterator[bytes]:
-        yield from self._begin()
-        if piece.reasoning:
-            yield from self._text.close("completed")
-            yield from self._reasoning.push(piece.reasoning)
-        if piece.text or piece.calls:
-            yield from self._reasoning.close("completed")
-        if piece.text:
-            yield from self._text.push(piece.text)
-        if piece.calls:
-            yield from self._text.close("completed")
-        for call in piece.calls:
-            yield from self._exchange.call_events(call, self._output)
-
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        status = _status(answer)
-        yield from self._begin()
-        yield from self._reasoning.close(status)
-        if not (answer.text.strip() or answer.calls or self._text.is_open):  # an empty answer is a message too
-            yield from self._text.push("")
-        yield from self._text.close(status)
-        yield self._exchange.event(f"response.{status}", response=self._exchange.ended(answer, self._output))
-
-    def _begin(self) -> Iterator[bytes]:
-        if not self._has_begun:
-            self._has_begun = True
-            yield from self._exchange.beginning()
+def _content(part: Part) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
-class _Text:
-    """The message of a stream that is being written: `push` and `close` return its events."""
-
-    kind = "output_text"  # of the events with text
-    _extra: ClassVar[dict[str, Any]] = {"logprobs": []}  # further fields of these events
-
-    def __init__(self, exchange: ResponsesExchange, output: list[dict[str, Any]]) -> None:
-        self._exchange, self._output = exchange, output
-        self._item: dict[str, Any] | None = None
-        self._text = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the item has begun and not ended."""
-        return self._item is not None
-
-    def push(self, text: str) -> Iterator[bytes]:
-        event = self._exchange.event
-        if self._item is None:
-            self._item, self._text = self._made("in_progress", None), ""
-            yield event("response.output_item.added", item=self._item, output_index=len(self._output))
-            yield event("response.content_part.added", part=self._part(""), **self._place(self._item))
-        self._text += text
-        yield event(f"response.{self.kind}.delta", delta=text, **self._extra, **self._place(self._item))
-
-    def close(self, status: str) -> Iterator[bytes]:
-        item, event = self._item, self._exchange.event
-        if item is None:
-            return
-        self._item = None
-        place = self._place(item)
-        done = item | {"status": status, "content": [self._part(self._text)]}
-        yield event(f"response.{self.kind}.done", text=self._text, **self._extra, **place)
-        yield event("response.content_part.done", part=self._part(self._text), **place)
-        yield event("response.output_item.done", item=done, output_index=len(self._output))
-        self._output.append(done)
-
-    def _made(self, status: str, text: str | None) -> dict[str, Any]:
-        return _message(status, text)
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return _part(text)
-
-    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
-
-
-class _ReasoningText(_Text):
-    """The same of the reasoning before it."""
-
-    kind = "reasoning_text"
-    _extra: ClassVar[dict[str, Any]] = {}
-
-    def _made(self, status: str, text: str | None) -> dict[str, Any]:
-        return _reasoning(status, text)
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": text}
-
-
-def _status(answer: Answer) -> str:
-    return "incomplete" if answer.finish_reason == "length" else "completed"
-
-
-def _message(status: str, text: str | None) -> dict[str, Any]:
-    content = [] if text is None else [_part(text)]
-    return {
-        "id": f"msg_{secrets.token_hex(12)}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": content,
-    }
-
-
-def _reasoning(status: str, text: str | None) -> dict[str, Any]:
-    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-    head = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": []}
-    return head | {"content": content, "status": status}
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def count_input_tokens(loaded: Loaded, fields: Fields) -> dict[str, Any]:
-    """`/v1/responses/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_responses`."""
-    (job,) = read_responses(loaded, fields).jobs
-    return {"object": "response.input_tokens", "input_tokens": len(job.prompt_ids)}
-
-
-def read_responses(loaded: Loaded, fields: Fields) -> ResponsesExchange:
-    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
-    body, echoed = as_chat(fields, loaded)
-    return ResponsesExchange(loaded, read_chat(loaded, Fields(body, names=SENT_AS, notes=fields.notes)), echoed)
+def _status(answer: Answer, part: Part | None = None) -> str:
+    """Of the answer, or of a part: one that something followed is complete."""
+    if part is not None and part.call is not None:
+        return "incomplete" if part.call.is_cut else "completed"
+    is_last = part is None or part.is_last
+    return "incomplete" if is_last and answer.finish_reason == "length" else "completed"
 
 
 def _error(error: HttpError) -> dict[str, Any]:

@@ -22,10 +22,8 @@ from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
 from edgespec.server.facts import described
 from edgespec.server.guard import LOOPBACK
-from edgespec.server.lifecycle import Loader, handling
-from edgespec.server.residence import Loading
-from edgespec.server.service import Service
-from edgespec.server.services import Services
+from edgespec.server.residence import Loader, Loading, handling
+from edgespec.server.service import Service, Services
 
 logger = logging.getLogger("edgespec")
 TELLING_S = 0.5  # of the seconds that running answers have to end are for telling clients that they do not

@@ -8,32 +8,270 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from time import monotonic
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.config import GenerateOptions
 from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
-from edgespec.reports import RoundRecord, TokenEvent
+from edgespec.reports import FinishReason, PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model
-from edgespec.server.answer_line import answer_line
-from edgespec.server.daemon_threads import DaemonThreads
-from edgespec.server.embedding_queue import EmbeddingQueue, stopping
+from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError, queue_full
-from edgespec.server.metrics import Metrics
-from edgespec.server.ticket import Job, Ticket
+from edgespec.server.metrics import Metrics, answer_line
+from edgespec.types import TokenIds
 
-__all__ = ["Job", "Scheduler", "Ticket"]
 logger = logging.getLogger("edgespec")
 _JOIN_S = 30.0
 Returned = TypeVar("Returned")
+
+
+class DaemonThreads:
+    """Runs what `submit` is given, in order, in up to `most` threads that start when needed. `name`: of a thread."""
+
+    def __init__(self, name: str, most: int = 1) -> None:
+        self._name, self._most = name, most
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._num_open = 0  # tasks that were given and are not done
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[[], Returned]) -> Future[Returned]:
+        """What `function` will have returned; where that is cancelled before it began, it is not called."""
+        future: Future[Returned] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as exc:  # whoever waits for it gets it
+                future.set_exception(exc)
+
+        self._tasks.put(run)
+        with self._lock:
+            self._num_open += 1
+            if len(self._threads) < min(self._num_open, self._most):
+                self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
+                self._threads[-1].start()
+        return future
+
+    def close(self) -> None:
+        """End the threads after what they were given before; does not wait for it."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # what it read may be large
+            with self._lock:
+                self._num_open -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One generation to run: the prompt's token ids [n], and the options of `Model.stream`.
+
+    `tells_progress`: its reader is told how much of the prompt is read. `reads_only`: the prompt is read for later
+    requests; the token that this takes is not shown.
+    """
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    options: GenerateOptions
+    tells_progress: bool = False
+    reads_only: bool = False
+
+
+class Ticket:
+    """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time.
+
+    `forget`: takes it out of the queue; `number`: counts the jobs of a scheduler. `drafted`: tokens so far by
+    the name of the drafter; kept up to date by whoever gives it. A group without events: `take_progress` has something
+    new.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        loop: asyncio.AbstractEventLoop,
+        forget: Callable[[Ticket], None],
+        number: int = 0,
+        drafted: Mapping[str, int] | None = None,
+        *,
+        tells_progress: bool = False,
+        reads_only: bool = False,
+    ) -> None:
+        self._generation, self.loop, self._forget, self.number = generation, loop, forget, number
+        self.drafted: Mapping[str, int] = {} if drafted is None else drafted
+        self.tells_progress, self.reads_only = tells_progress, reads_only
+        self._progress: PromptProgress | None = None
+        self._ready = asyncio.Event()
+        self._lock = threading.Lock()
+        self._events: list[TokenEvent] = []
+        self._failure: Exception | None = None
+        self._is_over = False
+        self._has_begun = False
+        self._is_read_whole = False
+        self.submitted_s = monotonic()
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of the generation; complete after the last event."""
+        return self._generation.stats
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was submitted."""
+        return monotonic() - self.submitted_s
+
+    @property
+    def seed(self) -> int:
+        """The seed in use."""
+        return self._generation.seed
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs, or if it failed."""
+        return self._generation.finish_reason
+
+    async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
+        """Events in order, until the generation has ended. Raises what it failed with."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            with self._lock:
+                events, self._events = self._events, []
+                is_over = self._is_over
+            if events or self._progress is not None:
+                yield events
+            if is_over:
+                if self._failure is not None:
+                    raise self._failure
+                return
+
+    def cancel(self) -> None:
+        """End it after at most one pass, or at once where it still waits. Cancelling what is over is allowed."""
+        self._generation.cancel()
+        self._forget(self)
+
+    @property
+    def generation(self) -> Generation:
+        """What the scheduler's thread runs."""
+        return self._generation
+
+    def read_whole(self) -> None:
+        """Its events are wanted when the generation has ended, all at once."""
+        self._is_read_whole = True
+
+    def take_progress(self) -> PromptProgress | None:
+        """How much of the prompt is read, where that is to be told and has changed since the last call."""
+        with self._lock:
+            progress, self._progress = self._progress, None
+        return progress
+
+    def post_progress(self, progress: PromptProgress) -> None:
+        """More of the prompt is read; called by the scheduler's thread."""
+        with self._lock:
+            self._progress = progress
+        with suppress(RuntimeError):  # the loop is closed: nobody reads
+            self.loop.call_soon_threadsafe(self._ready.set)
+
+    def post(self, metrics: Metrics, event: TokenEvent) -> bool:
+        """The next event; called by the scheduler's thread. Whether the reader is to be woken for it."""
+        if not self._has_begun:
+            metrics.count_first_token(self.age_s)
+        self._has_begun = True
+        with self._lock:
+            self._events.append(event)
+            is_first = len(self._events) == 1  # else the reader is being woken and has not come yet
+        return is_first and not self._is_read_whole
+
+    def end(self, failure: Exception | None = None) -> None:
+        """There are no more events."""
+        with self._lock:
+            if not self._is_over:  # the first reason is the one to tell
+                self._failure, self._is_over = failure, True
+        with suppress(RuntimeError):  # the loop is closed: nobody reads
+            self.loop.call_soon_threadsafe(self._ready.set)
+
+    def wake(self) -> None:
+        """Let the reader see its events; called in its loop."""
+        self._ready.set()
+
+
+class EmbeddingQueue:
+    """First come, first served. `max_queued`: requests that may wait while one runs."""
+
+    def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
+        self._model, self._max_queued, self._metrics = model, max_queued, metrics
+        self._thread = DaemonThreads("edgespec-embed")
+        self._num_open = 0  # changed in the event loop only
+        self._is_stopping = threading.Event()
+
+    async def embed(self, texts: Sequence[TokenIds]) -> NDArray[np.float32]:
+        """Embeddings [n, size] of encoded texts. Cancelling the task ends it after at most a few passes.
+
+        Raises HttpError 429 if too many wait, 503 while the server stops, and the errors of `Model.embed`.
+        """
+        if self._is_stopping.is_set():
+            raise stopping()
+        if self._num_open > self._max_queued:
+            self._metrics.refused += 1
+            raise HttpError(429, f"{self._num_open} requests for embeddings are waiting, the limit: try again later",
+                            code="queue_full")  # fmt: skip
+        has_left = threading.Event()
+
+        def is_wanted() -> bool:
+            return not (has_left.is_set() or self._is_stopping.is_set())
+
+        self._num_open += 1
+        work = asyncio.wrap_future(self._thread.submit(lambda: self._model.embedder.embed(texts, is_wanted)))
+        work.add_done_callback(self._closed)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            has_left.set()
+            work.cancel()  # where it has not begun
+            raise
+        except EdgespecError:  # at a stop: cancelled between passes, or the model was closed under it
+            if self._is_stopping.is_set():
+                raise stopping() from None
+            raise
+
+    def _closed(self, work: asyncio.Future[NDArray[np.float32]]) -> None:
+        self._num_open -= 1
+        if not work.cancelled():
+            work.exception()  # of a request whose client has left, nobody asks for it
+
+    def stop(self) -> None:
+        """Refuse new requests, and end what runs soon."""
+        self._is_stopping.set()
+
+    def close(self) -> None:
+        """`stop`; the thread ends by itself."""
+        self.stop()
+        self._thread.close()
+
+
+def stopping() -> HttpError:
+    """The error of requests that come, or still wait, when the server ends."""
+    return HttpError(503, "the server is stopping", code="stopping")
 
 
 class Scheduler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,8 +15,8 @@ from edgespec.runtime import Model
 from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
-from edgespec.server.places import Places
-from edgespec.server.residence import Loading, Residence
+from edgespec.server.requests import wrong
+from edgespec.server.residence import Loading, Places, Residence
 from edgespec.server.scheduler import Scheduler
 
 
@@ -28,11 +28,6 @@ class Limits:
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 30.0
     timeout_s: float | None = 600.0
-    max_choices: int = 16
-    max_stops: int = 16
-    max_stop_characters: int = 512
-    max_biases: int = 1024
-    max_tools: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +50,23 @@ class Names:
     def include(self, name: str) -> bool:
         """Whether a request that asks for `name` is answered."""
         return self.any_other or name in self.all
+
+
+def unknown_model(names: Names) -> HttpError:
+    """404 for a model that is not served."""
+    served = ", ".join(map(repr, (*names.all, *names.beside)))
+    message = f"no such model here; this server serves {served} (under other names with --alias or --any-model)"
+    return HttpError(404, message, param="model", code="model_not_found")
+
+
+def without_tag(name: str) -> str:
+    """A model's name without the tag that Ollama adds."""
+    return name.removesuffix(":latest")
+
+
+def asks_for_claude(name: str) -> bool:
+    """Whether a model is one of Claude's, which are answered by a model that is here."""
+    return name.startswith("claude-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +93,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is told of a model while it is not loaded: `/props`, `/slots`, `/api/show`, its entry in `/api/tags`."""
+    """What is told of a model while it is not loaded: `/props`, `/api/show`, its entry in `/api/tags`."""
 
     context_length: int
     properties: dict[str, Any]
-    slots: list[dict[str, Any]]
     shown: dict[str, Any]
     entry: dict[str, Any]
 
@@ -229,3 +240,100 @@ class Service:
         if self.loaded is not None:
             self.loaded.scheduler.close()
             self.loaded.model.close()
+
+
+class Services:
+    """`all`, of which the first is the `default`: it answers requests that name no model. They share limits, the API
+    key and, where there are several, places.
+    """
+
+    def __init__(self, *services: Service) -> None:
+        self.all = services
+        self.default = services[0]
+
+    @classmethod
+    def of(cls, given: Service | Services) -> Services:
+        """`given`, or it alone."""
+        return given if isinstance(given, Services) else cls(given)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is a choice."""
+        return len(self.all) > 1
+
+    @property
+    def names(self) -> Names:
+        """What clients may call any of them."""
+        first, *others = (name for service in self.all for name in service.names.all)
+        return Names(first, tuple(others), self.default.any_model or not self.are_several)
+
+    @property
+    def limits(self) -> Limits:
+        return self.default.limits
+
+    @property
+    def api_key(self) -> str | None:
+        return self.default.api_key
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters of all of them."""
+        return Metrics.sum_of(service.metrics for service in self.all) if self.are_several else self.default.metrics
+
+    def count_request(self, path: str, status: int) -> None:
+        """Count one that was answered."""
+        self.default.metrics.answered[path, status] += 1
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a model is loaded."""
+        return any(service.loaded is not None for service in self.all)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a model is being loaded."""
+        return any(service.is_loading for service in self.all)
+
+    def named(self, name: str | None, path: str = "") -> Service:
+        """The one that a request to `path` asks for. Raises HttpError 404 where none has that name."""
+        if not self.are_several or name is None:
+            return self.default
+        found = next((service for service in self.all if name in service.names.all), None)
+        if found is None and path.startswith("/api/"):
+            tagless = ((service, map(without_tag, service.names.all)) for service in self.all)
+            found = next((service for service, names in tagless if without_tag(name) in names), None)
+        if found is not None:
+            return found
+        if self.default.any_model or (path.startswith("/v1/messages") and asks_for_claude(name)):
+            return self.default
+        raise unknown_model(self.default.names)
+
+    def asked_by(self, values: Mapping[str, Any], path: str = "") -> Service:
+        """The one for a request with these `values`. Raises HttpError 400 and 404."""
+        name = values.get("model")
+        if name is None and path == "/api/show":  # older clients
+            name = values.get("name")
+        if name is not None and not isinstance(name, str):
+            raise wrong("model", "must be a string", name)
+        return self.named(name, path)
+
+    @property
+    def num_running(self) -> int:
+        """Answers that are being written."""
+        return sum(service.loaded.scheduler.num_running for service in self.all if service.loaded is not None)
+
+    def stop(self) -> None:
+        """Accept no more requests; the running ones go on."""
+        for service in self.all:
+            service.stop()
+
+    def end_running(self) -> None:
+        """End what runs, and tell its clients why."""
+        for service in self.all:
+            service.end_running()
+
+    def close(self) -> None:
+        """End what runs and free the models. Blocks until that is done, but not for a load."""
+        self.stop()
+        for service in self.all:
+            service.close()

@@ -12,32 +12,34 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
+
+from msgspec import Meta
 
 from edgespec import __version__
 from edgespec.errors import shown
 from edgespec.reports import Stats
-from edgespec.server.answer import Answer, Piece
-from edgespec.server.chat_request import read_chat
+from edgespec.server.answer import Answer, Piece, logprobs_of, timings, usage
+from edgespec.server.chat import read_chat
 from edgespec.server.completions import read_completion
-from edgespec.server.exchange import Read, compact
+from edgespec.server.exchange import Exchange, compact, prompt_progress
 from edgespec.server.facts import described
-from edgespec.server.fields import Fields, parse_object
-from edgespec.server.figures import logprobs_of, timings, usage
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
-from edgespec.server.lifecycle import Loader, handling
-from edgespec.server.llamacpp_fields import prompt_progress
-from edgespec.server.residence import Loading
-from edgespec.server.service import Service
-from edgespec.server.services import Services
+from edgespec.server.requests import Fields, parse_object, read, unsupported
+from edgespec.server.residence import Loader, Loading, handling
+from edgespec.server.service import Loaded, Service, Services
 from edgespec.vocabulary import Vocabulary
 
 PROTOCOL = 1
+Read = Callable[[Loaded, Mapping[str, Any], list[str]], Exchange]
 _READERS: dict[str, Read] = {"chat": read_chat, "generate": read_completion}
-_OPS = (*_READERS, "cancel", "close", "hello")
-_MOST_ID = 128
+
+
+class _Line(Fields, kw_only=True):
+    op: Literal["chat", "generate", "cancel", "close", "hello"]
+    id: Annotated[str, Meta(max_length=128)] | None = None
 
 
 def serve_stdio(
@@ -155,21 +157,18 @@ class _Sidecar:
         try:
             if len(line) > self._services.limits.max_body_bytes:
                 raise HttpError(413, f"the line is too long: at most {self._services.limits.max_body_bytes} bytes")
-            fields = Fields(parse_object(line))
-            request_id = fields.text("id", _MOST_ID)
-            op = fields.choice("op", _OPS)
-            if op is None:
-                raise bad_request(f"op is missing: give one of {', '.join(_OPS)}", "op")
-            return self._carry_out(op, request_id, fields)
+            values = parse_object(line)
+            head = read(_Line, {name: values.pop(name) for name in ("op", "id") if name in values}, [])
+            request_id = head.id
+            return self._carry_out(head.op, request_id, values)
         except HttpError as exc:
             self._fail(request_id, exc)
             return True
 
-    def _carry_out(self, op: str, request_id: str | None, fields: Fields) -> bool:
+    def _carry_out(self, op: str, request_id: str | None, values: dict[str, Any]) -> bool:
         if op == "hello":
-            if fields.whole("protocol", 0, 1 << 31) != PROTOCOL:
+            if values != {"protocol": PROTOCOL}:
                 raise bad_request(f"this edgespec speaks protocol {PROTOCOL}", "protocol", "wrong_protocol")
-            fields.finish()
         elif op == "close":
             return False
         elif request_id is None:
@@ -184,7 +183,7 @@ class _Sidecar:
             self._fail(None, bad_request(words, "id", "duplicate_id"))
         else:
             request = self._requests[request_id] = _Request()
-            request.task = asyncio.ensure_future(self._answer(request_id, request, fields, _READERS[op]))
+            request.task = asyncio.ensure_future(self._answer(request_id, request, values, _READERS[op]))
             request.task.add_done_callback(lambda done: self._on_ended(request_id, done))
         return True
 
@@ -193,12 +192,14 @@ class _Sidecar:
         if task.cancelled():  # perhaps before it began
             self.emit("done", id=request_id, finish_reason="cancelled", **request.counts)
 
-    async def _answer(self, request_id: str, request: _Request, fields: Fields, read: Read) -> None:
+    async def _answer(self, request_id: str, request: _Request, values: dict[str, Any], read_request: Read) -> None:
+        notes: list[str] = []
         try:
-            service = self._services.named(fields.text("model"))
+            service = self._services.asked_by(values)
             async with service.using() as loaded, asyncio.timeout(loaded.limits.timeout_s):
-                fields.refuse("timings_per_token", "done has the timings of the answer", (False,))
-                exchange = await loaded.scheduler.prepare(read, loaded, fields)
+                if values.get("timings_per_token"):
+                    raise unsupported("timings_per_token", "done has the timings of the answer")
+                exchange = await loaded.scheduler.prepare(read_request, loaded, values, notes)
                 if len(exchange.jobs) > 1 or exchange.is_stream:
                     raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
                 (ticket,) = await loaded.scheduler.submit(exchange.jobs)
@@ -210,13 +211,13 @@ class _Sidecar:
                     ticket.cancel()
                 if ticket.generation.request.schema:
                     await loaded.scheduler.prepare(ticket.generation.check_answer)
-                fields.notes.extend(ticket.stats.notes)
+                notes.extend(ticket.stats.notes)
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))
                 return
-        notes = {"notes": fields.notes} if fields.notes else {}
-        self.emit("done", id=request_id, finish_reason=request.finish_reason, **request.counts, **notes)
+        told = {"notes": notes} if notes else {}
+        self.emit("done", id=request_id, finish_reason=request.finish_reason, **request.counts, **told)
 
     def _emit_piece(self, request_id: str, piece: Piece, vocabulary: Vocabulary) -> None:
         if piece.progress is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -17,14 +17,16 @@ from starlette.types import Receive, Scope, Send
 from edgespec.errors import shown
 from edgespec.platform.memory import return_freed_memory
 from edgespec.server.answer import Answer
-from edgespec.server.exchange import Exchange, Read, compact
-from edgespec.server.fields import Fields, parse_object
+from edgespec.server.exchange import Exchange, compact
 from edgespec.server.http_errors import HttpError, as_http_error
+from edgespec.server.requests import parse_object
+from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Limits, Loaded, Service
-from edgespec.server.ticket import Ticket
 
 logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
+Read = Callable[[Loaded, Mapping[str, Any], list[str]], Exchange]
+"""Checks a request and encodes its prompts; blocks meanwhile. Adds to the notes what it does not get."""
 NOTES = "X-Edgespec-Note"
 _MOST_NOTED, _MOST_NOTE = 64, 2000
 _BODIES, _SMALL_BYTES = 4, 1 << 16  # so many of the largest size at once; those that are not counted
@@ -158,7 +160,7 @@ def _left_s(began_s: float, timeout_s: float | None) -> float | None:
 
 async def _queued(loaded: Loaded, read: Read, body: Body, notes: list[str]) -> tuple[Exchange, list[Ticket]]:
     """A request and its places in the queue."""
-    exchange = await loaded.scheduler.prepare(lambda: read(loaded, Fields(parse_object(body.data), notes=notes)))
+    exchange = await loaded.scheduler.prepare(lambda: read(loaded, parse_object(body.data), notes))
     return exchange, await loaded.scheduler.submit(exchange.jobs)
 
 
@@ -292,3 +294,43 @@ class EventStream(Response):
             if part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             self._latest_s = asyncio.get_running_loop().time()
+
+
+class WakingStream(Response):
+    """`answer` becomes the response, which in the first seconds may be any; then it has begun as a stream of `form`."""
+
+    def __init__(self, answer: Awaitable[Response], form: type[Exchange]) -> None:
+        super().__init__(headers=STREAM_HEADERS, media_type=form.media_type)
+        del self.headers["content-length"]
+        self._answer, self._form = answer, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.ensure_future(self._answer)
+        has_begun = False
+        try:
+            await asyncio.wait({task}, timeout=BEGINS_AFTER_S)
+            while not task.done():
+                if not has_begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                elif self._form.ping:
+                    await send({"type": "http.response.body", "body": self._form.ping, "more_body": True})
+                has_begun = True
+                await asyncio.wait({task}, timeout=PING_EVERY_S)
+            response = task.result()
+        except ClientDisconnect:
+            return
+        except Exception as exc:
+            error = as_http_error(exc)
+            if has_begun:
+                await send({"type": "http.response.body", "body": self._form.failed_early(error), "more_body": False})
+            else:
+                await error_response(error, scope["path"])(scope, receive, send)
+            return
+        finally:
+            task.cancel()
+        if has_begun and not isinstance(response, EventStream):  # Ollama's answer to a request without a text
+            await send({"type": "http.response.body", "body": bytes(response.body) + b"\n", "more_body": False})
+            return
+        if isinstance(response, EventStream):
+            response.has_begun = has_begun
+        await response(scope, receive, send)

@@ -94,7 +94,7 @@ def random_matrix(rng: np.random.Generator, inputs: int = 0) -> tuple[str, int, 
     kind = str(rng.choice(list(tiles.TYPES)))
     block = activation_block(kind)
     outputs, inputs = int(rng.integers(1, 70)), inputs or block * int(rng.integers(1, 1 + 600 // block))
-    row_bytes = tiles._library().edgespec_row_bytes(tiles.TYPES[kind], inputs)
+    row_bytes = tiles.kernels().edgespec_row_bytes(tiles.TYPES[kind], inputs)
     rows = rng.integers(0, 256, (outputs, row_bytes), dtype=np.uint8)
     if rng.random() < 0.5:  # numbers of two bytes from 2^-14 to 4, but for their signs
         rows &= 0xBF
@@ -143,7 +143,7 @@ def hostile_sizes(rng: np.random.Generator) -> str:
     """Whatever is refused must not be touched: the pointers lead nowhere."""
     from edgespec.kernels import tiles
 
-    kernels, nowhere = tiles._library(), ctypes.c_void_p(16)
+    kernels, nowhere = tiles.kernels(), ctypes.c_void_p(16)
     kind = int(rng.choice([*tiles.TYPES.values(), -1, 4, 5, 99, 2**31 - 1]))
     outputs, inputs, rows = (int(rng.choice([*HOSTILE, 256])) for _ in range(3))
     size = kernels.edgespec_packed_bytes(kind, outputs, inputs)

@@ -309,7 +309,7 @@ def body_case(rng: random.Random) -> Case:
     given = body(rng)
 
     def run(folder: Path) -> None:
-        from edgespec.server.fields import parse_object
+        from edgespec.server.requests import parse_object
 
         found = _timed(lambda: parse_object(given))
         if found != json.loads(given):

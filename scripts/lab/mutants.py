@@ -46,7 +46,7 @@ MUTANTS = (
     ),
     Mutant(
         "drop a sampled token afterwards because it is unlikely",
-        "drafters/chain.py",
+        "drafters/growth.py",
         "        has_room = count + 1 < self.most and token_id not in self.end_ids\n",
         "        if distribution.prob_of(token_id) < 0.3:\n"
         "            self.token_ids.pop(), self.evidence.pop(), self.distributions.pop()\n"
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "draw siblings without replacement, and say nothing of it",
-        "drafters/candidates.py",
+        "drafters/growth.py",
         "left = Distribution(token_ids, probs / probs.sum())",
         "left = self._drawn",
         ("tests/drafters/test_tree_drafter.py",),
@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "draft a position again with the noise of the round before",
-        "drafters/chain.py",
+        "drafters/growth.py",
         "index = request.num_drafted + count if request.needs_distributions else 0",
         "index = 0",
         ("tests/core/test_fresh_draws.py",),

@@ -154,7 +154,7 @@ def test_idle_texts_stay_where_every_sequence_has_its_own_cells(monkeypatch: pyt
         first, other = (model.encode(text) * 8 for text in ("the first conversation ", "another one, of others "))
         model.generate_all([first, other], Sampling(), replace(OPTIONS, max_tokens=2))
         model.generate_all([first], Sampling(), replace(OPTIONS, max_tokens=2))
-        assert all(sequence.length > 8 for sequence, _ in model._executor.places())
+        assert all(slot.sequence.length > 8 for slot in model._executor.slots.all)
         assert not model._executor.parked.num_bytes
 
 
@@ -200,7 +200,8 @@ def test_a_batch_leaves_no_narrow_prompts_and_teaches_a_curve_once(
         assert len(seen) - before <= 1
         while batch.num_running:
             batch.step()
-    assert all(sequence.most_rows > 1 << 20 for sequence, _ in model._executor.places())
+    model.generate([1, 2, 3], Sampling(), OPTIONS)
+    assert model._executor.sequence.most_rows > 1 << 20
 
 
 def test_a_failure_ends_all_answers_of_a_list(model: Model) -> None:
@@ -349,8 +350,8 @@ def test_an_interrupt_between_two_answers_of_one_pass_spoils_neither_cache(
         batch.begin(second)
         while batch.num_running:
             batch.step()
-    for sequence, _ in model._executor.places():
-        assert model.target.length(sequence.sequence) == sequence.length
+    for slot in model._executor.slots.all:
+        assert model.target.length(slot.sequence.sequence) == slot.sequence.length
     begun = [prompt + list(result.token_ids[:9]) for prompt, result in zip(prompts, expected, strict=True)]
     found = model.generate_all(begun, Sampling(), replace(options, max_tokens=21))
     for result, whole in zip(found, expected, strict=True):
@@ -464,7 +465,7 @@ def test_who_reads_a_generation_that_a_batch_runs_leaves_the_model_free(model: M
     with model.batch() as batch:
         batch.begin(generation)
         reader.start()
-        until(lambda: generation.claim.inside is reader)  # it waits behind the batch
+        until(lambda: model._executor.turn.num_queued == 2)  # it waits behind the batch
         while batch.num_running:
             batch.step()
     reader.join(10)

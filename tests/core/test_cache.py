@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.counts import MAX_VOCABULARY, SIZES, CountTable, GrowingCounts, keys_of
+from edgespec.drafters.cache import MAX_VOCABULARY, SIZES, CacheDrafter, CountTable, GrowingCounts, keys_of
 from edgespec.errors import CapabilityError
 from edgespec.sampling import Sampler, Sampling
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import sys
-from collections.abc import Callable
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,7 +16,7 @@ from edgespec.engines.pass_request import Passes
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import PromptError
 from edgespec.generation import run_state
-from edgespec.generation.decode import alone, autoregressive, speculative
+from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
 from edgespec.sampling import NoTokenLeft, Sampler, Sampling
@@ -218,40 +214,6 @@ def test_an_interrupted_pass_that_cannot_be_rolled_back_is_read_again(fails_at: 
     assert target.length == engine.length() == 0
     text = np.concatenate((PROMPT, np.array(expected[:6], np.int32)))
     assert [event.token_id for event in autoregressive(make_run(target, text, max_tokens=14))] == expected[6:]
-
-
-@pytest.mark.parametrize("number", [1, 2, 4])
-def test_an_interrupt_right_after_a_pass_leaves_only_committed_tokens(number: int) -> None:
-    """Ctrl-C may come between the pass and the loop that asked for it."""
-    target = CachedSequence(TableEngine.random(10, context_length=64))
-    drafter = ModelDrafter(TableEngine.random(10, context_length=64).related(0.5))
-    expected = [event.token_id for event in autoregressive(make_run(target))]
-    target.rollback(0)
-    lines, begin = inspect.getsourcelines(alone)
-    place = begin + next(at for at, line in enumerate(lines) if "steps.send(logits)" in line)
-    seen = []
-
-    def traced(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-        if frame.f_code is not alone.__code__:
-            return None
-        if event == "line" and frame.f_lineno == place and frame.f_locals["step"].cache is target:
-            seen.append(place)
-            if len(seen) == number:
-                raise KeyboardInterrupt
-        return traced
-
-    before = sys.gettrace()
-    sys.settrace(traced)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            list(speculative(make_run(target), FixedLength(drafter, 3), coupled))
-    finally:
-        sys.settrace(before)
-    assert len(seen) == number
-    assert target.engine.length() == target.length
-    text = np.concatenate((PROMPT, np.array(expected[:12], np.int32)))
-    again = speculative(make_run(target, text, max_tokens=8), FixedLength(drafter, 3), coupled)
-    assert [event.token_id for event in again] == expected[12:]
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 5])

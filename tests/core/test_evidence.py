@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from edgespec.drafters.chain import evidence_of
+from edgespec.drafters.growth import evidence_of
 from edgespec.sampling import Sampler, Sampling
 from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution

@@ -22,7 +22,7 @@ from bench_table import table_model
 from demo import heed_interrupts
 from edgespec import Busy, EdgespecError, GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.errors import EngineError, StateError
-from edgespec.generation import wait_limit
+from edgespec.generation import turn
 from edgespec.reports import RoundRecord
 from edgespec.types import Batch
 from waiting import reached, until
@@ -76,7 +76,7 @@ def test_measuring_costs_waits_for_its_turn(
     model: Model, expected: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs are measured when they are asked for, which empties both caches."""
-    monkeypatch.setattr(wait_limit, "GRACE_S", 0.1)
+    monkeypatch.setattr(turn, "GRACE_S", 0.1)
     first = model.stream("abc", Sampling(seed=1), SHORT)
     text = next(first).text
     assert "model" in model.drafter_names, "known without a pass"

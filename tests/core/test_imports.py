@@ -61,12 +61,10 @@ BASES = {
     "engines.head",
     "engines.parked",
     "drafters.base",
-    "drafters.factory",
-    "drafters.forced",  # every controller makes these two: they need neither a model nor a text
-    "drafters.predicted",
+    "drafters.predicted",  # every controller makes these: they need neither a model nor a text
     "drafters.spec",
 }
-DRAFTERS_ASSEMBLE = {"drafters.factory", "drafters.spec"}  # what makes the others
+DRAFTERS_ASSEMBLE = {"drafters.spec"}  # what makes the others
 SHARED_BY_DRAFTERS = {"corpus.index"}  # the data structure that the corpus drafter looks up
 # what puts engines and drafters together, or reads their files
 ASSEMBLING = {"engines", "drafters", "runtime", "export", "loading", "memory", "control.pool"}

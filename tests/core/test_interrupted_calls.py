@@ -12,7 +12,6 @@ import pytest
 import edgespec
 from demo import ROOT, TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.generation.turn import Claim
 
 PACKAGE = str(ROOT / "edgespec")
 FIRST = "Find me a cheap Italian restaurant in San Jose for tonight, and then a bus to Fresno. " * 4
@@ -52,27 +51,6 @@ class Interrupt:
         finally:
             sys.setprofile(None)
         return False
-
-
-@pytest.mark.parametrize("what", ["forget", "close", "last event"])
-def test_an_interrupt_before_the_turn_is_given_back_keeps_nobody_waiting(
-    model: Model, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    turn, usual = model._executor.turn, model._executor.turn.give_back
-
-    def interrupted(claim: Claim) -> None:
-        monkeypatch.setattr(turn, "give_back", usual)
-        raise KeyboardInterrupt
-
-    stream = model.stream("Hello", SAMPLING, OPTIONS)
-    calls = {"forget": model.forget, "close": stream.close, "last event": stream.result}
-    if what == "close":
-        next(stream)
-    monkeypatch.setattr(turn, "give_back", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        calls[what]()
-    assert turn.num_queued == 1
-    assert len(model.generate("Hello", SAMPLING, OPTIONS).token_ids) == 4 and not turn.num_queued
 
 
 # What is open when an interrupt comes is closed by Python, and one in a finaliser or callback is only reported.

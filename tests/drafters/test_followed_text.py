@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.drafters.followed_text import FollowedText
+from edgespec.drafters.ngram import FollowedText
 from edgespec.types import TokenIds
 
 

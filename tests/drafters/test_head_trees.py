@@ -17,8 +17,8 @@ from edgespec.control.base import FixedLength, Proposal
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import path_products
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.chain import evidence_of
 from edgespec.drafters.eagle import EagleDrafter
+from edgespec.drafters.growth import evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import MAX_ROW_COST, StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine

@@ -22,7 +22,7 @@ from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.factory import learnt_texts
+from edgespec.drafters.spec import learnt_texts
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.sequence import CachedSequence
 from laws import ALPHA_1E6, chi_square_score

@@ -10,9 +10,8 @@ import pytest
 
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
-from edgespec.drafters.automaton import SuffixAutomaton
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.suffix import SuffixDrafter
+from edgespec.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from edgespec.sampling import Sampler, Sampling
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.corpus import index
 from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, SuffixIndex, sorted_places
-from edgespec.drafters.corpus import CorpusMatch
+from edgespec.drafters.suffix import CorpusMatch
 
 
 def places_of(ids: list[int], wanted: list[int]) -> list[int]:

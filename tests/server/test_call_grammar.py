@@ -16,8 +16,8 @@ from edgespec.chat.tools import ToolParser
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.sampling.constraint.grammar import Grammar, compiled
 from edgespec.sampling.constraint.library import Library
-from edgespec.server.call_grammar import call_grammar, parameters_of
 from edgespec.server.exchange import compact
+from edgespec.server.structure import call_grammar, parameters_of
 from edgespec.vocabulary import IncrementalDecoder
 
 pytest.importorskip("llguidance")

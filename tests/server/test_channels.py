@@ -25,10 +25,10 @@ from edgespec.cli.main import cli
 from edgespec.reports import Stats
 from edgespec.server.answer import Piece
 from edgespec.server.app import create_app
-from edgespec.server.call_grammar import terminal
 from edgespec.server.messages import MessagesExchange
 from edgespec.server.responses import ResponsesExchange
 from edgespec.server.service import Limits, Service
+from edgespec.server.structure import terminal
 from serving import BASE_URL
 from tiny_gguf import Shape, write_model
 
@@ -163,8 +163,10 @@ def test_reasoning_behind_a_text_begins_a_part_of_its_own(kind: str) -> None:
                 yield piece
 
     job = SimpleNamespace(options=GenerateOptions(), sampling=Sampling())
-    loaded, chat = SimpleNamespace(name="x"), SimpleNamespace(jobs=[job], is_stream=True)
-    made: Any = MessagesExchange(loaded, chat) if kind == "messages" else ResponsesExchange(loaded, chat, {})  # type: ignore[arg-type]
+    target = SimpleNamespace(target=SimpleNamespace(vocabulary=None))
+    work: Any = SimpleNamespace(loaded=SimpleNamespace(name="x", model=target), jobs=[job])
+    is_anthropic = kind == "messages"
+    made: Any = MessagesExchange(work, is_stream=True) if is_anthropic else ResponsesExchange(work, {}, is_stream=True)
 
     async def events() -> list[dict[str, Any]]:
         parts = [part.decode() async for part in made.stream([Pieces()])]

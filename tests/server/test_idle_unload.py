@@ -96,7 +96,7 @@ def test_an_unused_model_is_unloaded_and_the_next_request_loads_it(hosts: list[H
 
 
 def test_what_needs_no_model_tells_the_truth_and_loads_none(host: Host):
-    paths = ("/health", "/v1/models", "/v1/models/demo", "/api/tags", "/api/version", "/openapi.json", "/slots")
+    paths = ("/health", "/v1/models", "/v1/models/demo", "/api/tags", "/api/version", "/openapi.json")
     before = {path: host.client.get(path).json() for path in paths}
     shown, properties = host.ollama("/api/show"), host.client.get("/props").json()
     assert properties["is_sleeping"] is False and properties["memory"]

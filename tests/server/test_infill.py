@@ -17,12 +17,8 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import Model
 from edgespec.server.app import create_app
-from edgespec.server.completions import read_completion
-from edgespec.server.fields import Fields
-from edgespec.server.fim import ExtraFile, fill_prompt, fitted
-from edgespec.server.infill import read_infill
-from edgespec.server.native import read_native
-from edgespec.server.native_answer import end_of_block
+from edgespec.server.completions import fill_prompt, read_completion
+from edgespec.server.native import File, end_of_block, fitted, read_infill, read_native
 from edgespec.server.ollama import read_generate_request
 from edgespec.server.service import Limits, Loaded, Service
 from edgespec.server.web import NOTES
@@ -87,34 +83,32 @@ def test_the_vocabulary_names_its_tokens(coder_model: Model) -> None:
 
 
 def test_a_suffix_makes_a_gap(loaded: Loaded, coder_model: Model) -> None:
-    read = read_completion(loaded, Fields({"prompt": BEFORE, "suffix": AFTER}))
+    read = read_completion(loaded, {"prompt": BEFORE, "suffix": AFTER}, [])
     assert shown(coder_model, read.jobs[0].prompt_ids) == f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
     ids = coder_model.encode(BEFORE)
-    assert (
-        read_completion(loaded, Fields({"prompt": ids, "suffix": AFTER})).jobs[0].prompt_ids == read.jobs[0].prompt_ids
-    )
-    two = read_completion(loaded, Fields({"prompt": [BEFORE, "x"], "suffix": "y"}))
+    assert read_completion(loaded, {"prompt": ids, "suffix": AFTER}, []).jobs[0].prompt_ids == read.jobs[0].prompt_ids
+    two = read_completion(loaded, {"prompt": [BEFORE, "x"], "suffix": "y"}, [])
     assert shown(coder_model, two.jobs[1].prompt_ids) == f"{FIM[0]}x{FIM[1]}y{FIM[2]}"
-    first = read_completion(loaded, Fields({"prompt": "", "suffix": AFTER}))
+    first = read_completion(loaded, {"prompt": "", "suffix": AFTER}, [])
     assert shown(coder_model, first.jobs[0].prompt_ids) == f"{FIM[0]}{FIM[1]}{AFTER}{FIM[2]}"
     for is_raw in (True, False):
         body = {"model": "coder", "prompt": BEFORE, "suffix": AFTER, "raw": is_raw}
-        assert read_generate_request(loaded, Fields(body)).jobs[0].prompt_ids == read.jobs[0].prompt_ids
+        assert read_generate_request(loaded, body, []).jobs[0].prompt_ids == read.jobs[0].prompt_ids
 
 
 def test_texts_around_a_gap_hold_no_control_tokens(loaded: Loaded, coder_model: Model) -> None:
-    read = read_completion(loaded, Fields({"prompt": f"a{FIM[2]}", "suffix": f"{FIM[0]}b<|end|>"}))
+    read = read_completion(loaded, {"prompt": f"a{FIM[2]}", "suffix": f"{FIM[0]}b<|end|>"}, [])
     assert control(coder_model, read.jobs[0].prompt_ids) == [*FIM[:3]]
 
 
 def test_control_tokens_of_a_raw_prompt_are_read(loaded: Loaded, coder_model: Model) -> None:
     """Editors write the tokens themselves, and other programs the marks of a chat template."""
     text = f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
-    (job,) = read_completion(loaded, Fields({"prompt": text})).jobs
+    (job,) = read_completion(loaded, {"prompt": text}, []).jobs
     assert control(coder_model, job.prompt_ids) == [*FIM[:3]]
-    raw = read_generate_request(loaded, Fields({"model": "coder", "prompt": text, "raw": True}))
+    raw = read_generate_request(loaded, {"model": "coder", "prompt": text, "raw": True}, [])
     assert raw.jobs[0].prompt_ids == job.prompt_ids
-    chat = read_generate_request(loaded, Fields({"model": "coder", "prompt": text}))
+    chat = read_generate_request(loaded, {"model": "coder", "prompt": text}, [])
     assert not {*control(coder_model, chat.jobs[0].prompt_ids)} & {*FIM}, "a chat's message is text"
 
 
@@ -123,16 +117,16 @@ def test_a_prompt_that_begins_the_text_itself_has_one_begin(tmp_path: Path) -> N
     with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as opened:
         service = Service("bos", Limits())
         service.use(opened)
-        plain, spelled = (read_completion(service.require(), Fields({"prompt": p})) for p in ("hi", "<|end|>hi"))
+        plain, spelled = (read_completion(service.require(), {"prompt": p}, []) for p in ("hi", "<|end|>hi"))
         assert plain.jobs[0].prompt_ids == spelled.jobs[0].prompt_ids == opened.encode("hi")
-        native = read_native(service.require(), Fields({"prompt": "<|end|>hi"}))
+        native = read_native(service.require(), {"prompt": "<|end|>hi"}, [])
         assert native.jobs[0].prompt_ids == opened.encode("hi")
         service.require().scheduler.close()
 
 
 def test_other_files_come_first(loaded: Loaded, coder_model: Model) -> None:
     extra = [{"filename": "a.py", "text": "import b"}, {"filename": "b.py", "text": f"x = 1{FIM[2]}\n"}]
-    (job,) = read_infill(loaded, Fields(GAP | {"input_extra": extra, "prompt": "a +"})).jobs
+    (job,) = read_infill(loaded, GAP | {"input_extra": extra, "prompt": "a +"}, []).jobs
     assert control(coder_model, job.prompt_ids) == [FIM[3], FIM[4], FIM[4], FIM[4], *FIM[:3]]
     assert shown(coder_model, job.prompt_ids) == (
         f"{FIM[3]}repository\n{FIM[4]}a.py\nimport b\n{FIM[4]}b.py\nx = 1{FIM[2]}\n{FIM[4]}file\n"
@@ -142,7 +136,7 @@ def test_other_files_come_first(loaded: Loaded, coder_model: Model) -> None:
 
 def test_a_model_without_tokens_for_files_gets_lines_between_them(coder_model: Model) -> None:
     tokens = FimTokens(1, 2, 3)
-    ids, is_cut = fitted(coder_model.target.vocabulary, tokens, [7], [8], [ExtraFile("a.py", "x")], 100)
+    ids, is_cut = fitted(coder_model.target.vocabulary, tokens, [7], [8], [File(filename="a.py", text="x")], 100)
     assert not is_cut and ids[-5:] == [1, 7, 2, 8, 3]
     assert coder_model.decode(ids[:-5]) == "\n\n--- snippet ---\n\nx"
 
@@ -153,7 +147,7 @@ def test_what_is_nearest_to_the_gap_is_kept(coder_model: Model, room: int) -> No
     tokens = vocabulary.fim
     assert tokens is not None
     before, after = [*range(100)], [*range(100, 150)]
-    files = [ExtraFile(name, "xyz" * 5) for name in ("far", "near")]
+    files = [File(filename=name, text="xyz" * 5) for name in ("far", "near")]
     ids, is_cut = fitted(vocabulary, tokens, before, after, files, room)
     assert len(ids) <= room and is_cut == (room < len(fitted(vocabulary, tokens, before, after, files, 999)[0]))
     start, middle = ids.index(tokens.prefix), ids.index(tokens.suffix)

@@ -123,7 +123,12 @@ def test_a_response_that_has_begun_ends_as_failed(service: Service, gate: Gate):
     async def main() -> None:
         gate.open()
         path = "/v1/responses"
-        client = Client(create_app(service), path, **FIELDS[path] | {"max_output_tokens": 400}, stream=True)
+        client = Client(
+            create_app(service),
+            path,
+            **FIELDS[path] | {"max_output_tokens": 400, "temperature": 5, "seed": 1},
+            stream=True,
+        )
         await reached(lambda: b"response.created" in client.body)
         gate.open(EngineError("it broke"))
         await client.task

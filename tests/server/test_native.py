@@ -1,12 +1,10 @@
-"""llama-server's own paths: /completion, /apply-template, /slots, and those without /v1."""
+"""llama-server's own paths: /completion, /apply-template, and those without /v1."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -182,8 +180,8 @@ def test_what_sillytavern_sends(client: TestClient, expected: Any):
         ({"prompt": ["a"] * 17}, "at most 16 are allowed"),
         ({"prompt": ["a"] * 9, "n_cmpl": 2}, "at most 16 answers"),
         ({"prompt": [True]}, "prompt must be one prompt"),
-        ({"prompt": None}, "prompt must be one prompt"),
-        ({"prompt": {"prompt_string": "x"}}, "prompt must be one prompt"),
+        ({"prompt": None}, "prompt is missing: give a string or a list"),
+        ({"prompt": {"prompt_string": "x"}}, "prompt must be a string or a list"),
         ({"prompt": "x", "n_probs": 99}, "n_probs must be"),
         ({"prompt": "x", "mirostat": 2}, "mirostat is not supported"),
         ({"prompt": "x", "typical_p": 0.5}, "typical_p is not supported"),
@@ -211,31 +209,11 @@ def test_input_tokens_are_counted(client: TestClient, model: Model):
     assert counted == {"object": "response.input_tokens", "input_tokens": len(model.encode_chat(messages))}
 
 
-def test_slots_show_what_runs_but_no_text(client: TestClient, service: Service, scheduler: Scheduler, model: Model):
-    (idle,) = client.get("/slots").json()
-    assert (idle["id"], idle["is_processing"], idle["n_ctx"]) == (0, False, model.context_length)
-    bias = [[token_id, False] for token_id in model.target.vocabulary.end_ids]
-    fields = {"prompt": "secret words", "n_predict": 400, "logit_bias": bias, "stop": ["secret stop"]}
-    with ThreadPoolExecutor(1) as pool, TestClient(create_app(service), base_url=BASE_URL) as other:
-        running = pool.submit(native, other, **fields)
-        seen: list[Any] = []
-        while not running.done() and not (seen and seen[0]["is_processing"]):
-            answered = client.get("/slots")
-            seen = answered.json()
-            time.sleep(0.001)
-        assert seen[0]["is_processing"] and seen[0]["params"]["n_predict"] == 400, seen
-        assert seen[0]["next_token"][0]["n_remain"] <= 400 and "secret" not in answered.text
-        full = client.get("/slots?fail_on_no_slot=1")
-        assert full.status_code == 503 or running.done()
-        assert running.result()["tokens_predicted"] == 400
-    assert client.get("/slots?fail_on_no_slot=1").status_code == 200
-
-
 def test_the_health_path_needs_no_key(service: Service):
     service.api_key = "secret"
     client = TestClient(create_app(service), base_url=BASE_URL)
     assert client.get("/v1/health").status_code == 200
-    assert client.get("/slots").status_code == client.post("/completion", json={}).status_code == 401
+    assert client.get("/props").status_code == client.post("/completion", json={}).status_code == 401
 
 
 def test_a_prompt_that_is_read_tells_its_progress(client: TestClient):

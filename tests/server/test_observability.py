@@ -12,9 +12,7 @@ from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model
 from edgespec.reports import RoundRecord, Stats
-from edgespec.server.answer_line import answer_line, why_not
-from edgespec.server.histogram import Histogram
-from edgespec.server.metrics import Metrics
+from edgespec.server.metrics import Histogram, Metrics, answer_line, why_not
 
 REPEATED = {"prompt": "one two three one two three one two", "max_tokens": 40, "temperature": 0}
 DRAFTING = REPEATED | {"speculative": {"drafter": "model", "draft_length": 3}}

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.server.fields import Fields
 from edgespec.server.http_errors import HttpError
-from edgespec.server.keep_alive import read_keep_alive
+from edgespec.server.ollama import read_keep_alive
 
 
 @pytest.mark.parametrize(
@@ -32,11 +31,11 @@ from edgespec.server.keep_alive import read_keep_alive
     ],
 )
 def test_a_keep_alive_is_read_as_ollama_does(given: Any, seconds: float | None):
-    assert read_keep_alive(Fields({"keep_alive": given})) == seconds
+    assert read_keep_alive(given) == seconds
 
 
 @pytest.mark.parametrize("given", ["", "soon", "5 m", "5x", "m", True, [], {}, "1h" * 100])
 def test_another_keep_alive_is_a_400(given: Any):
     with pytest.raises(HttpError, match="keep_alive must be seconds or a duration") as caught:
-        read_keep_alive(Fields({"keep_alive": given}))
+        read_keep_alive(given)
     assert caught.value.status == 400

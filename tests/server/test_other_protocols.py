@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.server.ollama_facts import QUANTIZATIONS, _of_headers
+from edgespec.server.facts import QUANTIZATIONS, _of_headers
 from edgespec.server.web import NOTES
 
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
@@ -105,10 +105,10 @@ def test_a_tool_is_used_and_its_result_answered(client: TestClient):
         ({"system": 5}, "reads text only"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tool_choice": {"type": "any"}}, "no tools are given"),
-        ({"thinking": {"type": "on"}}, "enabled, adaptive, disabled"),
+        ({"thinking": {"type": "on"}}, "adaptive, disabled, enabled"),
         ({"mcp_servers": [{"type": "url"}]}, "runs no tools itself"),
         ({"max_token": 3}, "did you mean 'max_tokens'"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
         ({"output_config": {"form": {}}}, "output_config.form"),
     ],
 )

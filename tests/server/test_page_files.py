@@ -7,12 +7,11 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from edgespec.server import page
-from edgespec.server.app import create_app
+from edgespec.server.app import create_app, page_routes
 from edgespec.server.service import Service
 from serving import BASE_URL
 
-PATHS = [route.path for route in page.routes()]
+PATHS = [route.path for route in page_routes()]
 
 
 def test_every_file_has_the_policy_and_needs_no_key():

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from browser import Browser, find_browser
 from chat_page import COMPLETE, READY, TEXT, ask, set_schema
-from edgespec.server import page
+from edgespec.server.app import page_routes
 from edgespec.server.exchange import DONE, Exchange, sse
 from waiting import until
 
@@ -45,7 +45,7 @@ class Scripted:
         same = {"/props": ABOUT, "/api/tags": {"models": [{"name": "scripted"}]}, "/health": {"running": 0}}
         routes = [Route(path, self._fixed(value)) for path, value in same.items()]
         chat = Route("/v1/chat/completions", self._chat, methods=["POST"])
-        config = uvicorn.Config(Starlette(routes=[*page.routes(), *routes, chat]), port=0, log_config=None, ws="none")
+        config = uvicorn.Config(Starlette(routes=[*page_routes(), *routes, chat]), port=0, log_config=None, ws="none")
         self.server = uvicorn.Server(config)
 
     def _fixed(self, value: Any) -> Any:

@@ -204,7 +204,7 @@ def test_the_text_can_be_left_as_it_is(thinker: TestClient, tmp_path: Path) -> N
     with served_with(model_with(tmp_path, THINKS), forced(WHOLE), "none") as client:
         assert content(client) == WHOLE and content(client, reasoning_format="deepseek") == "yes"
     wrong = thinker.post(CHAT, json={"messages": HELLO, "reasoning_format": "hidden"})
-    assert wrong.status_code == 400 and "auto, none, deepseek" in wrong.json()["error"]["message"]
+    assert wrong.status_code == 400 and "auto, deepseek, none" in wrong.json()["error"]["message"]
     assert posted(thinker, "/v1/completions", {"prompt": "hello"})["choices"][0]["text"] == WHOLE
 
 

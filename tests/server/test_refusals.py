@@ -8,6 +8,8 @@ import gc
 import json
 import random
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -21,8 +23,8 @@ from edgespec.cli.serve import command
 from edgespec.errors import ConfigError, EngineError, ModelFileError, Unreachable
 from edgespec.server import facts
 from edgespec.server.app import create_app
-from edgespec.server.fields import parse_object
 from edgespec.server.http_errors import HttpError, as_http_error
+from edgespec.server.requests import parse_object
 from edgespec.server.run import Binding, bind
 from edgespec.server.service import Limits, Service
 from edgespec.server.web import NOTES, Bodies
@@ -46,13 +48,13 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"top_p": -0.1}, "top_p", "from 0 to 1"),
         ({"top_k": 1.5}, "top_k", "whole number"),
         ({"seed": "1"}, "seed", "whole number"),
-        ({"max_tokens": -3}, "max_tokens", "from 0"),
+        ({"max_tokens": -3}, "max_tokens", "from -2 to"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "give one"),
         ({"n": 17}, "n", "from 1 to 16"),
         ({"n": 6}, "n", "at most 5"),
         ({"stop": [""]}, "stop", "1 to 512"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
-        ({"stop": {"a": 1}}, "stop", "must be a list"),
+        ({"stop": {"a": 1}}, "stop", "must be a string or a list"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "digits"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
@@ -67,10 +69,10 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"tools": [{"type": "function"}]}, "tools.0", "function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
         ({"tools": [TOOL] * 129}, "tools", "at most 128"),
-        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "none, auto, required"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "auto, none, required"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
-        ({"speculative": 4}, "speculative", "must be an object"),
+        ({"speculative": 4}, "speculative", "must be true or false or an object"),
         ({"speculative": {"drafters": "x"}}, "speculative.drafters", "did you mean 'drafter'"),
         ({"speculative": {"drafter": "x"}}, None, "drafter 'x' is not known"),
         ({"speculative": {"drafter": "early-exit"}}, None, "early-exit"),
@@ -283,6 +285,30 @@ def test_malformed_bodies_are_4xx(client: TestClient):
         assert 400 <= answered.status_code < 500, (path, body, answered.text)
         error = answered.json()["error"]
         assert error if path.startswith("/api/") else error["message"], body
+
+
+FIRST_READS = """
+import sys, threading
+from edgespec.server.requests import Fields, read
+sys.setswitchinterval(1e-6)
+for number in range(300):
+    inner = type("Inner", (Fields,), {"__annotations__": {"a": int}, "a": 0})
+    outer = type("Outer", (Fields,), {"__annotations__": {f"x{n}": inner | None for n in range(9)},
+                                      **{f"x{n}": None for n in range(9)}})
+    start = threading.Barrier(4)
+    def ask():
+        start.wait()
+        assert read(outer, {"x3": {"a": 5}}, []).x3.a == 5
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+print("read")
+"""
+
+
+def test_first_requests_of_many_clients_at_once_are_read():
+    ended = subprocess.run([sys.executable, "-c", FIRST_READS], capture_output=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"read\n", b"")
 
 
 # -- who may ask

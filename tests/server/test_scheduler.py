@@ -24,10 +24,8 @@ from edgespec.server.app import create_app
 from edgespec.server.facts import health
 from edgespec.server.http_errors import HttpError
 from edgespec.server.metrics import Metrics
-from edgespec.server.scheduler import Scheduler
-from edgespec.server.service import Service
-from edgespec.server.services import Services
-from edgespec.server.ticket import Job, Ticket
+from edgespec.server.scheduler import Job, Scheduler, Ticket
+from edgespec.server.service import Service, Services
 from waiting import reached
 
 LONG = GenerateOptions(max_tokens=1900, ignore_eos=True, logprobs=False)
@@ -284,7 +282,8 @@ def test_a_client_that_leaves_just_when_its_request_is_queued(
 def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monkeypatch: pytest.MonkeyPatch):
     """As a grammar may in native code, which nothing can interrupt."""
     held = threading.Event()
-    monkeypatch.setitem(app._GENERATING, "/v1/chat/completions", lambda loaded, fields: held.wait())
+    chat = replace(app.ENDPOINTS["/v1/chat/completions"], read=lambda *_: held.wait())
+    monkeypatch.setitem(app.ENDPOINTS, "/v1/chat/completions", chat)
     service = Service("demo")
     service.use(model)
     served = create_app(service)
@@ -324,7 +323,7 @@ def test_what_a_client_waited_for_in_a_child_ends_with_it(scheduler: Scheduler):
 
 def test_a_thread_that_is_stuck_does_not_keep_the_process():
     code = (
-        "import threading; from edgespec.server.daemon_threads import DaemonThreads; "
+        "import threading; from edgespec.server.scheduler import DaemonThreads; "
         "thread = DaemonThreads('x'); assert thread.submit(lambda: 5).result() == 5; "
         "thread.submit(threading.Event().wait); unused = thread.submit(print); unused.cancel(); thread.close()"
     )

@@ -15,12 +15,9 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, LoadOptions, Model
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server.app import create_app
-from edgespec.server.at_rest import at_rest
-from edgespec.server.facts import described
-from edgespec.server.places import Places
-from edgespec.server.residence import Loading
-from edgespec.server.service import Limits, Service
-from edgespec.server.services import Services
+from edgespec.server.facts import at_rest, described
+from edgespec.server.residence import Loading, Places
+from edgespec.server.service import Limits, Service, Services
 from serving import BASE_URL
 
 GGUF, ONNX, DRAFT = "demo", "onnx", "draft"

@@ -20,7 +20,7 @@ from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.chain import CHAIN_PRIOR
+from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.pass_request import Passes, at_once
 from edgespec.reports import RoundRecord

@@ -267,8 +267,9 @@ def _load_on_kernels(
             "--provider cpu"
         )
     if source.max_positions is not None:  # its rotary tables are made as long as they are needed
-        states = {"hidden_states": use.hidden_states, "state_layers": use.state_layers}
-        graph = read_graph(source, cells=settings.context_length, **states)
+        graph = read_graph(
+            source, cells=settings.context_length, hidden_states=use.hidden_states, state_layers=use.state_layers
+        )
     engine = KernelEngine(source, graph, replace(settings, provider="cpu"), config, opened)
     engine.state_layers = use.state_layers
     check_logits(engine, source.path)

@@ -175,7 +175,7 @@ class KernelEngine(BookedEngine):
         self._cache.copy(source, destination, self._book.lengths[source])
 
     def _state(self, sequence: int) -> memoryview:
-        return memoryview(self._cache.read(sequence, np.arange(self._book.lengths[sequence], dtype=np.int32)))
+        return self._cache.read(sequence, np.arange(self._book.lengths[sequence], dtype=np.int32)).data
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._book.settle(sequence, 0)

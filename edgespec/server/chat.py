@@ -1,0 +1,445 @@
+"""`/v1/chat/completions`: OpenAI's chat protocol, with `speculative` in requests and `timings` in answers.
+
+The other chat protocols become a `Chat` first, which `prepare` checks and renders.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+from edgespec import __version__
+from edgespec.chat.marks import reasoning_marks
+from edgespec.chat.messages import num_answered, part_text, unread_kinds
+from edgespec.chat.reasoning import Reasoning, before_structure
+from edgespec.chat.template import Ending, answer_prefix, chat_text, num_characters, render_chat
+from edgespec.chat.tool_forms import Form, call_form
+from edgespec.chat.tools import ToolCall
+from edgespec.config import ReasoningFormat
+from edgespec.errors import EdgespecError, shown
+from edgespec.generation.inputs import require_writer
+from edgespec.reports import TokenEvent
+from edgespec.server.answer import Answer, Piece, logprobs_of, usage
+from edgespec.server.exchange import DONE, Exchange, Work, prompt_progress, sse
+from edgespec.server.http_errors import bad_request
+from edgespec.server.options import (
+    Biases,
+    Logprobs,
+    OpenAiRequest,
+    Tokens,
+    Tools,
+    check_llamacpp,
+    numbered,
+    options_of,
+    require_model,
+    sampling_of,
+    token_limit,
+)
+from edgespec.server.requests import Asked, Fields, read, unsupported
+from edgespec.server.scheduler import Job
+from edgespec.server.service import Loaded
+from edgespec.server.structure import forced_calls, read_structure, structured_behind
+
+REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
+_EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_PROBE = "Answer in one line."
+TEXT_ONLY = "this server reads text only"
+VERBOSITY: Asked = {"verbosity": ("the model decides how much it writes", ("medium",))}
+
+
+class Prediction(Fields):
+    """What most of the answer is expected to be: a text or parts of text."""
+
+    type: Literal["content"]
+    content: Any
+
+
+class Chat(OpenAiRequest, kw_only=True):
+    """A request to `/v1/chat/completions`."""
+
+    noted: ClassVar[Asked] = {**OpenAiRequest.noted, **VERBOSITY}
+    refused: ClassVar[Asked] = {
+        **OpenAiRequest.refused,
+        **dict.fromkeys(("audio", "web_search_options", "moderation"), ("this server has no such feature", ())),
+        **dict.fromkeys(("functions", "function_call"), ("use tools and tool_choice", ())),
+        "modalities": ("this server answers with text only", (["text"],)),
+    }
+    messages: list[Any]
+    logit_bias: Biases | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning_format: ReasoningFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def ending(self) -> Ending:
+        """Where the prompt ends, as in vLLM and llama-server: what is continued gets no beginning of a turn."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other", "add_generation_prompt"
+            )
+        return Ending(self.add_generation_prompt is not False, self.continue_final_message)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of most likely tokens to report; None: no log probabilities at all."""
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def predicted(self) -> str | None:
+        """The text of `prediction`."""
+        if self.prediction is None:
+            return None
+        content = self.prediction.content
+        texts = [part_text(part) for part in (content if isinstance(content, list) else [content])]
+        if None in texts:
+            raise bad_request("prediction.content must be a text or parts of text", "prediction.content")
+        return "".join(text for text in texts if text)
+
+
+def read_chat(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ChatExchange:
+    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    chat = read(Chat, values, notes)
+    return ChatExchange(prepare(loaded, chat, notes), chat)
+
+
+def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
+    """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    model, vocabulary = loaded.model, loaded.model.target.vocabulary
+    require_model(loaded.names, chat.model, notes)
+    require_writer(model.target.facts)
+    template = vocabulary.chat_template
+    if template is None:
+        raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")
+    sampling = sampling_of(chat, loaded, chat.logit_bias)
+    limit = token_limit(
+        max_completion_tokens=chat.max_completion_tokens, max_tokens=chat.max_tokens, n_predict=chat.n_predict
+    )
+    options = options_of(chat, loaded, limit, chat.num_logprobs)
+    options = replace(read_structure(chat, loaded, options, chat.response_format), prediction=chat.predicted)
+    tools, form = _read_tools(chat, template)
+    parallel = chat.parallel_tool_calls is not False
+    if form is not None:
+        options = forced_calls(loaded, options, tools, chat.tool_choice, form, parallel=parallel)
+    arguments, ending = _template_arguments(chat, template, notes), chat.ending
+    check_llamacpp(chat, loaded, notes, has_probs=bool(chat.logprobs))
+    model.require_room(len(chat.messages), "messages")
+    model.require_room(num_characters(chat.messages, tools), "characters")
+    messages = _read_messages(chat, template, notes)
+    prompt_ids = model.encode_chat(
+        messages,
+        tools or None,
+        arguments,
+        add_generation_prompt=ending.opens,
+        continue_final_message=ending.continues,
+    )
+    prefix = answer_prefix(messages, ending)
+    prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
+    reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
+    if reasoning is not None and reasoning.is_open:
+        options = structured_behind(loaded, options, reasoning.marks)
+    # Channels order the parts of a call freely: calls can only be read once the reasoning is told apart.
+    has_to_split = reasoning is not None and reasoning.marks.has_channels and form is not None
+    splits = has_to_split or (chat.reasoning_format or loaded.reasoning_format) != "none"
+    jobs = [
+        Job(prompt_ids, each, options, bool(chat.return_progress), reads_only=limit == 0)
+        for each in numbered(sampling, chat.n or 1)
+    ]
+    return Work(loaded, jobs, tools, form, parallel, reasoning if splits else None)
+
+
+def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str, Any]:
+    """What the chat template is told besides: `chat_template_kwargs`, as in llama.cpp, and whether to reason."""
+    asked = dict(chat.chat_template_kwargs or {})
+    if chat.enable_thinking is not None:  # as some clients send it
+        asked["enable_thinking"] = chat.enable_thinking
+    chosen = {name: value for name, value in asked.items() if name in template}
+    marks = reasoning_marks(template)
+    for name in asked.keys() - chosen.keys():
+        if (name, asked[name]) != ("enable_thinking", False) or marks is not None:
+            notes.append(f"{shown(name)}: the chat template of this model does not use it")
+    effort = chat.reasoning_effort
+    if effort is None:
+        return chosen
+    knows_effort, has_switch = "reasoning_effort" in template, "enable_thinking" in template
+    if knows_effort and not (has_switch and effort == "none"):
+        known = _EFFORTS_OF_CHANNELS.get(effort, effort) if marks is not None and marks.has_channels else effort
+        return {"reasoning_effort": known} | chosen
+    if has_switch and effort in ("none", *REASONING_EFFORTS):
+        return {"enable_thinking": effort != "none"} | chosen
+    if effort not in (("none",) if marks is None else REASONING_EFFORTS):
+        raise unsupported("reasoning_effort", "the chat template of this model has no switch for reasoning")
+    return chosen
+
+
+# -- messages
+
+
+def _read_messages(chat: Chat, template: str, notes: list[str]) -> list[Any]:
+    check_question(chat.messages, [f"messages.{index}.content" for index in range(len(chat.messages))])
+    if kinds := unread_kinds(chat.messages):
+        notes.append(f"messages: {', '.join(kinds)} left out of what was said before: {TEXT_ONLY}")
+    return placed(template, [_as_system(message) for message in chat.messages], notes)
+
+
+def check_question(messages: Sequence[Any], places: Sequence[str]) -> None:
+    """Raises HttpError for a part that is no text in what is to be answered. `places`: of the contents.
+
+    In what came before it such parts are left out.
+    """
+    for message, place in [*zip(messages, places, strict=True)][num_answered(messages) :]:
+        asks = isinstance(message, dict) and message.get("role") in ("user", "system")
+        if asks and (kinds := unread_kinds([message])):
+            raise bad_request(f"{place} has a part of type {kinds[0]}: {TEXT_ONLY}", place)
+
+
+def _as_system(message: Any) -> Any:
+    """Templates know the role `developer` as `system`."""
+    is_developer = isinstance(message, dict) and message.get("role") == "developer"
+    return {**message, "role": "system"} if is_developer else message
+
+
+def placed(template: str, messages: list[Any], notes: list[str]) -> list[Any]:
+    """`messages` with each system message where the chat template shows it: agents send them in mid-conversation.
+
+    Where it shows only one, those that follow it at once join it, and later ones become texts of the user.
+    """
+    if not any(_is_system(message) for message in messages[1:]) or _shows_late_ones(template):
+        return messages
+    found: list[Any] = []
+    is_moved = False
+    for message in messages:
+        was_moved, is_moved = is_moved, _is_system(message) and not all(map(_is_system, found))
+        given = {**message, "role": "user"} if is_moved else message
+        belongs = is_moved or was_moved or _is_system(given)
+        text = _joined(found[-1], given) if found and belongs else None
+        if text is None:
+            found.append(given)
+        else:
+            found[-1] = {**found[-1], "content": text}
+        if is_moved:
+            notes.append("messages: this model shows one system message only: later ones are read as the user's")
+    return found
+
+
+def _joined(one: Any, other: Any) -> str | None:
+    """The text of two messages of one role; None where they are not."""
+    first, second = _text(one), _text(other)
+    if first is None or second is None or one["role"] != other["role"]:
+        return None
+    return "\n\n".join(text for text in (first, second) if text)
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "system"
+
+
+def _text(message: Any) -> str | None:
+    content = message.get("content") if isinstance(message, dict) and "role" in message else None
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if len(known) == len(parts) else None
+
+
+@lru_cache(maxsize=8)
+def _shows_late_ones(template: str) -> bool:
+    """Whether a template shows two system messages at the beginning, and one in the middle."""
+    first, asked, said = ({"role": role, "content": "Hello."} for role in ("system", "user", "assistant"))
+    probe = {"role": "system", "content": _PROBE}
+    try:
+        return all(
+            _PROBE in render_chat(template, messages)
+            for messages in ([first, probe, asked], [first, asked, said, probe, asked])
+        )
+    except EdgespecError:
+        return False
+
+
+# -- tools
+
+
+def _read_tools(chat: Chat, template: str) -> tuple[list[dict[str, Any]], Form | None]:
+    """The tools that the model may call, and how it writes its calls; none where it must not call any."""
+    if not chat.tools:
+        if chat.tool_choice not in (None, "none", "auto"):
+            raise bad_request("tool_choice forces a call, but no tools are given", "tool_choice")
+        return [], None
+    for index, tool in enumerate(chat.tools):
+        _check_tool(tool, f"tools.{index}")
+    if chat.tool_choice == "none":
+        return [], None
+    form = call_form(template)
+    if form is None:
+        why = (
+            "the chat template of this model does not support tools, or its calls have a format that is not known here"
+        )
+        raise bad_request(why, "tools", "unsupported_parameter")
+    return chat.tools, form
+
+
+def _check_tool(tool: Any, where: str) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise bad_request(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
+    name = function.get("name")
+    where += ".function"
+    if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
+        raise bad_request(f"{where}.name must be 1 to 128 letters, digits, _, - or .", f"{where}.name")
+    if not isinstance(function.get("description") or "", str):
+        raise bad_request(f"{where}.description must be a string", f"{where}.description")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise bad_request(f"{where}.parameters must be an object", f"{where}.parameters")
+
+
+# -- beside answers
+
+
+def count_input_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """`/chat/completions/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_chat`."""
+    return {"object": "response.input_tokens", "input_tokens": read_chat(loaded, values, notes).num_prompt_tokens}
+
+
+def apply_template(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """`/apply-template`: the prompt of a chat request as text. Raises as `read_chat`."""
+    chat = read(Chat, values, notes)
+    prepare(loaded, chat, notes)  # which refuses what it would refuse
+    vocabulary = loaded.model.target.vocabulary
+    template = vocabulary.chat_template or ""
+    tools, _ = _read_tools(chat, template)
+    messages, arguments = _read_messages(chat, template, []), _template_arguments(chat, template, [])
+    return {"prompt": chat_text(vocabulary, messages, tools or None, arguments, chat.ending)}
+
+
+# -- answers
+
+
+class OpenAiExchange(Exchange):
+    """A request to one of OpenAI's older paths. `kind`: of its answers; `begins`: their ids."""
+
+    kind, begins = "", ""
+
+    def __init__(self, work: Work, request: OpenAiRequest) -> None:
+        super().__init__(work, is_stream=bool(request.stream))
+        self.includes_usage, self.per_token = request.includes_usage, bool(request.timings_per_token)
+        self.has_logprobs = work.jobs[0].options.logprobs
+        self._id, self._created = f"{self.begins}-{secrets.token_hex(12)}", int(time.time())
+
+    def body(self, choices: list[dict[str, Any]], kind: str, **more: Any) -> dict[str, Any]:
+        """An answer or a part of one."""
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self.name}
+        return head | {"system_fingerprint": f"edgespec-{__version__}", "choices": choices} | more
+
+    def ended(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
+        """A whole answer."""
+        return self.body(choices, self.kind, usage=usage, timings=answers[0].timings, seed=answers[0].ticket.seed)
+
+
+class ChatExchange(OpenAiExchange):
+    """A request to `/v1/chat/completions`."""
+
+    kind, begins = "chat.completion", "chatcmpl"
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = []
+        for index, answer in enumerate(answers):
+            calls = [_call_object(call) for call in answer.calls]
+            content = None if calls and not answer.text.strip() else answer.text
+            message = {"role": "assistant", "content": content, "refusal": None}
+            message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message | ({"tool_calls": calls} if calls else {}),
+                    "logprobs": self._logprobs(answer.tokens, answer.reasoning_tokens),
+                    "finish_reason": answer.finish_reason,
+                }
+            )
+        return self.ended(choices, answers, usage(answers))
+
+    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        for index, answer in enumerate(answers):
+            begins, num_calls = {"role": "assistant", "content": ""}, 0
+            async for piece in answer.pieces():
+                if begins:
+                    yield self._chunk(index, begins)
+                    begins = {}
+                if piece.progress is not None:
+                    yield self._chunk(index, {}, prompt_progress=prompt_progress(piece.progress))
+                if piece.reasoning or piece.reasoning_tokens:
+                    told = self._told(answer, piece.reasoning_shares)
+                    logprobs = self._logprobs([], piece.reasoning_tokens)
+                    yield self._chunk(index, {"reasoning_content": piece.reasoning}, logprobs, **told)
+                if piece.text or piece.tokens:
+                    told = self._told(answer, piece.shares)
+                    yield self._chunk(index, {"content": piece.text}, self._logprobs(piece.tokens), **told)
+                for delta in _call_deltas(piece, num_calls):
+                    yield self._chunk(index, delta)
+                num_calls += len(piece.calls)
+            if begins:
+                yield self._chunk(index, begins)
+            yield self._chunk(index, {}, None, answer.finish_reason, timings=answer.timings, seed=answer.ticket.seed)
+        if self.includes_usage:
+            yield sse(self.body([], "chat.completion.chunk", usage=usage(answers)))
+        yield DONE
+
+    def _told(self, answer: Answer, shares: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
+        """With `timings_per_token`: the timings so far, and each token's text with the drafter that proposed it."""
+        if not self.per_token:
+            return {}
+        return {"timings": answer.timings, "tokens": [{"text": text, "drafter": drafter} for text, drafter in shares]}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **more: Any,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        empty: dict[str, Any] = {"usage": None} if self.includes_usage else {}
+        return sse(self.body([choice], "chat.completion.chunk", **empty, **more))
+
+    def _logprobs(
+        self, tokens: Sequence[TokenEvent], reasoning_tokens: Sequence[TokenEvent] = ()
+    ) -> dict[str, Any] | None:
+        """Those of the answer as `content`; those of its reasoning apart, so that `content` joins to the text."""
+        if not self.has_logprobs:
+            return None
+        found: dict[str, Any] = {"content": logprobs_of(self.vocabulary, tokens), "refusal": None}
+        reasoned = logprobs_of(self.vocabulary, reasoning_tokens)
+        return found | ({"reasoning_content": reasoned} if reasoned else {})
+
+
+def _call_deltas(piece: Piece, num_calls: int) -> list[dict[str, Any]]:
+    """A call's first delta has its id and name, the second its arguments; both have its index."""
+    deltas: list[dict[str, Any]] = []
+    for index, call in enumerate(piece.calls, num_calls):
+        first = _call_object(ToolCall(call.name, "", call.id))
+        deltas.append({"tool_calls": [{"index": index} | first]})
+        deltas.append({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
+    return deltas
+
+
+def _call_object(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
