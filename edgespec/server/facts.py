@@ -21,7 +21,7 @@ from edgespec.config import POOLINGS, LoadOptions
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.file_facts import FileFacts
+from edgespec.loading.opening import FileFacts
 from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
 from edgespec.sampling import Sampling
