@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -13,13 +13,11 @@ from edgespec.cli import FilePath
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
+from edgespec.config import Sampling
 from edgespec.config.options import SETTINGS
 from edgespec.config.sources import Settings, resolve
 from edgespec.config.table import Part, Setting
 from edgespec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from edgespec.sampling import Sampling
 
 
 class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
@@ -119,6 +117,4 @@ def resolve_settings(
 
 def sampling_of(settings: Settings) -> Sampling:
     """The sampling settings, with a fresh seed where none or -1 is given."""
-    from edgespec.sampling import Sampling  # not at the top: commands that load nothing do without
-
     return Sampling(**settings.part("sampling")).seeded()

@@ -21,8 +21,8 @@ from edgespec.memory.fit import chosen_context, fit
 from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
+    from edgespec.config import Sampling
     from edgespec.runtime import Model
-    from edgespec.sampling import Sampling
     from edgespec.server.residence import Loading
     from edgespec.server.service import Described, Service
 

@@ -11,9 +11,9 @@ from edgespec.cli import has_escapes, printable, wrapped
 from edgespec.config import LOSSY, GenerateOptions, RuleName
 
 if TYPE_CHECKING:
+    from edgespec.config import Sampling
     from edgespec.reports import Stats
     from edgespec.runtime import Model  # commands that load nothing do not pay for these imports
-    from edgespec.sampling import Sampling
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"
