@@ -43,6 +43,7 @@ RANKS = {
 ENGINES_MAY_USE = {"closing", "errors", "installation", "config.values", "types", "vocabulary", "engines"}
 ENGINES_MAY_USE |= {"formats", "platform", "kernels"}
 DRAFTERS_MAY_USE = {
+    "config",
     "errors",
     "types",
     "vocabulary",
