@@ -11,7 +11,7 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from edgespec.config import GenerateOptions, Sampling
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import PromptError
 from edgespec.generation.handle import Result
 from edgespec.runtime import Model

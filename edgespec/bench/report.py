@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from edgespec import __version__
 from edgespec.bench.runner import Measurement, Task, Trial
-from edgespec.config import GenerateOptions, Sampling
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
 

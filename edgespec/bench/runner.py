@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.config import GenerateOptions, Sampling, keywords_of
+from edgespec.config.options import GenerateOptions, Sampling, keywords_of
 from edgespec.reports import RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model, load
 

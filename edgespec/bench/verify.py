@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-from edgespec.config import GenerateOptions, Sampling
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.generation.totals import Totals
 from edgespec.loading.sample_prompts import PROMPTS, BuiltInPrompt
 from edgespec.reports import Stats

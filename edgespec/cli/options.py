@@ -13,8 +13,7 @@ from edgespec.cli import FilePath
 from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
-from edgespec.config import Sampling
-from edgespec.config.options import SETTINGS
+from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve
 from edgespec.config.table import Part, Setting
 from edgespec.errors import ConfigError

@@ -17,8 +17,8 @@ from edgespec.cli.options import resolve_settings, settings_options
 from edgespec.cli.served_models import API_KEY, OF_ONE_MODEL, served_models
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config import MAX_PARALLEL, ServeOptions
-from edgespec.config.options import STRUCTURE
+from edgespec.config.options import STRUCTURE, ServeOptions
+from edgespec.config.values import MAX_PARALLEL
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command, is_importable
 

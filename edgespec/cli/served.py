@@ -11,8 +11,9 @@ import click
 from edgespec.chat.template import read_template
 from edgespec.cli.options import sampling_of
 from edgespec.cli.session import open_session, show_beginning
-from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.config.sources import Settings
+from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -21,7 +22,7 @@ from edgespec.memory.fit import chosen_context, fit
 from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
-    from edgespec.config import Sampling
+    from edgespec.config.options import Sampling
     from edgespec.runtime import Model
     from edgespec.server.residence import Loading
     from edgespec.server.service import Described, Service

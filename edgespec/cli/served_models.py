@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.chat.template import read_template
 from edgespec.cli.served import Served, SharedMemory
-from edgespec.config import LoadOptions, ServeOptions
+from edgespec.config.options import LoadOptions, ServeOptions
 from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 from edgespec.formats.manifest import ModelPair

@@ -22,9 +22,9 @@ from edgespec.cli.terminal import (
     stats_lines,
     verbosity,
 )
-from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions, Sampling, SessionOptions
-from edgespec.config.options import REMEMBERING
+from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings
+from edgespec.config.values import RANDOM_SEED
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.drafts import new_draft_hint

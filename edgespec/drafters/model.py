@@ -12,7 +12,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from edgespec.config import MAX_TEMPERATURE
+from edgespec.config.options import MAX_TEMPERATURE
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.base import Engine

@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli_w
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import SamplingError
 from edgespec.formats.manifest import MANIFEST, MANIFEST_FORMAT

@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from statistics import median
 
-from edgespec.config import DrafterName, GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions
+from edgespec.config.values import DrafterName
 from edgespec.control.advice import Evidence, advice
 from edgespec.control.length import ceiling
 from edgespec.control.measure import file_curve

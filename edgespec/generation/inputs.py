@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from edgespec.config import GenerateOptions, Sampling
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.base import EngineFacts
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
 from edgespec.types import TokenIds

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName, Sampling
+from edgespec.config.options import GenerateOptions, LoadOptions, Sampling
+from edgespec.config.values import DrafterName, RuleName
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, PromptError, SamplingError, shown
 from edgespec.generation.inputs import checked_ids, of_kind, require_writer

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from edgespec.closing import closed_on_failure
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter

@@ -17,7 +17,8 @@ from msgspec import Meta
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import call_form
-from edgespec.config import POOLINGS, LoadOptions, Sampling
+from edgespec.config.options import LoadOptions, Sampling
+from edgespec.config.values import POOLINGS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
 from edgespec.formats.manifest import ModelPair

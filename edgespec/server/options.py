@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from edgespec.config import GenerateOptions, Sampling
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import SamplingError
 from edgespec.server.http_errors import bad_request
 from edgespec.server.requests import Asked, Fields, one_of, wrong

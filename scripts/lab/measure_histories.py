@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.corpus.learnt import MAX_TOKENS

@@ -21,7 +21,7 @@ from edgespec.bench.prompts import (
     random_text,
     with_synthetic,
 )
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from table_engine import LetterVocabulary

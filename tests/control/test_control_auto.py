@@ -9,7 +9,7 @@ from itertools import chain, repeat
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, FixedLength
 from edgespec.control.choice import DrafterState

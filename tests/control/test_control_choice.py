@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.control.choice import BEST, NEVER, Hedge, add_ucb_bonus, choice_of
 from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.round import UnusedDraft, UnusedDrafts

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.cache import MAX_VOCABULARY, SIZES, CacheDrafter, CountTable, GrowingCounts, keys_of
 from edgespec.errors import CapabilityError

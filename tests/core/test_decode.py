@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.control.base import FixedLength, Proposal
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter

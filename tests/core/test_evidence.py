@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.drafters.growth import evidence_of
 from edgespec.sampling import Sampler
 from edgespec.sampling.noise import Stream

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.base import Drafter, DraftRequest

@@ -12,7 +12,7 @@ import pytest
 
 from edgespec.chat.messages import checked_messages
 from edgespec.chat.template import encode_rendered, render_chat
-from edgespec.config import MAX_TEMPERATURE, GenerateOptions, LoadOptions, Sampling, SessionOptions
+from edgespec.config.options import MAX_TEMPERATURE, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.drafters.model import DraftTemperature
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
 from edgespec.generation.inputs import checked_ids

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.errors import EngineError, SamplingError
 from edgespec.sampling import Sampler, top_ids
 from edgespec.sampling.noise import Noise, Stream

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.errors import CapabilityError
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import block, coupled, rejection, typical

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import FixedLength
 from edgespec.control.cost import CostCurve

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle3 import Eagle3Drafter

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.base import DraftRequest

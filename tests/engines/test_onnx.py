@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from demo import DEMO, TEST_THREADS
-from edgespec.config import GenerateOptions, Sampling
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.library import library, run_options

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from edgespec.cli import main as cli_main
-from edgespec.config import Sampling
+from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.training.heads import build_heads_trainer, head_file, train_heads
