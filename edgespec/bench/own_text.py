@@ -11,11 +11,10 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import PromptError
 from edgespec.generation.handle import Result
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 from edgespec.types import TokenIds
 
 QUESTION_TOKENS, ANSWER_TOKENS = 96, 256  # at most

@@ -24,7 +24,7 @@ from edgespec.cli.skippable import Stopping, unless_skipped
 from edgespec.cli.status import Stages, waiting
 from edgespec.cli.stdin import is_interactive
 from edgespec.cli.terminal import note, reply, verbosity
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.sources import Settings
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair

@@ -19,8 +19,7 @@ from edgespec.cli import FilePath, printable, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
-from edgespec.config import LoadOptions
-from edgespec.config.options import REMEMBERING
+from edgespec.config.options import REMEMBERING, LoadOptions
 from edgespec.config.sources import resolve
 from edgespec.corpus.database import (
     MAX_BUDGET_BYTES,

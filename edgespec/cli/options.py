@@ -4,79 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from edgespec.cli import FilePath
 from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
-from edgespec.config.habits import CALLED, INSTEAD, did_you_mean
-from edgespec.config.options import SETTINGS
+from edgespec.config.habits import CALLED, INSTEAD
+from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve
-from edgespec.config.table import Kind, Part, Setting, contents
+from edgespec.config.table import Part, Setting
 from edgespec.errors import ConfigError
 
-if TYPE_CHECKING:
-    from edgespec.sampling import Sampling
 
+class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
+    """What a setting may be, read as in the environment."""
 
-class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """A whole number, or one of the `words`, of which auto is one."""
-
-    name = "length"
-
-    def __init__(self, words: str) -> None:
-        self._words = words
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self.name = setting, setting.kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "auto" or isinstance(value, int):
-            return value
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a whole number nor {self._words}", param, ctx)
+        return self._setting.parse(value, f"--{self._setting.key}") if isinstance(value, str) else value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if self._setting.kind in ("path", "contents"):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(choice) for choice in self._setting.choices if choice.startswith(incomplete)]
 
 
-class _Context(_Length):
-    """A context in tokens, auto for what fits, or max for the model's own, which is 0."""
-
-    name = "context"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return 0 if value == "max" else super().convert(value, param, ctx)
-
-
-class _Choice(click.Choice):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """One of a few names; another one names the nearest."""
-
-    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        return f"{value!r} is not known; allowed: {', '.join(self.choices)}{did_you_mean(str(value), self.choices)}"
-
-
-class _Contents(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """What a file holds, or a JSON object itself."""
-
-    name = "contents"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if param is None:
-            return contents(value, "the command line", is_json=False)
-        return contents(value, f"--{param.opts[-1].lstrip('-')}", is_json=param.name == "json_schema")
-
-
-_TYPES: dict[Kind, Any] = {
-    "text": str,
-    "path": FilePath(),
-    "integer": int,
-    "number": float,
-    "switch": bool,
-    "texts": str,
-    "length": _Length("auto"),
-    "context": _Context("auto or max"),
-    "size": str,
-    "contents": _Contents(),
-}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -134,7 +91,7 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
     if setting.kind == "switch":
         flags[-1] += f"/--no-{setting.key}"
     else:
-        kwargs["type"] = _Choice(setting.choices) if setting.choices else _TYPES[setting.kind]
+        kwargs["type"] = str if setting.kind == "texts" else _Value(setting)
     return click.option(setting.name, *flags, cls=SettingOption, setting=setting, **kwargs)
 
 
@@ -159,8 +116,6 @@ def resolve_settings(
 
 def sampling_of(settings: Settings) -> Sampling:
     """The sampling settings, with a fresh seed where none or -1 is given."""
-    from edgespec.sampling import Sampling  # not at the top: commands that load nothing do without
-
     return Sampling(**settings.part("sampling")).seeded()
 
 

@@ -10,8 +10,7 @@ import click
 
 from edgespec.cli import say
 from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
-from edgespec.config import LoadOptions
-from edgespec.config.options import REMEMBERING
+from edgespec.config.options import REMEMBERING, LoadOptions
 from edgespec.config.values import as_size
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers

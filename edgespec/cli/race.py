@@ -40,8 +40,7 @@ from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.config import SessionOptions
-from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
+from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE, SessionOptions
 from edgespec.errors import ConfigError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import write_atomically

@@ -19,9 +19,9 @@ from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_setting
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config import MAX_PARALLEL, RANDOM_SEED, GenerateOptions, LoadOptions, ServeOptions
-from edgespec.config.options import STRUCTURE
+from edgespec.config.options import STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
 from edgespec.config.sources import Settings
+from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -31,8 +31,8 @@ from edgespec.memory.fit import chosen_context, fit
 from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
+    from edgespec.config.options import Sampling
     from edgespec.runtime import Model
-    from edgespec.sampling import Sampling
     from edgespec.server.residence import Loading
     from edgespec.server.run import Binding
     from edgespec.server.service import Described, Limits, Service, Services

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions
+from edgespec.config.values import DrafterName, DraftLength
 from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength

@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.config import DrafterName, EngineName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName, EngineName
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.accuracy import ExportRefused
 from edgespec.export.request import ExportRequest

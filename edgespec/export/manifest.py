@@ -10,11 +10,11 @@ from typing import Any
 
 import tomli_w
 
+from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import SamplingError
 from edgespec.formats.manifest import MANIFEST, MANIFEST_FORMAT
 from edgespec.platform.files import write_atomically
-from edgespec.sampling import Sampling
 
 # name in generation_config.json -> name in a manifest
 SAMPLING_NAMES = {

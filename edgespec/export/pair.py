@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.config import EngineName
+from edgespec.config.values import EngineName
 from edgespec.errors import ConfigError
 from edgespec.export.file_checks import check_stages
 from edgespec.export.given_heads import STAGE as GIVEN_HEADS

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.control.length import ceiling
 from edgespec.control.pool import DrafterPool
 from edgespec.engines.base import Engine

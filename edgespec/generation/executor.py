@@ -14,7 +14,8 @@ from time import monotonic
 from weakref import WeakSet
 
 from edgespec.chat.template import answer_opening
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName
 from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError

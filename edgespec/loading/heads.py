@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.eagle import EagleDrafter, LayersEagleDrafter
 from edgespec.drafters.head_layer import numpy_layer

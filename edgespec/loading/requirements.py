@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import MAX_DRAFT_LENGTH, DrafterName
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse

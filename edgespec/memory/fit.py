@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.llamacpp.library import has_gpu

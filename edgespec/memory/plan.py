@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.values import MemoryBudget, as_size, parse_budget
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS

@@ -20,7 +20,7 @@ from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import Ending, answer_prefix, chat_text, num_characters, render_chat
 from edgespec.chat.tool_forms import Form, call_form
 from edgespec.chat.tools import ToolCall
-from edgespec.config import ReasoningFormat
+from edgespec.config.values import ReasoningFormat
 from edgespec.errors import EdgespecError, shown
 from edgespec.generation.inputs import require_writer
 from edgespec.reports import TokenEvent

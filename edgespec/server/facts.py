@@ -17,14 +17,14 @@ from msgspec import Meta
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import call_form
-from edgespec.config import POOLINGS, LoadOptions
+from edgespec.config.options import LoadOptions, Sampling
+from edgespec.config.values import POOLINGS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.file_facts import FileFacts
+from edgespec.loading.opening import FileFacts
 from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import require_model
 from edgespec.server.requests import Fields, read, wrong

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate, product
 from typing import Self
 
-from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.engines.base import EngineFacts
 from edgespec.reports import RoundRecord, Stats
 

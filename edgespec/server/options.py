@@ -13,9 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import SamplingError
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import bad_request
 from edgespec.server.requests import Asked, Fields, one_of, wrong
 from edgespec.server.service import Loaded, Names, unknown_model

@@ -23,14 +23,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.reports import FinishReason, PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics, answer_line
 from edgespec.types import TokenIds

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from edgespec.config import GenerateOptions, ReasoningFormat
+from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.config.values import ReasoningFormat
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
 from edgespec.server.requests import wrong

@@ -26,7 +26,7 @@ from typing import Any
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.config import DRAFTERS, DrafterName, DraftLength
+from edgespec.config.values import DRAFTERS, DrafterName, DraftLength
 from edgespec.drafters.spec import DRAFT, HEAD_FILES, SPECS
 from edgespec.loading.registry import resolve
 

@@ -21,9 +21,9 @@ from edgespec.bench.prompts import (
     random_text,
     with_synthetic,
 )
+from edgespec.config.options import Sampling
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.sampling import Sampling
 from table_engine import LetterVocabulary
 
 VOCABULARY = LetterVocabulary(12, end_id=11)

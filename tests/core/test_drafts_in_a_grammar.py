@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
@@ -17,7 +18,7 @@ from edgespec.engines.head import Confidences, States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints

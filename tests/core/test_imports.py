@@ -22,7 +22,7 @@ PACKAGE = Path(edgespec.__file__).parent
 # A part of a subpackage that ranks below the rest of it has a line of its own: it is a component too.
 RANKS = {
     **dict.fromkeys(("errors", "closing"), -1),
-    **dict.fromkeys(("installation", "reports", "vocabulary", "config.values", "platform"), 0),
+    **dict.fromkeys(("installation", "reports", "vocabulary", "platform"), 0),
     **dict.fromkeys(("types", "config", "formats", "contained"), 1),
     **dict.fromkeys(("kernels",), 1.5),
     **dict.fromkeys(("chat", "engines"), 2),
@@ -40,9 +40,10 @@ RANKS = {
     **dict.fromkeys(("cli",), 14),
     **dict.fromkeys(("__main__",), 15),
 }
-ENGINES_MAY_USE = {"closing", "errors", "installation", "config.values", "types", "vocabulary", "engines"}
+ENGINES_MAY_USE = {"closing", "errors", "installation", "config", "types", "vocabulary", "engines"}
 ENGINES_MAY_USE |= {"formats", "platform", "kernels"}
 DRAFTERS_MAY_USE = {
+    "config",
     "errors",
     "types",
     "vocabulary",

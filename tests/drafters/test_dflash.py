@@ -15,7 +15,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.pair import find_aim, rank
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.heads import DFlashDrafter
 from edgespec.engines.features import WINDOW

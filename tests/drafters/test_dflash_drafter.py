@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import FixedLength
 from edgespec.control.cost import CostCurve
@@ -20,7 +21,7 @@ from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds

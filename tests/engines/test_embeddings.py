@@ -17,7 +17,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.cli.main import cli
-from edgespec.config import POOLINGS
+from edgespec.config.values import POOLINGS
 from edgespec.engines.base import Engine
 from edgespec.errors import (
     BatchError,

@@ -12,7 +12,7 @@ import pytest
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp import devices
 from edgespec.engines.llamacpp.devices import Device
 from edgespec.errors import CapabilityError, ConfigError

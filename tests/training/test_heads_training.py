@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from edgespec.cli import main as cli_main
+from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.export.training.heads import build_heads_trainer, head_file, train_heads
@@ -37,7 +38,7 @@ from edgespec.export.training.inherit import load_target
 from edgespec.export.training.preparation import prepare
 from edgespec.export.training.request import flag
 from edgespec.formats.head_file import read_head_file
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from tiny_training import nothing, write_target
 
 KINDS = ("medusa", "eagle")

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from demo_training.generation import generate
 from demo_training.network import Network
-from edgespec.sampling import Sampler, Sampling
+from edgespec.config.options import Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.noise import Stream
 
 TEMPERATURE = 0.8
