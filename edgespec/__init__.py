@@ -8,11 +8,10 @@ TYPE_CHECKING = False  # typing itself takes longer to import than all else here
 if TYPE_CHECKING:
     from typing import Any
 
-    from edgespec.config import GenerateOptions, LoadOptions
+    from edgespec.config.options import GenerateOptions, LoadOptions, Sampling
     from edgespec.generation.handle import Generation, Result
     from edgespec.reports import Stats, TokenEvent
     from edgespec.runtime import Model, load
-    from edgespec.sampling import Sampling
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,8 +29,8 @@ __all__ = [
     "load",
 ]
 _HOMES = {"Model": "runtime", "load": "runtime", "Generation": "generation.handle", "Result": "generation.handle"}
-_HOMES |= {"Sampling": "sampling", "Stats": "reports", "TokenEvent": "reports"}
-_HOMES |= {"GenerateOptions": "config", "LoadOptions": "config"}
+_HOMES |= {"Sampling": "config.options", "Stats": "reports", "TokenEvent": "reports"}
+_HOMES |= {"GenerateOptions": "config.options", "LoadOptions": "config.options"}
 
 
 def __getattr__(name: str) -> Any:

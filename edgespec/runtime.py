@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters, read_template
 from edgespec.closing import Closing, closed_on_failure
-from edgespec.config import LOSSY, DrafterName, GenerateOptions, LoadKeywords, LoadOptions, RuleName
+from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, Sampling
+from edgespec.config.values import LOSSY, DrafterName, RuleName
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.control.pool import DrafterPool
@@ -43,7 +44,6 @@ from edgespec.memory.plan import Room
 from edgespec.memory.watch import MemoryReport
 from edgespec.platform.memory import keep_one_arena
 from edgespec.reports import RoundRecord, Stats
-from edgespec.sampling import Sampling
 from edgespec.types import Progress
 
 if TYPE_CHECKING:

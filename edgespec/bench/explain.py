@@ -15,7 +15,7 @@ from typing import Any
 
 from edgespec.bench.report import Side
 from edgespec.bench.sweep import PLAIN, Choice, Sweep
-from edgespec.config import DrafterName
+from edgespec.config.values import DrafterName
 from edgespec.control.length import ceiling, expected_speedup
 from edgespec.errors import ConfigError
 from edgespec.reports import RoundRecord
@@ -76,7 +76,9 @@ def costs_of(model: Model, plain: Side, drafted: Side) -> Costs | None:
     overhead_s = drafted.total("overhead_s") / rounds
     context = int((drafted.total("prompt_tokens") + drafted.total("new_tokens") / 2) / max(len(drafted.runs), 1))
     pass_s = model.cost_curve.table(min(context, model.context_length))
-    round_s = [plain_s if width == 1 else seconds + overhead_s for width, seconds in enumerate(pass_s)]
+    # The curve is that of a quiet machine; these runs may have been slower.
+    pace = sum(r.verify_s for r in records) / sum(pass_s[r.width] for r in records) if records else 1.0
+    round_s = [plain_s if width == 1 else pace * seconds + overhead_s for width, seconds in enumerate(pass_s)]
     tested = sum(record.accepted_tokens + (record.accepted_tokens < record.depth) for record in drafting)
     accepted = sum(record.accepted_tokens for record in drafting)
     share = len(drafting) / len(records) if records else 1.0
@@ -197,7 +199,7 @@ def explain_lines(sweep: Sweep) -> Iterator[str]:
     costs = explained(sweep)
     drafter = explained_drafter(sweep.model)
     if costs is None:
-        yield "nothing to explain: too few tokens were decoded"
+        yield "nothing to explain: too few tokens were decoded, or this model cannot speculate"
         return
     shares = f"{costs.acceptance:.0%} of tested tokens accepted, drafts in {costs.drafting:.0%} of rounds"
     yield f"drafter {drafter}: {shares}"

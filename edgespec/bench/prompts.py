@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.config.habits import did_you_mean
+from edgespec.config.options import Sampling
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import read_text
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 from edgespec.vocabulary import Vocabulary
 
 HOT_TEMPERATURE = 1.5

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from edgespec import __version__
 from edgespec.bench.runner import Measurement, Task, Trial
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 
 FORMAT = 2
 NUM_BINS = 10

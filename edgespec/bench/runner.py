@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.config import GenerateOptions, keywords_of
+from edgespec.config.options import GenerateOptions, Sampling, keywords_of
 from edgespec.reports import RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model, load
-from edgespec.sampling import Sampling
 
 _WARM_UP_TOKENS = 16
 OnToken = Callable[[str, TokenEvent, float], None]

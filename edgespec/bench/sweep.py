@@ -14,7 +14,8 @@ from typing import Any
 
 from edgespec.bench.report import Side
 from edgespec.bench.runner import Measurement, Task, measure
-from edgespec.config import DrafterName, DraftLength, GenerateOptions
+from edgespec.config.options import GenerateOptions
+from edgespec.config.values import DrafterName, DraftLength
 from edgespec.runtime import Model
 
 LENGTHS = (2, 4, 8)

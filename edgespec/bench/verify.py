@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.generation.totals import Totals
 from edgespec.loading.sample_prompts import PROMPTS, BuiltInPrompt
 from edgespec.reports import Stats
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 
 _WARM_UP_TOKENS = 8
 

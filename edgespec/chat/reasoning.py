@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, Self
 from edgespec.chat.marks import ANSWER_HEADER, ChannelSplitter, Marks, begun, control_text, reasoning_marks
 from edgespec.chat.tool_forms import call_form
 from edgespec.chat.tools import ToolCall, ToolParser
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions
 from edgespec.errors import CapabilityError, PromptError
 from edgespec.vocabulary import IncrementalDecoder, Vocabulary
 

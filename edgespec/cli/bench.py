@@ -28,10 +28,9 @@ from edgespec.bench.runner import Runner, Task, Trial, load_standard, tasks_of
 from edgespec.bench.sweep import Sweep, fixed_choices, sweep_json, sweep_lines
 from edgespec.bench.table import shown, table_lines
 from edgespec.cli import FilePath
-from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE

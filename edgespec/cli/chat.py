@@ -10,9 +10,8 @@ import click
 from edgespec.cli import FilePath, as_typed
 from edgespec.cli.dialogue import Chat, SavedChat
 from edgespec.cli.first_model import CHOSEN_HERE, first_model
-from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.main import exit_code
-from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import open_session, require_chat_template, show_beginning
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.stdin import ReadLine, file_text, is_interactive, line_reader, read_message

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from edgespec.cli import FilePath, printable, say
 from edgespec.cli.terminal import note
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
 from edgespec.corpus.database import (
     MAX_BUDGET_BYTES,

@@ -16,7 +16,7 @@ from edgespec.cli.interrupt import stops
 from edgespec.cli.session import Session
 from edgespec.cli.stdin import typing_unseen
 from edgespec.cli.terminal import counted, detail, note, reply
-from edgespec.config import RANDOM_SEED
+from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import EdgespecError, StateError
 from edgespec.generation.totals import Totals
 from edgespec.platform.files import write_errors

@@ -24,7 +24,6 @@ from edgespec.platform import disk_cache
 FIRST = "smollm2-135m"
 CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from
 _KEY = disk_cache.key_of("first model", FIRST)
-_ANSWERED = disk_cache.a_record({"wanted": disk_cache.flag})
 
 
 def first_model(settings: Settings) -> str | None:
@@ -46,7 +45,7 @@ def _usable() -> str | None:
 
 
 def _fetched() -> str | None:
-    if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, _ANSWERED) is not None:
+    if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, bool) is not None:
         return None
     if not _runs_ggufs():
         note(f"no model named: using the demo. To get a real model, first run {install_command('llamacpp')}")
@@ -59,7 +58,7 @@ def _fetched() -> str | None:
     )
     click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
     if not click.confirm(f"Get {FIRST}?", default=True, err=True):
-        disk_cache.put("asked", _KEY, {"wanted": False})
+        disk_cache.put("asked", _KEY, False)
         note(f"edgespec pull {FIRST} gets it later")
         return None
     try:

@@ -10,14 +10,13 @@ from typing import Any
 
 import click
 
-from edgespec.cli.help import GroupedOption, SettingsCommand
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
 from edgespec.cli.stdin import text_behind, whole_input
 from edgespec.cli.terminal import complain, length_note
-from edgespec.config import GenerateOptions, SessionOptions
+from edgespec.config.options import GenerateOptions, SessionOptions
 from edgespec.config.values import MAX_TOP_LOGPROBS
 from edgespec.errors import ConfigError, ModelNotFound, PromptError, shown
 from edgespec.generation.handle import Generation, Result

@@ -1,83 +1,39 @@
-"""click options made from the settings table, and the typed options made from what was given."""
+"""click options made from the settings table, their `--help` by group, and the typed options of what was given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from edgespec.cli import FilePath
-from edgespec.cli.help import GroupedOption, SettingOption, help_all_option
 from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
-from edgespec.config.habits import did_you_mean
-from edgespec.config.options import SETTINGS
+from edgespec.config.habits import CALLED, INSTEAD
+from edgespec.config.options import SETTINGS, Sampling
 from edgespec.config.sources import Settings, resolve
-from edgespec.config.table import Kind, Part, Setting, contents
+from edgespec.config.table import Part, Setting
 from edgespec.errors import ConfigError
 
-if TYPE_CHECKING:
-    from edgespec.sampling import Sampling
 
+class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
+    """What a setting may be, read as in the environment."""
 
-class _Length(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """A whole number, or one of the `words`, of which auto is one."""
-
-    name = "length"
-
-    def __init__(self, words: str) -> None:
-        self._words = words
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self.name = setting, setting.kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "auto" or isinstance(value, int):
-            return value
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a whole number nor {self._words}", param, ctx)
+        return self._setting.parse(value, f"--{self._setting.key}") if isinstance(value, str) else value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if self._setting.kind in ("path", "contents"):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(choice) for choice in self._setting.choices if choice.startswith(incomplete)]
 
 
-class _Context(_Length):
-    """A context in tokens, auto for what fits, or max for the model's own, which is 0."""
-
-    name = "context"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return 0 if value == "max" else super().convert(value, param, ctx)
-
-
-class _Choice(click.Choice):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """One of a few names; another one names the nearest."""
-
-    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        return f"{value!r} is not known; allowed: {', '.join(self.choices)}{did_you_mean(str(value), self.choices)}"
-
-
-class _Contents(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """What a file holds, or a JSON object itself."""
-
-    name = "contents"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if param is None:
-            return contents(value, "the command line", is_json=False)
-        return contents(value, f"--{param.opts[-1].lstrip('-')}", is_json=param.name == "json_schema")
-
-
-_TYPES: dict[Kind, Any] = {
-    "text": str,
-    "path": FilePath(),
-    "integer": int,
-    "number": float,
-    "switch": bool,
-    "texts": str,
-    "length": _Length("auto"),
-    "context": _Context("auto or max"),
-    "size": str,
-    "contents": _Contents(),
-}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -135,7 +91,7 @@ def _option(setting: Setting, *, hidden: bool) -> Callable[[Function], Function]
     if setting.kind == "switch":
         flags[-1] += f"/--no-{setting.key}"
     else:
-        kwargs["type"] = _Choice(setting.choices) if setting.choices else _TYPES[setting.kind]
+        kwargs["type"] = str if setting.kind == "texts" else _Value(setting)
     return click.option(setting.name, *flags, cls=SettingOption, setting=setting, **kwargs)
 
 
@@ -160,6 +116,117 @@ def resolve_settings(
 
 def sampling_of(settings: Settings) -> Sampling:
     """The sampling settings, with a fresh seed where none or -1 is given."""
-    from edgespec.sampling import Sampling  # not at the top: commands that load nothing do without
-
     return Sampling(**settings.part("sampling")).seeded()
+
+
+# -- --help: options by group, the common ones first; all of them with --help-all
+
+
+OWN, OTHER = "Options", "Other"  # the sections of what one command alone takes, and of what all take
+_SECTIONS = (OWN, "Model", "Hardware", "Speculation", "Sampling", "Answer", "Output", OTHER)
+_TITLES = {"Sampling": "Sampling (a model may come with defaults of its own)"}
+_SHOWS_ALL = "edgespec.help-all"
+_MOST_CHOICES = 40  # characters of choices that stand beside a flag; longer lists only with --help-all
+_WIDEST_FLAGS = 28  # columns; a longer flag has its text on the next line
+
+
+def show(value: Any) -> str:
+    """A setting's value as a user writes it."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+class GroupedOption(click.Option):
+    """An option with its section of --help; `is_basic`: listed without --help-all too."""
+
+    def __init__(
+        self, declarations: Sequence[str], *, group: str = OTHER, is_basic: bool = True, **attributes: Any
+    ) -> None:
+        super().__init__(declarations, **attributes)
+        self.group, self.is_basic = group, is_basic
+
+
+class SettingOption(GroupedOption):
+    def __init__(self, declarations: Sequence[str], *, setting: Setting, **attributes: Any) -> None:
+        super().__init__(declarations, group=setting.group, is_basic=setting.is_basic, **attributes)
+        self.setting = setting
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        flags = [
+            flag for flag in self.opts if shows_all or flag == f"--{self.setting.key}" or not flag.startswith("--")
+        ]
+        if self.setting.kind == "switch":
+            flags = [f"--[no-]{self.setting.key}"]
+        value = "" if self.setting.kind == "switch" else f" {_value(self.setting)}"
+        choices = "|".join(self.setting.choices)
+        listed = f": {', '.join(self.setting.choices)}" if shows_all and len(choices) > _MOST_CHOICES else ""
+        text, bracket, without = self.setting.help.partition(" [")
+        return f"{', '.join(flags)}{value}", f"{text}{listed}{bracket}{without}{_default(self.setting)}"
+
+
+def _value(setting: Setting) -> str:
+    choices = "|".join(setting.choices)
+    if choices:
+        return choices if len(choices) <= _MOST_CHOICES else "NAME"
+    kinds = {"integer": "N", "number": "X", "path": "FILE"}
+    return setting.metavar or kinds.get(setting.kind, "TEXT")
+
+
+def _default(setting: Setting) -> str:
+    is_said = setting.help.endswith("]") or setting.default in (None, (), "")
+    return "" if is_said else f" [{show(setting.default)}]"
+
+
+class SettingsCommand(click.Command):
+    """A command whose options are listed by group."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, but a long name behind one dash is no short option with a value: -temp is not -t emp."""
+        flags = {flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)}
+        for word in args[: args.index("--") if "--" in args else None]:
+            is_name = f"-{word}" in flags or not {word[1:]}.isdisjoint((*CALLED, *INSTEAD))
+            if len(word) > 2 and word.startswith("-") and word not in flags and is_name:
+                raise click.NoSuchOption(word, ctx=ctx)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
+        for param in self.get_params(ctx):
+            if (
+                not isinstance(param, click.Option)
+                or param.hidden
+                or not (shows_all or getattr(param, "is_basic", True))
+            ):
+                continue
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections[OTHER if "--help" in param.opts else getattr(param, "group", OWN)].append(record)
+        rows = [row for section in sections.values() for row in section]
+        width = max(len(flags) for flags, _ in rows if len(flags) <= _WIDEST_FLAGS)
+        formatter.write_paragraph()
+        for name, section in sections.items():
+            if section:  # without the empty line that click puts before each: all of it should fit on a screen
+                formatter.write(f"{_TITLES.get(name, name)}:\n")
+                with formatter.indentation():
+                    formatter.write_dl([(flags.ljust(width), text) for flags, text in section], col_max=width)
+
+
+def help_all_option() -> Callable[[Any], Any]:
+    """`--help-all`: every option, with all its spellings and choices."""
+
+    def print_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_SHOWS_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return click.option(
+        "--help-all",
+        cls=GroupedOption,
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=print_all,
+        help="All options, every spelling",
+    )

@@ -9,10 +9,8 @@ from typing import Any
 import click
 
 from edgespec.cli import say
-from edgespec.cli.help import SettingsCommand
-from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.config import LoadOptions
-from edgespec.config.options import REMEMBERING
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.config.options import REMEMBERING, LoadOptions
 from edgespec.config.values import as_size
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers

@@ -35,14 +35,12 @@ from edgespec.bench.runner import Runner, Task, Trial
 from edgespec.bench.table import equality
 from edgespec.cli import FilePath, printable
 from edgespec.cli.generate import encode_prompt, read_prompt, stats_object
-from edgespec.cli.help import SettingsCommand
 from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.config import SessionOptions
-from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
+from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE, SessionOptions
 from edgespec.errors import ConfigError
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import write_atomically

@@ -43,8 +43,7 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
     """
     _require_free(host, port)
     require_engine("llamacpp", "rpc-server")
-    from edgespec.engines.llamacpp.devices import require_rpc, serve_rpc
-    from edgespec.engines.remote_sockets import start_watching
+    from edgespec.engines.llamacpp.rpc import keep_alive, require_rpc, serve_rpc
 
     require_rpc("edgespec rpc-server")
     names = tuple(name.strip() for name in device.split(",")) if device else ()
@@ -54,7 +53,7 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
         f"RPC server on {host}:{port}; on the other machine: edgespec chat MODEL --rpc {_reached_as(host)}:{port}"
     )
     sys.stdout.flush()
-    start_watching([port])
+    keep_alive([port])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the library would only drop its client
     serve_rpc(
         f"{host}:{port}", threads=threads or default_threads(), names=names, cache_folder=_folder() if cache else None

@@ -5,28 +5,42 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from edgespec.cli.help import GroupedOption, SettingsCommand
-from edgespec.cli.options import resolve_settings, settings_options
-from edgespec.cli.served_models import API_KEY, OF_ONE_MODEL, served_models
+from edgespec.chat.template import read_template
+from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, sampling_of, settings_options
+from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config import MAX_PARALLEL, ServeOptions
-from edgespec.config.options import STRUCTURE
+from edgespec.config.options import STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
+from edgespec.config.sources import Settings
+from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED
 from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.manifest import ModelPair
 from edgespec.installation import install_command, is_importable
+from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.fit import chosen_context, fit
+from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
+    from edgespec.config.options import Sampling
+    from edgespec.runtime import Model
     from edgespec.server.residence import Loading
     from edgespec.server.run import Binding
-    from edgespec.server.service import Service, Services
+    from edgespec.server.service import Described, Limits, Service, Services
 
+
+API_KEY = "EDGESPEC_API_KEY"
+# What means one model's files, layers or training, and so the first of several.
+OF_ONE_MODEL = ("draft", "medium", "heads", "exit_layer", "chat_template_file", "pooling")
 _NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
@@ -151,3 +165,198 @@ def _private_streams() -> tuple[IO[bytes], IO[bytes]]:
     source, sink = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return source, sink
+
+
+# -- the models, from their settings: names for clients, limits, and what they share
+
+
+def served_models(settings: Sequence[Settings], own: dict[str, Any], options: ServeOptions) -> list[Served]:
+    """A service for each of the models; all but the first are ready to be loaded by requests.
+
+    Raises ConfigError, and what `resolve_pair` raises: before anything listens.
+    """
+    from edgespec.server.residence import Places
+    from edgespec.server.service import Service
+
+    loading = [LoadOptions(**each.part("load")) for each in settings]
+    read_template(loading[0].chat_template_file)
+    pairs = [resolve_pair(each) for each in loading]
+    key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
+    if key == "":
+        raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
+    names = _names([each.model for each in loading], pairs, own["alias"])
+    shared: dict[str, Any] = {"api_key": key, "idle_unload_s": options.idle_unload_s}
+    if len(pairs) > 1:
+        shared["places"] = Places(options.models_max)
+    memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None
+    found: list[Served] = []
+    for each, pair, (name, *others) in zip(settings, pairs, names, strict=True):
+        beside = tuple(other for known in names if known[0] != name for other in known)
+        service = Service(name, _limits(own), aliases=tuple(others), beside=beside, **shared)
+        found.append(Served(each, pair, service, own["parallel"], memory))
+    found[0].service.any_model = own["any_model"]
+    if memory is not None:
+        memory.services = [served.service for served in found]
+    for served in found[1:]:
+        _wait_for_requests(served)
+    return found
+
+
+def _wait_for_requests(served: Served) -> None:
+    from edgespec.server.facts import described
+
+    served.service.unloaded = served.at_rest()
+    served.service.may_unload(served.loading, described)
+
+
+def _names(given: Sequence[str], pairs: Sequence[ModelPair], aliases: Sequence[str]) -> list[tuple[str, ...]]:
+    """What clients call each model: its aliases, else its own name. Raises ConfigError where two have the same."""
+    own: list[list[str]] = [[] for _ in pairs]
+    for alias in aliases:
+        index, name = (0, alias) if len(pairs) == 1 else _meant(alias, given, pairs)
+        own[index].append(name)
+    found = [tuple(dict.fromkeys(names)) or (pair.name,) for names, pair in zip(own, pairs, strict=True)]
+    counts = Counter(name for names in found for name in names)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two models are called {twice!r}: give one of them another name with --alias NAME=MODEL")
+    return found
+
+
+def _meant(alias: str, given: Sequence[str], pairs: Sequence[ModelPair]) -> tuple[int, str]:
+    """Which of several models an alias is for, and the name: NAME for the first, NAME=MODEL."""
+    if "=" not in alias:
+        return 0, alias
+    for index, (model, pair) in enumerate(zip(given, pairs, strict=True)):
+        for known in (model, pair.name):
+            if alias.endswith(f"={known}") and len(alias) > len(known) + 1:
+                return index, alias.removesuffix(f"={known}")
+    allowed = ", ".join(given)
+    raise ConfigError(f"--alias {alias!r} names none of the models: give NAME, or NAME=MODEL with one of {allowed}")
+
+
+def _limits(own: dict[str, Any]) -> Limits:
+    from edgespec.server.service import Limits
+
+    given = {"max_queued": own["max_queue"], "timeout_s": own["timeout"]}
+    return replace(Limits(), **{name: value for name, value in given.items() if value is not None})
+
+
+# -- one model: its settings, and how it comes into memory beside the server's other models
+
+
+@dataclass(slots=True)
+class SharedMemory:
+    """What the models of a server that has room for several may take together. `room`: before any was loaded."""
+
+    room: Room
+    services: Sequence[Service] = ()
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """(own, mapped) bytes of the loaded models, by their plans, and of own ones what they may keep beyond them."""
+        own = mapped = 0
+        for service in self.services:
+            report = None if (loaded := service.loaded) is None else loaded.model.memory
+            if report is not None:
+                plan = report.plan
+                used = plan.working_bytes - plan.process.own - plan.process.mapped
+                own += plan.own_bytes - plan.process.own + report.parked_bytes
+                mapped += max(used - (plan.own_bytes - plan.process.own), 0)
+        return own, mapped
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What the budget leaves for one more; None without a budget."""
+        return None if self.room.budget_bytes is None else self.room.budget_bytes - sum(self.taken)
+
+    def fits(self, options: LoadOptions, pair: ModelPair) -> bool:
+        """Whether there is memory for one more, with nothing given up for it."""
+        left = self.left_bytes
+        if options.context_length == "auto" or (left is not None and left < 1):  # auto takes all there is
+            return False
+        with keeping_headers():
+            try:
+                found = fit(replace(options, memory=left), pair)
+            except CapabilityError:
+                return False
+        more = self.taken[1] if left is None else 0  # other models' weights seem to be free memory to the system
+        fits = found.verdict.needed_bytes + more <= found.verdict.free_bytes
+        return found.verdict.fit == "fits" and not found.given_up and fits
+
+    def share(self, settings: Settings) -> Settings:
+        """`settings` with what is left in place of the whole budget."""
+        left = self.left_bytes
+        if left is None:
+            return settings
+        return Settings({**settings.values, "memory": max(left, 1)}, settings.sources)
+
+    def keep(self, model: Model) -> None:
+        """Hold `model` to the budget of all, of which it was told its share only."""
+        if model.memory is not None and self.room.budget_bytes is not None:
+            model.memory.watch.limit_bytes = self.room.most_in_budget(model.memory.plan)
+
+
+@dataclass(slots=True)
+class Served:
+    """A model's `settings`; `parallel`: answers at once; `memory`: None where it is loaded alone."""
+
+    settings: Settings
+    pair: ModelPair
+    service: Service
+    parallel: int
+    memory: SharedMemory | None = None
+    context: click.Context = field(default_factory=click.get_current_context)
+    has_begun: bool = False
+
+    @property
+    def options(self) -> LoadOptions:
+        return LoadOptions(**self.settings.part("load"))
+
+    @property
+    def loading(self) -> Loading:
+        """How the service gets its model."""
+        from edgespec.server.residence import Loading
+
+        alone = self.service.places is None  # no other model makes way for it
+        return Loading(self.load) if alone else Loading(self.load, self.check, self.fits)
+
+    def load(self) -> None:
+        """Give the service its model."""
+        with self.context.scope(cleanup=False):  # click knows its context by thread
+            settings = self.settings if self.memory is None else self.memory.share(self.settings)
+            session = open_session(settings, remembers=True, parallel=self.parallel)
+            if self.memory is not None:
+                self.memory.keep(session.model)
+            session.sampling = self._seeded(session.sampling)
+            self.service.use(session.model, session.sampling, session.options, session.shown.reasoning_format)
+            if not self.has_begun:
+                show_beginning(session)
+            self.has_begun = True
+
+    def check(self) -> None:
+        """Raises what a load would raise of files that are missing, damaged or lack something."""
+        options = self.options
+        with self.context.scope(cleanup=False), keeping_headers():
+            pair = resolve_pair(options)
+            planned(chosen_context(options, pair, Room.now(options.memory)), pair)
+
+    def fits(self) -> bool:
+        """Whether there is memory for it beside the models that are loaded."""
+        return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
+
+    def at_rest(self) -> Described:
+        """What is told of it before the first request for it. Raises as `check`."""
+        from edgespec.server.facts import at_rest
+
+        sampling = self._seeded(
+            sampling_of(self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}"))
+        )
+        most = GenerateOptions(**self.settings.part("generate")).max_tokens
+        template = read_template(self.options.chat_template_file)
+        return at_rest(self.service.name, self.options, self.pair, sampling, most, template)
+
+    def _seeded(self, sampling: Sampling) -> Sampling:
+        """Where nobody gave a seed, another one for each request."""
+        is_given = self.settings.values.get("seed", RANDOM_SEED) != RANDOM_SEED
+        return sampling if is_given else replace(sampling, seed=None)

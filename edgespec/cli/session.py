@@ -22,9 +22,9 @@ from edgespec.cli.terminal import (
     stats_lines,
     verbosity,
 )
-from edgespec.config import RANDOM_SEED, GenerateOptions, LoadOptions, SessionOptions
-from edgespec.config.options import REMEMBERING
+from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings
+from edgespec.config.values import RANDOM_SEED
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.drafts import new_draft_hint
@@ -33,7 +33,6 @@ from edgespec.loading.requirements import resolve_pair
 from edgespec.platform.files import exists
 from edgespec.reports import Stats
 from edgespec.runtime import Model, load
-from edgespec.sampling import Sampling
 
 
 @dataclass(slots=True)

@@ -21,16 +21,15 @@ from edgespec.chat.conversation import Conversation
 from edgespec.cli import printable
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
-from edgespec.cli.help import show
-from edgespec.cli.options import sampling_of
+from edgespec.cli.options import sampling_of, show
 from edgespec.cli.session import in_effect
 from edgespec.cli.stdin import file_text, is_interactive
 from edgespec.cli.terminal import counted, reply, stats_lines
-from edgespec.config import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
 from edgespec.config.habits import did_you_mean
 from edgespec.config.options import BY_KEY, PRINTING, SETTINGS, STRUCTURE
 from edgespec.config.sources import find
 from edgespec.config.table import Setting
+from edgespec.config.values import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
 from edgespec.errors import ConfigError, StateError
 from edgespec.platform.files import exists, expanded
 

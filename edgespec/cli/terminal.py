@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from edgespec.cli import has_escapes, printable, wrapped
-from edgespec.config import LOSSY, GenerateOptions, RuleName
+from edgespec.config.options import GenerateOptions
+from edgespec.config.values import LOSSY, RuleName
 
 if TYPE_CHECKING:
+    from edgespec.config.options import Sampling
     from edgespec.reports import Stats
     from edgespec.runtime import Model  # commands that load nothing do not pay for these imports
-    from edgespec.sampling import Sampling
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 _VERBOSITY = "edgespec.verbosity"

@@ -11,8 +11,7 @@ import click
 
 from edgespec.bench.verify import Comparison, Divergence, Report, comparisons
 from edgespec.cli import say
-from edgespec.cli.help import SettingsCommand
-from edgespec.cli.options import resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import REMEMBERING

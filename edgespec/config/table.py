@@ -127,7 +127,7 @@ class Setting:
         if self.kind == "texts":
             return (text,)
         if self.kind == "contents":
-            return contents(text, source, is_json=self.name == "json_schema")
+            return _contents(text, source, is_json=self.name == "json_schema")
         return self._chosen(text, source)
 
     def from_toml(self, value: Any, source: str) -> Any:
@@ -189,7 +189,7 @@ def check_values(options: object) -> None:
             object.__setattr__(options, setting.name, setting.check(setting.name, value))
 
 
-def contents(text: str, source: str, *, is_json: bool) -> str:
+def _contents(text: str, source: str, *, is_json: bool) -> str:
     """What a file holds; `text` itself where it is a JSON object and so no name of a file. Raises ConfigError."""
     if text.lstrip().startswith("{"):
         return text

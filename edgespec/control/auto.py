@@ -28,7 +28,7 @@ from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts, 
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import PREDICTION
-from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import TokenIds, Verdict
 

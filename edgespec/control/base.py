@@ -13,7 +13,7 @@ from typing import NamedTuple
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
-from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
 

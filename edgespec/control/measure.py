@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
@@ -21,17 +23,7 @@ from edgespec.control.draft_cost import DraftCost, guessed_draft_cost
 from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.engines.base import Engine
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import (
-    FileVersion,
-    a_list,
-    a_record,
-    a_row,
-    a_table,
-    file_key,
-    key_of,
-    number,
-    seconds,
-)
+from edgespec.platform.disk_cache import FileVersion, Seconds, file_key, key_of
 from edgespec.platform.machine import processor
 from edgespec.types import Batch, TokenIds
 
@@ -41,23 +33,21 @@ METHOD = 3  # part of the cache key: raise it when the measurement changes
 # are measured only where there is time for several passes of each: one disturbed pass of two misleads first answers.
 COARSE, FINE = (1, 2, 4, 5, 8, 16), (3, 6, 7, 9, 12)
 WIDTHS = (*COARSE, *FINE)
-_PER_TOKEN_S = number(0.0, 1.0)  # of context
-_ROW = number(0.0, 1e3)
-_LEARNT = a_record({"plain": seconds, "row": a_row(_ROW, _ROW), "widths": a_list(a_row(_ROW, _ROW, number(-20, 20)))})
-_CURVE = a_record(
-    {
-        "widths": a_table([str(width) for width in range(1, WIDEST + 1)], seconds),
-        "context": a_row(_PER_TOKEN_S, _PER_TOKEN_S),
-    }
-)
+_PerTokenS = Annotated[float, Meta(ge=0.0, le=1.0)]  # of context
+_KeptTable = Annotated[list[Seconds], Meta(min_length=WIDEST, max_length=WIDEST)]
 _LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
+
+
+class _KeptCurve(Struct):
+    widths: Annotated[dict[Annotated[int, Meta(ge=1, le=WIDEST)], Seconds], Meta(min_length=1)]
+    context: tuple[_PerTokenS, _PerTokenS]
 
 
 def known_curve(engine: Engine, files: Sequence[Path | FileVersion]) -> CostCurve:
     """The cost curve from an earlier measurement or run, or a guess that the first passes correct; runs no pass."""
     key = cost_key(engine, files)
     low = engine.facts.pinned_class[0] if engine.facts.pinned_class else 1
-    known = _kept_curve(key) or PriorCurve.from_json(disk_cache.get("learnt costs", key, _LEARNT), low)
+    known = _kept_curve(key) or PriorCurve.from_json(disk_cache.get("learnt costs", key), low)
     return known or PriorCurve(guessed_plain_s(engine.facts.weight_bytes), low)
 
 
@@ -239,8 +229,8 @@ def store_curve(key: str, curve: CostCurve) -> bool:
     if isinstance(curve, PriorCurve):
         kept = curve.to_json()
         return bool(kept) and disk_cache.put("learnt costs", key, kept)
-    widths = {str(width): seconds for width, seconds in curve.refined().items()}
-    return disk_cache.put("costs", key, {"widths": widths, "context": [curve.context.fixed_s, curve.context.row_s]})
+    context = curve.context.fixed_s, curve.context.row_s
+    return disk_cache.put("costs", key, _KeptCurve(curve.refined(), context))
 
 
 def store_draft_cost(key: str, cost: DraftCost) -> None:
@@ -256,7 +246,9 @@ def store_file_curve(files: Sequence[Path | FileVersion], curve: CostCurve) -> N
 
 def file_curve(files: Sequence[Path | FileVersion]) -> CostCurve | None:
     """The latest curve of a model on this machine, however it was loaded; None where it has not run."""
-    kept = disk_cache.get("file curves", _file_curve_key(files), a_list(seconds, size=WIDEST))
+    kept = disk_cache.get(
+        "file curves", _file_curve_key(files), Annotated[list[Seconds], Meta(min_length=WIDEST, max_length=WIDEST)]
+    )
     return None if kept is None else CostCurve(dict(enumerate(kept, start=1)))
 
 
@@ -266,16 +258,14 @@ def _file_curve_key(files: Sequence[Path | FileVersion]) -> str:
 
 def _kept_draft_cost(key: str) -> DraftCost | None:
     """What `store_draft_cost` stored under `key`; None without."""
-    kept = disk_cache.get("draft costs", key, a_row(seconds, seconds))
-    return None if kept is None else DraftCost(kept[0], kept[1])
+    kept = disk_cache.get("draft costs", key, tuple[Seconds, Seconds])
+    return None if kept is None else DraftCost(*kept)
 
 
 def _kept_curve(key: str) -> CostCurve | None:
     """What `store_curve` stored under `key`; None without."""
-    kept = disk_cache.get("costs", key, _CURVE)
-    if kept is None:
-        return None
-    return CostCurve({int(width): s for width, s in kept["widths"].items()}, ContextCost(*kept["context"]))
+    kept: _KeptCurve | None = disk_cache.get("costs", key, _KeptCurve)
+    return None if kept is None else CostCurve(kept.widths, ContextCost(*kept.context))
 
 
 def _library_version(engine_name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from edgespec.config import DrafterName
+from edgespec.config.values import DrafterName
 from edgespec.control import constants as c
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost, guessed_draft_cost

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from edgespec.config import DrafterName, DraftLength, GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions
+from edgespec.config.values import DrafterName, DraftLength
 from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
@@ -26,7 +27,7 @@ from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import key_of, numbers
+from edgespec.platform.disk_cache import key_of
 from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class DrafterPool:
             found.costs.splits = self._target.engine.facts.splits_passes
             if self.threads is not None:
                 found.use_threads(self.threads.threads)
-            found.restore(disk_cache.get("learnt", self._learnt_key(name), numbers))
+            found.restore(disk_cache.get("learnt", self._learnt_key(name)))
             self._automatic[name] = found
         return found
 

@@ -13,7 +13,7 @@ from edgespec.control.choice import DrafterState
 from edgespec.control.draft_cost import DraftCost
 from edgespec.control.length import Prices, best_nodes, forecast
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import Passes
 from edgespec.types import Draft, Evidence, TokenIds
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import Passes
 from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 

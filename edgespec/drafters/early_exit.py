@@ -8,7 +8,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import DrawnChain
 from edgespec.drafters.model import ChainDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import Passes
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 

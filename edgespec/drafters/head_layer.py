@@ -11,11 +11,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.scored import Array
-from edgespec.drafters.states import silu
+from edgespec.drafters.states import Array, silu
 from edgespec.engines.head import HeadLayer, NewPairs, Pairs, frequencies_of, rotary_tables
-from edgespec.formats.head_file import HeadFile
-from edgespec.formats.head_manifest import PROJECT
+from edgespec.formats.head_file import PROJECT, HeadFile
 
 _UNSEEN = np.float32(-math.inf)  # a score of attention
 

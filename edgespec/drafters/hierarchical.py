@@ -15,8 +15,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import DrawnChain
 from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import Passes
-from edgespec.engines.sequence import CachedSequence, restored_on_failure
+from edgespec.engines.sequence import CachedSequence, Passes, restored_on_failure
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 _AHEAD = 4  # tokens of the small model for each pass of the medium

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import Passes
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.errors import PromptError
 from edgespec.types import Logits, TokenIds
 from edgespec.vocabulary import Vocabulary

@@ -12,10 +12,8 @@ import numpy as np
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import Candidates, Growth, MakeCandidates, candidates_for
-from edgespec.drafters.scored import Array
-from edgespec.drafters.states import StateDrafter, silu
-from edgespec.formats.head_file import HeadFile
-from edgespec.formats.head_manifest import PROJECT
+from edgespec.drafters.states import Array, StateDrafter, silu
+from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import Draft, Logits, TokenIds
 
 # Of logits: a head knows no token of its path, so the target differs from it by more than from a model that does.

@@ -12,12 +12,12 @@ from abc import abstractmethod
 
 import numpy as np
 
+from edgespec.config.options import MAX_TEMPERATURE
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import Passes, at_once
-from edgespec.engines.sequence import CachedSequence, restored_on_failure
-from edgespec.sampling import MAX_TEMPERATURE, Sampler
+from edgespec.engines.sequence import CachedSequence, Passes, at_once, restored_on_failure
+from edgespec.sampling import Sampler
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 _LEAST_READ = 128  # tokens; a window of fewer says little about what the draft is worth

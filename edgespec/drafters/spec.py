@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from edgespec.config import DrafterName, EngineName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName, EngineName
 from edgespec.errors import CapabilityError, StateError
 from edgespec.platform.files import is_folder
 

@@ -12,8 +12,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import ROOT, Growth, candidates_for
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import Passes, at_once
-from edgespec.engines.sequence import restored_on_failure
+from edgespec.engines.sequence import Passes, at_once, restored_on_failure
 from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, TokenIds, Verdict
 
 _MOST_CHILDREN = 4  # of one node

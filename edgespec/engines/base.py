@@ -39,8 +39,7 @@ class EngineFacts:
     the user should know about this load. `placement`: the devices' own names and how much of the model is on each,
     empty if all of it is on the CPU; measurements are kept separately for each placement. `state_window`: what
     `save_state` gives of a longer text holds only so many of the last tokens in some layers, so that once loaded it can
-    be continued or emptied, but not shortened; 0 where it holds all. `is_exact`: the pinned class follows from how the
-    kernels are made, so that nothing has to measure or watch it.
+    be continued or emptied, but not shortened; 0 where it holds all.
     """
 
     name: str
@@ -68,7 +67,6 @@ class EngineFacts:
     state_window: int = 0
     pooling: str = ""
     writes: bool = True
-    is_exact: bool = False
     why_no_speculation: str = "this model cannot roll back its state"
 
     def loaded_reach(self, length: int) -> int:
@@ -117,7 +115,7 @@ class Engine(Closing, ABC):
 
     facts: EngineFacts
     vocabulary: Vocabulary
-    class_key: str = ""  # under which its width classes are cached
+    class_key: str = ""  # under which its width classes are cached; empty: they follow from how its kernels are made
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
     states_of: StatesOf = "scored rows"
     thread_change_bytes: int = 0  # extra memory that `set_threads` needs for some seconds

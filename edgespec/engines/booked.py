@@ -8,9 +8,8 @@ from abc import abstractmethod
 import numpy as np
 
 from edgespec.engines.base import Engine
-from edgespec.engines.checks import check_batch
-from edgespec.engines.envelope import StateStamp
-from edgespec.engines.rows import SequenceBook, SequenceRows, split_by_sequence
+from edgespec.engines.model_files import StateStamp
+from edgespec.engines.rows import SequenceBook, SequenceRows, check_batch, split_by_sequence
 from edgespec.errors import BatchError, Cancelled, EngineError
 from edgespec.types import Batch, Logits
 

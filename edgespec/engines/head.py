@@ -1,9 +1,9 @@
 """Base classes of small models that draft from a target's states.
 
-A feature head reads pairs: pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
-the target's passes into states; beyond those, the head's own last state is used as the next one. A block head caches
-the target's features of each token and drafts many tokens in one pass. A step head attends to the target's cache. For
-an EAGLE head a layer reads pairs into a cache that the drafter keeps.
+Where a head reads pairs, pair P is the state of the text up to token P, and token P + 1. `encode` turns features from
+the target's passes into states; beyond those, the head's own last state is used as the next one. One that drafts a
+block caches the target's features of each token. For an EAGLE head a layer reads pairs into a cache that the drafter
+keeps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import Closing
-from edgespec.formats.head_file import HeadFile
-from edgespec.formats.head_manifest import HeadManifest
+from edgespec.formats.head_file import HeadFile, HeadManifest
 from edgespec.types import Logits, TokenIds
 
 BYTES_PER_FEATURE = 4 * 4  # two windows of features, and the copies of the library and of a pass
@@ -27,25 +26,60 @@ Confidences = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """`context_length`: most pairs or tokens in its cache; `layers`: those of the target whose inputs it reads,
-    together of `feature_width`; `width` of its states; `end_ids`: tokens after which nothing is drafted; `num_bytes` of
-    memory.
-    """
+    """What a loaded head reads and takes."""
 
-    context_length: int
-    layers: tuple[int, ...]
-    feature_width: int
-    width: int
-    end_ids: frozenset[int]
+    context_length: int  # most pairs or tokens in its cache
+    layers: tuple[int, ...]  # of the target whose inputs it reads; none: it reads the last hidden state
+    feature_width: int  # of these together, for one token
+    width: int  # of its states
+    end_ids: frozenset[int]  # tokens after which nothing is drafted
     num_bytes: int
+    most_drafted: int = 0  # tokens of a block that it proposes
 
 
-class CachedHead(Closing, ABC):
-    """One head with a cache of entries `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted."""
+class DraftHead(Closing, ABC):
+    """One head with a cache of entries `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted.
+
+    Each form has passes of its own: `encode` and `decode` of one that reads pairs, `inject` and `block` of one that
+    drafts a block, `step` of one that attends to the target's cache and has none, so that it serves all sequences. All
+    raise BatchError, ContextFull, Cancelled and EngineError; results are views that the next call overwrites. Logits of
+    tokens that cannot be proposed are -inf.
+    """
 
     facts: HeadFacts
     start: int
     end: int
+
+    def encode(self, features: States) -> States:
+        """States [n, width] of target features [n, feature_width]."""
+        raise NotImplementedError
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        """Append pairs of `states` [n, width] and the tokens after them [n]; (logits [vocabulary], state [width]).
+
+        Both are of the last pair. After an error the cache is as before the call.
+        """
+        raise NotImplementedError
+
+    def inject(self, features: States) -> None:
+        """Append the target's features [n, feature_width] of the next n tokens; of some of them after an error."""
+        raise NotImplementedError
+
+    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+        """Score what follows `token_id`, the token behind the cached ones: logits [facts.most_drafted, vocabulary].
+
+        With them, for a head that gives any, the probabilities [most_drafted] that the target accepts the likeliest
+        tokens. The cache is as before the call, also after an error.
+        """
+        raise NotImplementedError
+
+    def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
+        """Score what follows `token_id`: (logits [vocabulary], the next state [width]), given a `state` [width].
+
+        `position`: of the last token of the target's `sequence`, which the target has not read yet; every step of a
+        draft has it.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def rollback(self, to_end: int) -> None:
@@ -77,60 +111,6 @@ class CachedHead(Closing, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; closing twice is allowed."""
-
-
-class FeatureHead(CachedHead):
-    """A head that reads pairs, and drafts one token per pass."""
-
-    @abstractmethod
-    def encode(self, features: States) -> States:
-        """States [n, width] of target features [n, feature_width]. Raises BatchError, Cancelled, EngineError."""
-
-    @abstractmethod
-    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
-        """Append pairs of `states` [n, width] and the tokens after them [n]; (logits [vocabulary], state [width]).
-
-        Both are of the last pair, and views that the next call overwrites. Tokens it cannot propose have logits -inf.
-        Raises BatchError, ContextFull, Cancelled and EngineError; the cache is then as before the call.
-        """
-
-
-class StepHead(CachedHead):
-    """A head that attends to the target's own cache and has none, so that one serves all sequences."""
-
-    @abstractmethod
-    def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
-        """Score what follows `token_id`: (logits [vocabulary], the next state [width]), given a `state` [width].
-
-        `position`: of the last token of the target's `sequence`, which the target has not read yet; every step of a
-        draft has it. Both results are views that the next call overwrites. Raises BatchError, ContextFull, Cancelled
-        and EngineError.
-        """
-
-
-class BlockHead(CachedHead):
-    """A head that caches what the target knows of each token, and drafts a whole block in one pass.
-
-    `most_drafted`: tokens of a block that it proposes.
-    """
-
-    most_drafted: int
-
-    @abstractmethod
-    def inject(self, features: States) -> None:
-        """Append the target's features [n, feature_width] of the next n tokens of the text.
-
-        Raises BatchError, ContextFull, Cancelled and EngineError; nothing but some of them is then in the cache.
-        """
-
-    @abstractmethod
-    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
-        """Score what follows `token_id`, the token behind the cached ones: logits [most_drafted, vocabulary].
-
-        With them, for a head that gives any, the probabilities [most_drafted] that the target accepts the likeliest
-        tokens. Both are views that the next call overwrites; tokens it cannot propose have logits -inf. The cache is as
-        before the call, also after an error. Raises BatchError, Cancelled and EngineError.
-        """
 
 
 @dataclass(slots=True)

@@ -11,16 +11,17 @@ prove nothing: most of a padded vocabulary is untrained, and its rows agree whic
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
 
+import numpy as np
+
 from edgespec.engines.base import Engine
 from edgespec.engines.progress import Work
-from edgespec.engines.sample_text import sample_text
-from edgespec.engines.width_bits import Bits, Survey, WidthClass
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, UsageError
 from edgespec.types import Batch, TokenIds, packed
 
 # From 512 cells on llama.cpp's attention has a path of its own for one row; cells are counted in steps of 256.
@@ -30,7 +31,80 @@ SURVEY_ROWS, CONFIRM_ROWS = 16, 128
 BEGINNING, EARLY_ROWS = 48, 36  # attention may have other kernels for short texts, in ONNX Runtime up to 64 cells
 PACKED = ((1, 1, 1), (1, 4, 2), (3, 1, 1), (9, 1, 17), (1, 1, 1), (8, 8, 8))  # rows of three sequences, by pass
 EMITTED = 12  # rows of the survey whose tokens the model chose itself
+WidthClass = tuple[int, int]
 WHAT = "checking that passes of every width give the same bits (once per model)"
+# Typical input: prose, code, JSON, several languages. It is tokenised with the model's own vocabulary.
+TEXT = """The committee met on Tuesday, 14 March 1989, to discuss the bridge over the Severn; nobody had expected rain.
+"Why not wait until spring?" asked Dr. Alvarez. She had measured 3.75 m of water at the north pier, up 12% in a week.
+def moving_average(values: list[float], window: int = 5) -> list[float]:
+    \"\"\"Mean of the last `window` values.\"\"\"
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+{"name": "find_train", "arguments": {"from": "Lyon", "to": "Torino", "day": "2024-05-17", "seats": 2}}
+1. Preheat the oven to 220 degrees. 2. Chop two onions, a clove of garlic and 300 g of mushrooms. 3. Fry them gently.
+Der Zug nach Köln fährt um 7:42 Uhr ab. ¿Dónde está la biblioteca? Il pleut depuis trois jours. 今日は天気がいいですね。
+SELECT city, COUNT(*) AS visits FROM trips WHERE year >= 2020 GROUP BY city ORDER BY visits DESC LIMIT 10;
+If 7 apples cost $2.10, how much do 12 apples cost? One apple costs $2.10 / 7 = $0.30, so 12 cost 12 * 0.30 = $3.60.
+User: my laptop no longer starts after the update, can you help?
+Assistant: I am sorry to hear that. Please hold the power button for ten seconds, then tell me what you see on screen.
+Photosynthesis turns light, water and carbon dioxide into sugar and oxygen. It happens in the chloroplasts of plants.
+Once upon a time a fox lived at the edge of a dark forest, and every evening it walked to the river to look at the moon.
+"""
+
+
+@dataclass(slots=True)
+class Bits:
+    """Results of passes of one width: a digest of each row of logits by position, and one of the whole KV cache."""
+
+    rows: dict[int, bytes] = field(default_factory=dict)
+    cache: bytes = b""
+    seconds: float = 0.0  # median of a pass
+
+    def agrees(self, other: Bits) -> bool:
+        """Whether the caches are equal, and the logits at all positions that both have."""
+        return self.cache == other.cache and all(
+            self.rows[position] == other.rows[position] for position in self.rows.keys() & other.rows.keys()
+        )
+
+
+@dataclass(slots=True)
+class Survey:
+    """Results of a survey so far, by width, and a digest of its text. It can be saved and resumed."""
+
+    text: str = ""
+    found: dict[int, Bits] = field(default_factory=dict)
+
+    @property
+    def classes(self) -> tuple[WidthClass, ...]:
+        return classes(self.found)
+
+    def begins_class(self, width: int) -> bool:
+        """Whether a class begins with `width`, as far as narrower widths were measured."""
+        return any(low == width for low, _ in classes({each: self.found[each] for each in self.found if each <= width}))
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Seconds of a pass, by width."""
+        return {width: bits.seconds for width, bits in self.found.items()}
+
+
+def classes(found: Mapping[int, Bits]) -> tuple[WidthClass, ...]:
+    """Runs of measured widths that agree with one another, as intervals; `found` by width."""
+    runs: list[list[int]] = []
+    for width in sorted(found):
+        if runs and all(found[other].agrees(found[width]) for other in runs[-1]):
+            runs[-1].append(width)
+        else:
+            runs.append([width])
+    return tuple((run[0], run[-1]) for run in runs)
+
+
+def without(found: Sequence[WidthClass], width: int) -> tuple[WidthClass, ...]:
+    """The classes, with `width`, the lowest of its class, split off into one of its own."""
+    return tuple(
+        part
+        for low, high in found
+        for part in (((low, low), (low + 1, high)) if low == width < high else ((low, high),))
+    )
 
 
 def survey(engine: Engine, widest: int, so_far: Survey, most_low: int) -> None:
@@ -219,3 +293,12 @@ def _read(engine: Engine, ids: TokenIds, sequence: int = 0) -> None:
     step = engine.facts.max_batch
     for start in range(0, ids.size, step):
         engine.forward(Batch.chain(ids[start : start + step], sequence=sequence, last_only=True))
+
+
+def sample_text(engine: Engine, wanted: int) -> TokenIds:
+    """Token ids [at most `wanted` and the context length] of real text in the model's own vocabulary."""
+    try:
+        ids = np.array(engine.vocabulary.encode(TEXT), np.int32)
+    except UsageError:  # a vocabulary of a few letters, in which any tokens are text
+        ids = np.arange(engine.vocabulary.size, dtype=np.int32)
+    return np.resize(ids, min(wanted, engine.facts.context_length))

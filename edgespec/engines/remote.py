@@ -1,35 +1,72 @@
 """A llama.cpp model that runs in a child process, because ggml ends a process whose RPC server is lost.
 
-The child is only a cache: this class knows the tokens of every sequence. When the child is lost, the pass that noticed
-fails with Unreachable; the next one starts another child, which loads the model again, and lets it read the tokens of
-each sequence before that sequence is used. Logits come back over a pipe.
+The child (`python -m edgespec.engines.remote`) is only a cache: this class knows the tokens of every sequence. When the
+child is lost, the pass that noticed fails with Unreachable; the next one starts another child, which loads the model
+again and reads the tokens of all sequences. Messages are pickled over two pipes: both ends are ours.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EngineFacts, check_threads
+from edgespec.config.values import split_endpoint
+from edgespec.engines import progress
+from edgespec.engines.base import Engine, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.envelope import StateStamp
-from edgespec.engines.llamacpp.devices import require_rpc
-from edgespec.engines.llamacpp.rpc_probe import ask_all
+from edgespec.engines.llamacpp.rpc import RpcServer, add_servers, ask_all, keep_alive, require_rpc
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.model_files import StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.proof import EVERY_WIDTH_TO
-from edgespec.engines.remote_pipe import LOAD, Loaded
-from edgespec.engines.remote_process import EngineProcess, ProcessEnded
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.errors import Cancelled, EdgespecError, StateError, Unreachable
+from edgespec.errors import Cancelled, EdgespecError, EngineError, StateError, Unreachable
 from edgespec.formats.gguf.check import model_files
+from edgespec.installation import child_environment
 from edgespec.types import Batch, Logits, TokenIds
 
+CANCEL_S = 4.0  # a pass that was cancelled and still runs then waits for a server that hangs
 _DIAGNOSIS_S = 1.0  # for each server, when the child has ended
+_ERROR_BYTES = 4000
+_LOAD, _CANCEL = "load", "cancel"
+
+
+class _Call(NamedTuple):
+    """A method of the engine to call; a cancellation repeats its `number`, which counts up."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+class _Report(NamedTuple):
+    """Progress of a load, as the arguments of `Progress`."""
+
+    done: int
+    total: int
+    what: str
+
+
+class _Loaded(NamedTuple):
+    """What the parent has to know of the engine: the answer to _LOAD."""
+
+    facts: EngineFacts
+    class_key: str
+    most_branches: int
 
 
 class RemoteEngine(BookedEngine):
@@ -44,10 +81,9 @@ class RemoteEngine(BookedEngine):
     def __init__(self, path: Path, use: ModelUse) -> None:
         self._path, self._use = path, use
         self.state_layers = use.state_layers
-        self._process: EngineProcess | None = None
-        self._settings: dict[str, tuple[Any, ...]] = {}  # methods to call again in a new child, with their arguments
+        self._child: _Child | None = None
+        self._settings: dict[str, Any] = {}  # methods to call again in a new child, with their argument
         self._ids: list[TokenIds] = []  # tokens by sequence
-        self._unread: set[int] = set()  # sequences of which the child may have other tokens
         loaded = self._start()
         self.facts: EngineFacts = _facts(loaded)
         self.class_key, self._most_branches = loaded.class_key, loaded.most_branches
@@ -64,33 +100,38 @@ class RemoteEngine(BookedEngine):
     def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> Self:
         """Load `path` onto the servers of `use`; `changes`: of it.
 
-        Without servers the child computes itself. Raises what
-        `LlamaCppEngine.load` does, Unreachable for a server that does not answer, and CapabilityError where this build
-        of llama.cpp has no RPC.
+        Without servers the child computes itself. Raises what `LlamaCppEngine.load` does, Unreachable for a server that
+        does not answer, and CapabilityError where this build of llama.cpp has no RPC.
         """
         use = replace(use or ModelUse(), **changes)
         if use.endpoints:
             require_rpc("--rpc")
         return cls(path, use)
 
-    def _start(self) -> Loaded:
-        """Load the model in a new child. Raises as `load`."""
+    def _start(self) -> _Loaded:
+        """Load the model in a new child, and have it read all sequences. Raises as `load`."""
         servers = ask_all(self._use.endpoints)
-        self._process = process = EngineProcess()
+        self._child = child = _Child()
         try:
-            loaded: Loaded = process.call(LOAD, self._path, servers, self._use)
-            for method, arguments in self._settings.items():
-                process.call(method, *arguments)
-        except ProcessEnded as exc:
-            self._drop_child()
+            loaded: _Loaded = child.call(_LOAD, self._path, servers, self._use)
+            for method, argument in self._settings.items():
+                child.call(method, argument)
+            # in reproducible mode the class has all these widths
+            step = min(loaded.facts.max_batch, EVERY_WIDTH_TO)
+            for sequence, ids in enumerate(self._ids):
+                for start in range(0, ids.size, step):
+                    part = ids[start : start + step]
+                    child.call("forward", Batch.chain(part, sequence=sequence, last_only=True))
+        except _ChildEnded as exc:
             self._raise_lost(exc)
         except BaseException:
             self._drop_child()
             raise
         return loaded
 
-    def _raise_lost(self, ended: ProcessEnded) -> NoReturn:
+    def _raise_lost(self, ended: _ChildEnded) -> NoReturn:
         """Find out which server is gone."""
+        self._drop_child()
         try:
             ask_all(self._use.endpoints, _DIAGNOSIS_S)
         except Unreachable as exc:
@@ -103,52 +144,32 @@ class RemoteEngine(BookedEngine):
             f"the process with the target ended ({ended}){servers}: the next answer loads the model again"
         ) from ended
 
-    def _call(self, method: str, *arguments: Any, sequences: tuple[int, ...] = ()) -> Any:
-        """Call a method in the child. `sequences`: those that it changes."""
-        process = self._running()
-        try:
-            return process.call(method, *arguments)
-        except ProcessEnded as exc:
-            self._drop_child()
-            self._raise_lost(exc)
-        except (EdgespecError, MemoryError):
-            raise
-        except BaseException:  # interrupted while it waited
-            self._unread.update(sequences)
-            raise
-
-    def _drop_child(self) -> None:
-        if self._process is not None:
-            self._process.close()
-        self._process = None
-        self._unread = {sequence for sequence, ids in enumerate(self._ids) if ids.size}
-
-    def _running(self) -> EngineProcess:
-        """The child; another one if it was lost."""
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method in the child; in another one if it was lost."""
         self._require_open()
-        if self._process is None:
+        if self._child is None:
             loaded = self._start()
             self.facts = replace(_facts(loaded), notes=self.facts.notes)
             self.class_key = loaded.class_key
-        assert self._process is not None
-        return self._process
+        assert self._child is not None
+        try:
+            return self._child.call(method, *arguments)
+        except _ChildEnded as exc:
+            self._raise_lost(exc)
+        except (EdgespecError, MemoryError):
+            raise
+        except BaseException:  # an interrupt has ended it
+            self._drop_child()
+            raise
 
-    def _bring_up_to_date(self, sequence: int) -> None:
-        """Let the child's cache of a sequence hold its tokens."""
-        self._running()
-        ids = self._ids[sequence]
-        if sequence in self._unread:
-            self._call("rollback", 0, sequence)
-            step = min(self.widest_pass, EVERY_WIDTH_TO)  # in reproducible mode the class has all these widths
-            for start in range(0, ids.size, step):
-                self._call("forward", Batch.chain(ids[start : start + step], sequence=sequence, last_only=True))
-        self._unread.discard(sequence)
+    def _drop_child(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         try:
-            for sequence in placed:
-                self._bring_up_to_date(sequence)
-            logits: Logits = self._call("forward", batch, sequences=tuple(placed))
+            logits: Logits = self._call("forward", batch)
         except Cancelled:
             self._is_cancelled = False
             raise
@@ -158,50 +179,41 @@ class RemoteEngine(BookedEngine):
         return logits
 
     def _truncate(self, to_length: int, sequence: int) -> None:
-        if self._has_read(sequence):
-            self._call("rollback", to_length, sequence, sequences=(sequence,))
+        if self._child is not None:
+            self._call("rollback", to_length, sequence)
         self._ids[sequence] = self._ids[sequence][:to_length]
 
     def checkpoint(self, sequence: int = 0) -> None:
-        if self.facts.has_checkpoints and self.length(sequence) and self._has_read(sequence):
+        if self.facts.has_checkpoints and self.length(sequence) and self._child is not None:
             self._call("checkpoint", sequence)
 
     def reachable(self, to_length: int, sequence: int = 0) -> int:
         may_lack = self.facts.state_window or not self.facts.can_rollback
-        if not (may_lack and self._has_read(sequence)):
+        if not may_lack or self._child is None:
             return super().reachable(to_length, sequence)
         found: int = self._call("reachable", to_length, sequence)
         return found
 
-    def _has_read(self, sequence: int) -> bool:
-        """Whether there is a child whose cache holds the sequence."""
-        return self._process is not None and sequence not in self._unread
-
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        if self._has_read(sequence):
-            rows = tuple(part.rows[place] for place in path)
-            self._call("keep_path", rows, sequence, sequences=(sequence,))
+        if self._child is not None:
+            self._call("keep_path", tuple(part.rows[place] for place in path), sequence)
         self._ids[sequence] = np.concatenate((self._ids[sequence][: part.base], part.token_ids[path]))
 
     def _copy(self, source: int, destination: int) -> None:
-        self._bring_up_to_date(source)
-        self._call("fork", source, destination, sequences=(destination,))
-        self._unread.discard(destination)
+        self._call("fork", source, destination)
         self._ids[destination] = self._ids[source]
 
     def _state(self, sequence: int) -> bytes:
-        self._bring_up_to_date(sequence)
         state: bytes = self._call("save_state", sequence)
         return self._ids[sequence].tobytes() + state
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         ids = np.frombuffer(state, np.int32, length)
         try:
-            self._call("load_state", bytes(state[ids.nbytes :]), sequence, sequences=(sequence,))
+            self._call("load_state", bytes(state[ids.nbytes :]), sequence)
         except StateError:
-            self._unread.add(sequence)  # the library may have emptied it
+            self._drop_child()  # the library may have emptied the sequence
             raise
-        self._unread.discard(sequence)
         self._ids[sequence] = ids
 
     def give_hidden_states(self, wanted: bool) -> None:
@@ -213,9 +225,9 @@ class RemoteEngine(BookedEngine):
     def _set(self, method: str, argument: Any) -> None:
         """Call a method whose effect lasts, unless it would change nothing."""
         self._require_open()
-        if self._settings.get(method) != (argument,) and (argument or method in self._settings):
+        if self._settings.get(method) != argument and (argument or method in self._settings):
             self._call(method, argument)
-            self._settings[method] = (argument,)
+            self._settings[method] = argument
 
     def hidden_states(self) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self._call("hidden_states")
@@ -228,7 +240,7 @@ class RemoteEngine(BookedEngine):
     def drop_class(self) -> None:
         super().drop_class()
         self._use = replace(self._use, reproducible=False)  # for a later child
-        if self._process is not None:
+        if self._child is not None:
             self._call("drop_class")
 
     def set_threads(self, threads: int) -> bool:
@@ -242,15 +254,185 @@ class RemoteEngine(BookedEngine):
 
     def cancel(self) -> None:
         super().cancel()
-        if self._process is not None:
-            self._process.cancel()
+        if self._child is not None:
+            self._child.cancel()
 
     def _free(self) -> None:
-        if self._process is not None:
-            self._process.close()
+        self._drop_child()
         self.vocabulary.close()
 
 
-def _facts(loaded: Loaded) -> EngineFacts:
+def _facts(loaded: _Loaded) -> EngineFacts:
     """What the child says, but for blocks of prompts: a new child is told the tokens again, not how they were cut."""
     return replace(loaded.facts, prompt_block=0)
+
+
+class _ChildEnded(Exception):
+    """The child has ended. The message is the end of what its libraries wrote."""
+
+
+class _Child:
+    """The parent's handle of a child. `call` from one thread at a time, `cancel` from any."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "edgespec.engines.remote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=child_environment(),
+        )
+        self._sending = threading.Lock()
+        self._number = 0
+        self._running = 0  # the number of the call that is being waited for
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What the engine's method returns. Raises what it raises, and _ChildEnded; an interrupt ends the child."""
+        self._number += 1
+        self._running = self._number
+        try:
+            self._send(_Call(self._number, method, arguments))
+            answer = self._answer()
+        except (OSError, EOFError, pickle.UnpicklingError) as exc:
+            raise _ChildEnded(self._last_words()) from exc
+        except BaseException:  # half a message may be unread
+            self._process.kill()
+            raise
+        finally:
+            self._running = 0
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _send(self, call: _Call) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with self._sending:
+            pickle.dump(call, stdin, protocol=5)
+            stdin.flush()
+
+    def _answer(self) -> Any:
+        stdout = self._process.stdout
+        assert stdout is not None
+        while isinstance(message := pickle.load(stdout), _Report):
+            progress.report(*message)
+        return message
+
+    def cancel(self) -> None:
+        """Cancel the running call, if there is one. Safe in a signal handler, which may interrupt a `_send`."""
+        if number := self._running:
+            threading.Thread(target=self._cancel, args=(number,), daemon=True).start()
+
+    def _cancel(self, number: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._send(_Call(number, _CANCEL))
+        timer = threading.Timer(CANCEL_S, self._end_if_running, (number,))
+        timer.daemon = True
+        timer.start()
+
+    def _end_if_running(self, number: int) -> None:
+        if self._running == number:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End the child. Closing twice is allowed."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(OSError):  # what was not sent
+                if pipe is not None:
+                    pipe.close()
+
+    def _last_words(self) -> str:
+        status = self._process.wait()
+        self._errors.seek(max(self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES, 0))
+        lines = self._errors.read().decode("utf-8", errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it says nothing")
+        return f"status {status}: {last}"
+
+
+class _Server:
+    """In the child: the engine and the calls that wait for it."""
+
+    def __init__(self, calls: BinaryIO, answers: BinaryIO) -> None:
+        self._received, self._answers = calls, answers
+        self._engine: Engine | None = None
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._guard = threading.Lock()
+        self._current = self._cancelled = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        """Receive calls, and act on a cancellation at once. Ends the process when the parent is gone."""
+        while True:
+            try:
+                call: _Call = pickle.load(self._received)
+            except (EOFError, OSError, pickle.UnpicklingError):
+                os._exit(0)
+            if call.method != _CANCEL:
+                self._calls.put(call)
+                continue
+            with self._guard:
+                self._cancelled = call.number
+                if self._engine is not None and self._current == call.number:
+                    self._engine.cancel()
+
+    def run(self) -> None:
+        while True:
+            call = self._calls.get()
+            self._begin(call.number)
+            try:
+                answer = self._result(call)
+            except (EdgespecError, MemoryError) as exc:
+                answer = exc
+            except Exception as exc:
+                answer = EngineError(f"{type(exc).__name__}: {exc}")
+            self._send(answer)
+
+    def _send(self, message: object) -> None:
+        pickle.dump(message, self._answers, protocol=5)
+        self._answers.flush()
+
+    def _begin(self, number: int) -> None:
+        with self._guard:
+            self._current = number
+            if self._engine is not None:
+                self._engine.clear_cancel()
+                if self._cancelled == number:
+                    self._engine.cancel()
+
+    def _result(self, call: _Call) -> Any:
+        if call.method == _LOAD:
+            self._engine = self._loaded(*call.arguments)
+            return _Loaded(self._engine.facts, self._engine.class_key, self._engine.most_branches)
+        assert self._engine is not None
+        return getattr(self._engine, call.method)(*call.arguments)
+
+    def _loaded(self, path: Path, servers: tuple[RpcServer, ...], use: ModelUse) -> Engine:
+        """The model at `path` on the devices of `servers`. Raises as `LlamaCppEngine.load`."""
+        from edgespec.engines.llamacpp import LlamaCppEngine
+        from edgespec.engines.llamacpp.library import library, listening
+
+        library()
+        with listening(partial(print, file=sys.stderr, flush=True)):  # should ggml end this process, they say why
+            endpoints = tuple(server.endpoint for server in servers)
+            if endpoints:
+                keep_alive([split_endpoint(endpoint)[1] for endpoint in endpoints])
+                add_servers(endpoints)
+            with progress.reporting_to(lambda done, total, what: self._send(_Report(done, total, what))):
+                return LlamaCppEngine.load(path, use, servers=servers)
+
+
+def _main() -> None:
+    """In the child, whose classes the parent must know by the name of this module, not as `__main__`."""
+    from edgespec.engines import remote
+
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries print there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    remote._Server(sys.stdin.buffer, answers).run()
+
+
+if __name__ == "__main__":
+    _main()

@@ -18,6 +18,7 @@ from edgespec.closing import Closing
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import child_environment, quoted, require_engine
 from edgespec.platform import disk_cache
@@ -191,18 +192,18 @@ def _fault_of(path: Path) -> str | None:
 
 
 def _try_gguf(path: Path) -> str | None:
-    from edgespec.engines.checks import fault_of
     from edgespec.engines.llamacpp import LlamaCppEngine
-    from edgespec.engines.llamacpp.heads import head_class
+    from edgespec.engines.llamacpp.heads import try_head
     from edgespec.engines.llamacpp.weights import try_weights
+    from edgespec.engines.rows import fault_of
     from edgespec.types import Batch
 
-    if (head := head_class(path)) is not None:
-        head.try_alone(path)
+    if head_kind_of(path) is not None:
+        try_head(path)
         return None
     read_weights = (lambda path: None) if has_address_limit() else try_weights
     if gives_only_embeddings(read_header(path)):
-        from edgespec.engines.llamacpp.encoder import try_encoder
+        from edgespec.engines.llamacpp.embeddings import try_encoder
 
         return try_encoder(path) or read_weights(path)
     load = partial(LlamaCppEngine.load, path, context_length=16, max_batch=8, threads=1, reproducible=False)

@@ -1,7 +1,9 @@
-"""Chooses between the fastest mode and reproducible mode, in which all passes have widths of one class.
+"""Reproducible mode of kernels that are not ours, for whoever asks for it: all passes have widths of one class.
 
 Within a class a token's logits are bitwise equal whatever the number of rows in its pass. Where the class does not
-include single-token passes, each of them is padded, which costs time: reproducible mode is then used only on request.
+include single-token passes, each of them is padded, which costs time.
+The test at load compares a few hundred rows; `ClassWatch` goes on with it on the user's own text: now and then it
+scores the last tokens again at another width, and drops a class whose passes turn out to give different bits.
 """
 
 from __future__ import annotations
@@ -10,14 +12,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
+
+import numpy as np
 
 from edgespec.engines import proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.width_bits import Survey, WidthClass, without
+from edgespec.engines.proof import EVERY_WIDTH_TO, Survey, WidthClass, without
+from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import Schema, a_list, a_record, a_row, flag, key_of, text, whole
-from edgespec.platform.disk_cache import seconds as of_time
+from edgespec.platform.disk_cache import Seconds, key_of
+from edgespec.types import Logits
 
 logger = logging.getLogger("edgespec")
 METHOD = 4  # increase it when the test changes, so that older results are not used
@@ -25,6 +31,7 @@ MAX_PADDED_WIDTH = 4
 TYPICAL_ACCEPTANCE = 0.7
 TYPICAL_COST_OF_A_ROW = 0.25
 WIDE_ENOUGH_FOR_PROMPTS = 32
+SHARE = 0.004  # most of the time of all passes that ClassWatch may take
 BLOCK = 128  # rows of a pass that reads a prompt beside a narrow class; on CPUs as fast as one of 512
 
 
@@ -33,7 +40,7 @@ class Proved:
     """The classes of a model, the seconds of a pass by width, and whether a class was later found to be wrong."""
 
     classes: tuple[WidthClass, ...]
-    seconds: dict[int, float]
+    seconds: dict[int, Seconds]
     refuted: bool = False
 
     @property
@@ -41,47 +48,28 @@ class Proved:
         return None if self.refuted else choose_class(self.classes)
 
     @property
-    def is_free(self) -> bool:
-        """Whether the class costs nothing: lone rows are not padded, and drafts may be as long as they pay off."""
-        widest = max((high for _, high in self.classes), default=1)
-        return (
-            self.pinned is not None and self.pinned[0] == 1 and self.pinned[1] >= min(WIDE_ENOUGH_FOR_PROMPTS, widest)
-        )
-
-    @property
     def padding_cost(self) -> float:
         """Time of a single-token pass that is padded into the class, over one that is not."""
         pinned = self.pinned
         return self.seconds[pinned[0]] / self.seconds[1] if pinned and pinned[0] in self.seconds else 1.0
 
-    def kept(self) -> dict[str, object]:
-        """As JSON."""
-        return {"classes": self.classes, "seconds": sorted(self.seconds.items()), "refuted": self.refuted}
 
+def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> EngineFacts:
+    """The facts of an empty engine with the class to use; the engine is left empty.
 
-def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | None, advice: str) -> EngineFacts:
-    """The facts of an empty engine with the class to use, or without one; the engine is left empty.
-
-    `key` names everything that the bits depend on; results are cached under it. `reproducible` True finds a class or
-    raises CapabilityError, with `advice`. None takes reproducible mode where it is known to cost nothing, since the
-    class has single-token passes and wide drafts in it, and the fastest mode otherwise. On a CPU, or over a network,
-    that is known only after an earlier load with True: testing takes longer than a user should wait for a first token.
+    `key` names everything that the bits depend on; results are cached under it. Raises CapabilityError, with `advice`,
+    where there is no class.
     """
     engine.class_key = key
-    is_slow = engine.facts.device == "cpu" or engine.facts.device.startswith("rpc")
-    if reproducible is None and is_slow and _cached(key, widest) is None:
-        return fastest_facts(engine, key)
     found = _proved(engine, key, widest) if engine.facts.can_rollback else Proved((), {})
     pinned = found.pinned
-    if reproducible is None and not found.is_free:
-        return fastest_facts(engine, key)
-    if reproducible and pinned is None:
+    if pinned is None:
         raise CapabilityError(_why_none(found, advice))
     max_batch = engine.facts.max_batch
-    if pinned and pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
+    if pinned[1] >= WIDE_ENOUGH_FOR_PROMPTS:
         # Prompts are read at these widths too, so that a cache's bits depend on its tokens alone.
         max_batch = min(max_batch, pinned[1])
-    is_narrow = pinned is not None and pinned[1] < min(WIDE_ENOUGH_FOR_PROMPTS, max_batch)
+    is_narrow = pinned[1] < min(WIDE_ENOUGH_FOR_PROMPTS, max_batch)
     block = min(BLOCK, max_batch) if is_narrow and _reads_alike(engine, key) else 0
     return replace(
         engine.facts,
@@ -96,20 +84,14 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, reproducible: bool | 
 def fastest_facts(engine: Engine, key: str) -> EngineFacts:
     """The facts of an engine in the fastest mode, with a note when that is chosen for the first time."""
     engine.class_key = key
-    if disk_cache.get("modes", key, a_record({"mode": text})) is not None:
+    if disk_cache.get("modes", key, str) is not None:
         return engine.facts
-    disk_cache.put("modes", key, {"mode": "fastest"})
+    disk_cache.put("modes", key, "fastest")
     note = (
         "mode: fastest; texts with and without drafting may differ where two tokens are about equally likely "
         "(--reproducible prevents that, often at a cost in speed)"
     )
     return replace(engine.facts, notes=(*engine.facts.notes, note))
-
-
-def is_known_free(key: str, widest: int) -> bool:
-    """Whether an earlier test under `key` found a class that costs nothing."""
-    found = _cached(key, widest)
-    return found is not None and found.is_free
 
 
 def packs_alike(engine: Engine, key: str) -> bool:
@@ -124,27 +106,26 @@ def _reads_alike(engine: Engine, key: str) -> bool:
 
 
 def _tested(kind: str, key: str, test: Callable[[], bool]) -> bool:
-    kept = disk_cache.get(kind, key, a_record({"alike": flag}))
-    if kept is None:
-        kept = {"alike": test()}
-        disk_cache.put(kind, key, kept)
-    return bool(kept["alike"])
+    known: bool | None = disk_cache.get(kind, key, bool)
+    if known is None:
+        known = test()
+        disk_cache.put(kind, key, known)
+    return known
 
 
 def refute(engine: Engine) -> None:
     """Drop the class of an engine, now and in later runs, because a pass gave other bits than its class requires."""
     facts = engine.facts
     found = Proved(facts.width_classes, {}, refuted=True)
-    disk_cache.put("widths", engine.class_key, found.kept())
+    disk_cache.put("widths", engine.class_key, found)
     engine.drop_class()
 
 
 def _cached(key: str, widest: int) -> Proved | None:
-    kept = disk_cache.get("widths", key, _kept(widest))
-    if kept is None:
+    kept: Proved | None = disk_cache.get("widths", key, Proved)
+    if kept is None or not all(1 <= low <= high <= widest for low, high in kept.classes):
         return None
-    classes = tuple((low, high) for low, high in kept["classes"])
-    return Proved(classes, {int(width): float(taken) for width, taken in kept["seconds"]}, kept["refuted"])
+    return kept
 
 
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
@@ -156,29 +137,20 @@ def _proved(engine: Engine, key: str, widest: int) -> Proved:
     found = Proved(surveyed.classes, surveyed.seconds)
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
         found = replace(found, classes=without(found.classes, pinned[0]))
-    disk_cache.put("widths", key, found.kept())
+    disk_cache.put("widths", key, found)
     disk_cache.delete("surveys", key)
     return found
 
 
 def _surveyed(engine: Engine, key: str, widest: int) -> Survey:
     """The survey, resumed where an interrupted one ended."""
-    kept = disk_cache.get("surveys", key, Survey.schema(widest))
-    found = Survey() if kept is None else Survey.from_json(kept)
+    found: Survey = disk_cache.get("surveys", key, Survey) or Survey()
     try:
         proof.survey(engine, widest, found, MAX_PADDED_WIDTH)
     except BaseException:
-        disk_cache.put("surveys", key, found.as_json())
+        disk_cache.put("surveys", key, found)
         raise
     return found
-
-
-def _kept(widest: int) -> Schema:
-    """The shape of what `Proved.kept` returns, for widths up to `widest`."""
-    width = whole(1, widest)
-    pair = a_row(width, width)
-    classes = a_list(lambda found: pair(found) and found[0] <= found[1])
-    return a_record({"classes": classes, "seconds": a_list(a_row(width, of_time)), "refuted": flag})
 
 
 def _why_none(found: Proved, advice: str) -> str:
@@ -215,3 +187,73 @@ def _expected_tokens(width: int) -> float:
 
 def _nominal_cost(width: int) -> float:
     return 1 + TYPICAL_COST_OF_A_ROW * (width - 1)
+
+
+# -- while it is in use
+
+
+class ClassWatch:
+    """The checks of one engine. `rows_compared` so far; `has_failed` once any of them differed."""
+
+    def __init__(self) -> None:
+        self.rows_compared = 0
+        self.has_failed = False
+        self._credit_s = 0.0
+        self._cost_s = 0.0  # time of the last check, or an estimate
+        self._turn = 0
+
+    def spent(self, seconds: float) -> None:
+        """A pass took `seconds`: a share of that may be spent on checks."""
+        self._credit_s += SHARE * seconds
+        self._cost_s = self._cost_s or 2.0 * seconds
+
+    def is_due(self, sequence: CachedSequence) -> bool:
+        """Whether there is a class to check, and time for it."""
+        pinned = sequence.engine.facts.pinned_class if sequence.engine.class_key else None
+        return pinned is not None and pinned[0] < pinned[1] and 0.0 < self._cost_s <= self._credit_s
+
+    def look(self, sequence: CachedSequence, logits: Logits) -> None:
+        """Score the last n cached tokens again in a pass of another width; compare with their `logits` [n, vocabulary].
+
+        The cache is as before afterwards; logits given out earlier are overwritten. A difference drops the class.
+        Raises what a pass raises; the sequence is then shorter by the tokens that were to be scored again.
+        """
+        started_s = perf_counter()
+        count = min(len(logits), sequence.length)
+        width = self._other_width(sequence, count)
+        if width is None:
+            return
+        start = sequence.length - width
+        if sequence.engine.reachable(start, sequence.sequence) != start:  # within a loaded state of a window
+            return
+        expected = logits[len(logits) - min(count, width) :].copy()
+        again = sequence.score_again(width)
+        if not np.array_equal(again[width - len(expected) :], expected, equal_nan=True):
+            self._fail(sequence, count, width)
+        self.rows_compared += len(expected)
+        self._cost_s = perf_counter() - started_s
+        self._credit_s -= self._cost_s
+
+    def _other_width(self, sequence: CachedSequence, used: int) -> int | None:
+        """A width of the class other than the one in use; all of them are used in turn.
+
+        It reaches only over tokens that were read in such passes.
+        """
+        pinned = sequence.engine.facts.pinned_class
+        assert pinned is not None
+        low, high = pinned[0], sequence.latest_in_class(min(pinned[1], EVERY_WIDTH_TO))
+        found = [width for width in range(low, high + 1) if width != max(used, low)]
+        self._turn += 1
+        # Steps of 7 alternate between narrow and wide ones and reach all unless their number is a multiple of 7.
+        return found[(self._turn * 7) % len(found)] if found else None
+
+    def _fail(self, sequence: CachedSequence, count: int, width: int) -> None:
+        self.has_failed = True
+        refute(sequence.engine)
+        logger.warning(
+            "reproducible mode is off from here on: on this model a pass of %d rows gave different bits from one "
+            "of %d, so texts may differ with and without drafting. Later runs remember this; use --no-reproducible, "
+            "or other weights",
+            width,
+            count,
+        )

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import ModelFileError, ModelNotFound, SamplingError
 from edgespec.loading.hub import endpoint as hub_endpoint
 from edgespec.loading.hub import library, reason_of
-from edgespec.sampling import Sampling
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),

@@ -22,7 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from edgespec.config import DrafterName, EngineName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName, EngineName
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.check import (
     CHECK_CONTEXT,

@@ -1,43 +1,103 @@
-"""Gathers what was measured in each answer of a model, and says what would make it faster.
+"""One line after a slow answer that says what would make the model faster, with the flag or command for it.
 
-A loaded model gives one piece of advice at most, and each is given once per model on a machine: what was said is kept
-in the cache folder.
+Each is given once per model on a machine: what was said is kept in the cache folder. What the runtime corrects by
+itself, such as drafts that do not pay under `--draft-length auto`, is not mentioned. The machine's state is read from
+/proc and /sys, so most of it is known on Linux only; what is unknown is None or False.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from edgespec.config import DrafterName, GenerateOptions, LoadOptions
-from edgespec.control.advice import Evidence, advice
+from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.control.length import ceiling
-from edgespec.control.measure import file_curve
 from edgespec.control.pool import DrafterPool
 from edgespec.engines.base import Engine
-from edgespec.engines.conditions import Conditions
-from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
-from edgespec.installation import quoted
-from edgespec.loading.registry import resolve
 from edgespec.platform import disk_cache
 from edgespec.platform.machine import physical_cores
-from edgespec.reports import RoundRecord, Stats
+from edgespec.reports import Stats
 
-OnRound = Callable[[RoundRecord], None]
-_KIND = "advice"
+# Chosen so that nothing is said of an ordinary run; a user must gain something that can be felt.
 LEAST_S = 5.0  # shortest decoding that gets advice: nobody waited for shorter answers
-_CONTEXT_STEP = 256  # tokens of context, within which passes of equal width take equally long
-_LEAST_PASSES, _MOST_PASSES, _MOST_KEYS = 8, 64, 256
+MOST_DISK_READS = 4.0  # per pass; one read brings up to 16 pages
+MOST_STALLED, LEAST_DISK_READS = 0.2, 0.5  # share of time in which programs waited for memory; then fewer reads are bad
+LEAST_CLOCK = 0.8  # share of the CPU's full clock
+LEAST_CEILING = 1.1  # speedup if every token of the draft model were accepted
+LEAST_DRAFTED, LEAST_ACCEPTED = 96, 0.3  # tokens with a fixed draft length, and the share accepted
+MOST_LOSS = 1.05  # time per token over that of plain decoding
 _LONGEST_DRAFT = 16
+_PROCESSORS, _SUPPLIES = "sys/devices/system/cpu", "sys/class/power_supply"
+_MOST_FOLDERS = 64  # neighbours are throttled together
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The machine at one moment."""
+
+    disk_reads: int | None = None  # times until now that this process waited for pages, from a file or from swap
+    stalled: float | None = None  # share of the last ten seconds in which some program waited for memory
+    throttled: int | None = None  # times until now that the CPU was slowed down by heat
+    clock: float | None = None  # share of its full clock that it may use
+    on_battery: bool = False
+    saves_power: bool = False  # the system's power profile favours a low consumption
+
+    @classmethod
+    def now(cls, root: Path = Path("/")) -> Conditions:
+        """The present conditions; `root`: where /proc and /sys are found."""
+        fields = _word(root / "proc/self/stat").rpartition(")")[2].split()  # the program's name may hold spaces
+        stalled = _word(root / "proc/pressure/memory").partition("some avg10=")[2].partition(" ")[0]
+        throttled = [
+            int(word)
+            for folder in _folders(root / _PROCESSORS, "cpu[0-9]*")
+            for name in ("package_throttle_count", "core_throttle_count")
+            if (word := _word(folder / "thermal_throttle" / name)).isdigit()
+        ]
+        clocks = [
+            int(allowed) / int(full)
+            for policy in _folders(root / _PROCESSORS / "cpufreq", "policy*")
+            if (allowed := _word(policy / "scaling_max_freq")).isdigit()
+            and (full := _word(policy / "cpuinfo_max_freq")).isdigit()
+            and int(full)
+        ]
+        return cls(
+            disk_reads=int(fields[9]) if len(fields) > 9 and fields[9].isdigit() else None,
+            stalled=float(stalled) / 100 if stalled.replace(".", "", 1).isdigit() else None,
+            throttled=max(throttled, default=None),
+            clock=max(clocks, default=None),
+            on_battery=_on_battery(root),
+            saves_power=_word(root / "sys/firmware/acpi/platform_profile") in ("low-power", "quiet", "power"),
+        )
+
+
+def _on_battery(root: Path) -> bool:
+    """Whether a battery is being emptied and no mains is connected."""
+    kinds = [(_word(folder / "type"), folder) for folder in _folders(root / _SUPPLIES, "*")]
+    connected = any(_word(folder / "online") == "1" for kind, folder in kinds if kind in ("Mains", "USB"))
+    # Mice and headsets have batteries, too; those of the machine have no scope or "System".
+    own = (folder for kind, folder in kinds if kind == "Battery" and _word(folder / "scope") != "Device")
+    return not connected and any(_word(folder / "status") == "Discharging" for folder in own)
+
+
+def _folders(root: Path, pattern: str) -> Iterator[Path]:
+    try:
+        yield from sorted(root.glob(pattern))[:_MOST_FOLDERS]
+    except OSError:
+        return
+
+
+def _word(path: Path) -> str:
+    """The text of a small file; empty where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 class Advisor:
-    """Watches the answers of one loaded model.
-
-    `conditions`: reads the machine's state.
-    """
+    """Judges the answers of one loaded model. `conditions`: reads the machine's state."""
 
     def __init__(
         self,
@@ -52,148 +112,77 @@ class Advisor:
         self._read = conditions
         self._before = conditions()
         self._is_done = False
-        self._drafted, self._accepted = Counter[str](), Counter[str]()  # by drafter, since the load
-        self._fixed_length: int | None = None
-        self._usual: dict[tuple[int, int], float] = {}  # seconds of passes of earlier answers, by width and context
-        self._passes: dict[tuple[int, int], list[float]] = defaultdict(list)  # of this answer
+        self._is_fixed = False
 
-    def watching(self, request: GenerateOptions, on_round: OnRound | None) -> OnRound:
-        """A function to call after every round of a new answer; it calls `on_round`."""
-        self._passes.clear()
+    def begin(self, request: GenerateOptions) -> None:
+        """A new answer begins."""
         length = self._options.draft_length if request.draft_length is None else request.draft_length
-        self._fixed_length = length if isinstance(length, int) and length else None
-        if on_round is None:
-            return self._observe
-
-        def both(record: RoundRecord) -> None:
-            self._observe(record)
-            on_round(record)
-
-        return both
-
-    def _observe(self, record: RoundRecord) -> None:
-        if record.drafter is not None:
-            self._drafted[record.drafter] += record.drafted_tokens
-            self._accepted[record.drafter] += record.accepted_tokens
-        if not record.is_disturbed:
-            taken = self._passes[record.width, record.position // _CONTEXT_STEP]
-            if len(taken) < _MOST_PASSES:
-                taken.append(record.verify_s)
+        self._is_fixed = isinstance(length, int) and length > 0
 
     def judged(self, stats: Stats) -> str:
         """One line of advice on a finished answer; empty where there is none, or where it was given before."""
-        slowdown = self._slowdown()
         if self._is_done or stats.decode_s < self.least_s:
             return ""
         before, self._before = self._before, self._read()
         try:
-            found = advice(self._evidence(stats, before, self._before, slowdown), self._was_given)
-            if found is None:
-                return ""
-            self._is_done = True
-            disk_cache.mark(_KIND, self._key(found.cause), self._pair.target)
+            for cause, text in self._found(stats, before, self._before):
+                key = disk_cache.key_of("advice", cause, disk_cache.file_key(self._pair.target))
+                if not disk_cache.is_marked("advice", key):
+                    self._is_done = True
+                    disk_cache.mark("advice", key, self._pair.target)
+                    return text
         except OSError:  # a model file was deleted meanwhile, and its identity is the key
-            return ""
-        return found.text
+            pass
+        return ""
 
-    def _was_given(self, cause: str) -> bool:
-        return disk_cache.is_marked(_KIND, self._key(cause))
-
-    def _key(self, cause: str) -> str:
-        return disk_cache.key_of(_KIND, cause, disk_cache.file_key(self._pair.target))
-
-    def _slowdown(self) -> float:
-        """Seconds of this answer's passes over those of equal ones before; 1 where there were none."""
-        ratios = []
-        for key, taken in self._passes.items():
-            if len(taken) < _LEAST_PASSES:
-                continue
-            now_s = sorted(taken)[len(taken) // 4]
-            usual_s = self._usual.get(key)
-            if usual_s is not None:
-                ratios.append(now_s / usual_s)
-            if usual_s is not None or len(self._usual) < _MOST_KEYS:
-                self._usual[key] = now_s if usual_s is None else min(now_s, usual_s)
-        return median(ratios) if ratios else 1.0
-
-    def _evidence(self, stats: Stats, before: Conditions, now: Conditions, slowdown: float) -> Evidence:
-        options, pool = self._options, self._pool
-        engine, cores = self._target, physical_cores()
-        threads = engine.facts.threads if pool.threads is None else pool.threads.threads
-        is_busy = threads < engine.facts.threads or (now.load or 0.0) > threads + 0.7
-        draft = pool.draft_name
-        # What other programs slow down says nothing of this engine, nor of heat.
-        other, gain = (None, 1.0) if is_busy else self._other_engine()
+    def _found(self, stats: Stats, before: Conditions, now: Conditions) -> Iterator[tuple[str, str]]:
+        """(cause, advice): what slows everything down first, then what is wrong with the draft."""
+        options, threads, cores = self._options, self._target.facts.threads, physical_cores()
+        reads = _risen(before.disk_reads, now.disk_reads) / max(stats.target_passes, 1)
+        if reads >= (LEAST_DISK_READS if (now.stalled or 0.0) > MOST_STALLED else MOST_DISK_READS):
+            context = max(self._target.facts.context_length // 2, 512)
+            smaller = "--memory auto" if options.memory is None else f"-c {context}"
+            yield "paging", f"weights are read from the disk again in every pass, as memory is short: {smaller}"
+        if options.threads is not None and threads > cores:
+            yield "threads", f"{threads} threads on {cores} cores wait for one another: -t {cores}"
+        is_low = now.clock is not None and now.clock < LEAST_CLOCK
+        if is_low or (now.on_battery and now.saves_power):
+            where = "on battery " if now.on_battery else ""
+            limit = f"limited to {now.clock:.0%} of its clock" if is_low else "set to save power"
+            yield "clock", f"{where}the processor is {limit}: powerprofilesctl set performance"
+        if (heat := _risen(before.throttled, now.throttled)) and threads > 1:
+            fewer = f"fewer threads make less heat: -t {threads // 2}"
+            yield "heat", f"heat slowed the processor down {heat} times in this answer; {fewer}"
         share, most = self._draft_cost()
-        return Evidence(
-            model=quoted(str(options.model)),
-            passes=stats.target_passes,
-            disk_reads=_risen(before.disk_reads, now.disk_reads),
-            stalled=now.stalled,
-            throttled=_risen(before.throttled, now.throttled),
-            clock=now.clock,
-            on_battery=now.on_battery,
-            saves_power=now.saves_power,
-            slowdown=1.0 if is_busy else slowdown,
-            threads=engine.facts.threads if options.threads is not None else threads,
-            cores=cores,
-            gives_threads=options.threads is not None,
-            gives_memory=options.memory is not None,
-            context_length=engine.facts.context_length,
-            fixed_length=self._fixed_length,
-            drafted=stats.drafted_tokens,
-            accepted=stats.accepted_tokens,
-            loss=self._loss(stats),
-            model_drafted=self._drafted[draft] if draft else 0,
-            model_accepted=self._accepted[draft] if draft else 0,
-            draft_share=share,
-            ceiling=most,
-            idle_share=self._idle_share(draft),
-            other_engine=other,
-            other_gain=gain,
-        )
+        if most < LEAST_CEILING:
+            yield (
+                "slow draft",
+                f"a draft token takes {share:.0%} of a target pass, which cannot pay off: --drafter suffix",
+            )
+        if self._is_fixed and stats.drafted_tokens >= LEAST_DRAFTED and self._loses(stats):
+            rate = stats.accepted_tokens / stats.drafted_tokens
+            if rate < LEAST_ACCEPTED:
+                yield (
+                    "fixed length",
+                    f"{rate:.0%} of the drafted tokens were accepted, too few for a fixed length: --draft-length auto",
+                )
 
-    def _loss(self, stats: Stats) -> float | None:
-        """Time per token over that of a plain pass; None while no plain pass was timed."""
-        curve = self._pool.cost_curve
-        if not curve.is_scaled or stats.new_tokens < 2:
-            return None
-        return stats.decode_s / (stats.new_tokens - 1) / curve.at(1, stats.prompt_tokens)
-
-    def _draft_cost(self) -> tuple[float | None, float | None]:
-        """Once timed: (a drafted token's time over a plain pass, the speedup if all tokens were accepted)."""
+    def _draft_cost(self) -> tuple[float, float]:
+        """(a drafted token's time over a plain pass, the speedup if all tokens were accepted); (0, inf): not timed."""
         curve, name = self._pool.cost_curve, self._pool.draft_name
         cost = self._pool.draft_costs.get(name) if name else None
         if cost is None or not cost.is_observed or cost.is_relative or not curve.is_sure_of_plain():
-            return None, None
+            return 0.0, float("inf")
         most = min(_LONGEST_DRAFT, self._target.most_draft_tokens)
         pass_s = [0.0, *(curve.at(width) for width in range(1, most + 2))]
         return cost.token_s / pass_s[1], ceiling(pass_s, cost.token_s, most)[1]
 
-    def _idle_share(self, draft: DrafterName | None) -> float | None:
-        """What a drafted token is taken to cost, in plain passes, if the user named the draft model."""
-        cost = self._pool.draft_costs.get(draft) if draft else None
-        if cost is None or (self._options.draft is None and self._options.drafter != draft):
-            return None
-        return cost.token_s / (1.0 if cost.is_relative else self._pool.cost_curve.at(1))
-
-    def _other_engine(self) -> tuple[str | None, float]:
-        """The engine that ran the same model fastest on this machine, and how much faster than this one; or None."""
-        own = self._pool.cost_curve
-        if not own.is_scaled:
-            return None, 1.0
-        found: dict[str, float] = {}
-        for name in self._pair.engines:
-            if name != self._pair.files["target"].engine:
-                try:
-                    files = resolve(self._options.model, engine=name, check_hashes=False).paths("target")
-                    curve = file_curve(files)
-                except (EdgespecError, OSError):
-                    continue
-                if curve is not None:
-                    found[name] = own.at(1) / curve.at(1)
-        best = max(found, key=lambda name: found[name], default=None)
-        return best, found[best] if best else 1.0
+    def _loses(self, stats: Stats) -> bool:
+        """Whether a token took longer than plain decoding, or, where that was not timed, few drafts were accepted."""
+        curve = self._pool.cost_curve
+        if not curve.is_scaled or stats.new_tokens < 2:
+            return stats.accepted_tokens < stats.target_passes / 2
+        return stats.decode_s / (stats.new_tokens - 1) / curve.at(1, stats.prompt_tokens) > MOST_LOSS
 
 
 def _risen(before: int | None, now: int | None) -> int:

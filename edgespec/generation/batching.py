@@ -26,7 +26,7 @@ from edgespec.control.cost import WIDEST
 from edgespec.control.run_cost import RunCosts
 from edgespec.control.threads import Started
 from edgespec.engines.base import Engine
-from edgespec.engines.pass_request import PassRequest
+from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
 from edgespec.generation.decode import Steps, steps
 from edgespec.generation.handle import Generation, Result
@@ -159,7 +159,8 @@ class ContinuousBatch:
                 method(failure)
 
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
-        member.run.on_round = advisor.watching(request.options, request.on_round)
+        member.run.on_round = request.on_round
+        advisor.begin(request.options)
 
     def _joined(
         self,

@@ -18,7 +18,7 @@ import numpy as np
 
 from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
-from edgespec.engines.pass_request import PassRequest, answered
+from edgespec.engines.sequence import PassRequest, answered
 from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, TokenEvent

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.errors import Cancelled, CapabilityError, EngineError, PromptError, PromptTooLong, shown
 from edgespec.generation.executor import Executor
 from edgespec.generation.inputs import checked_ids

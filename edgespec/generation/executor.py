@@ -14,14 +14,15 @@ from time import monotonic
 from weakref import WeakSet
 
 from edgespec.chat.template import answer_opening
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName
 from edgespec.control.base import Controller
 from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.watch import ClassWatch
+from edgespec.engines.widths import ClassWatch
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.advisor import Advisor

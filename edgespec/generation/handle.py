@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from edgespec.closing import Closing
-from edgespec.config import LOSSY, DrafterName, RuleName
+from edgespec.config.values import LOSSY, DrafterName, RuleName
 from edgespec.errors import StateError
 from edgespec.generation.request import Request
 from edgespec.generation.turn import Caller, Claim

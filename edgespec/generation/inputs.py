@@ -9,10 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.base import EngineFacts
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
-from edgespec.sampling import Sampling
 from edgespec.types import TokenIds
 
 Given = TypeVar("Given")

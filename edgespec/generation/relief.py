@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from edgespec.config import DrafterName
-from edgespec.config.values import as_size
+from edgespec.config.values import DrafterName, as_size
 from edgespec.control.base import Controller
 from edgespec.engines.parked import ParkedStates
 from edgespec.memory.watch import MemoryWatch

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from edgespec.config import DrafterName, GenerateOptions, LoadOptions, RuleName
+from edgespec.config.options import GenerateOptions, LoadOptions, Sampling
+from edgespec.config.values import DrafterName, RuleName
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, PromptError, SamplingError, shown
 from edgespec.generation.inputs import checked_ids, of_kind, require_writer
 from edgespec.generation.run_state import Run, check_prompt
 from edgespec.reports import RoundRecord, Stats
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.constraint.grammar import Grammar, mismatch
 from edgespec.sampling.constraint.state import Constraint, Constraints
 from edgespec.sampling.stopping import StopRules

@@ -12,9 +12,8 @@ from time import perf_counter
 from typing import NamedTuple
 
 from edgespec.engines.parked import ParkedStates
-from edgespec.engines.pass_request import Passes
-from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.watch import ClassWatch
+from edgespec.engines.sequence import CachedSequence, Passes
+from edgespec.engines.widths import ClassWatch
 from edgespec.errors import Cancelled, PromptError, PromptTooLong
 from edgespec.reports import PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.sampling import Sampler

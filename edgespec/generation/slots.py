@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.config import DrafterName, GenerateOptions
+from edgespec.config.options import GenerateOptions
+from edgespec.config.values import DrafterName
 from edgespec.control.pool import DrafterPool
 from edgespec.engines.parked import LEAST_TOKENS, ParkedStates, pays
 from edgespec.engines.sequence import CachedSequence

@@ -96,23 +96,15 @@ def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> 
     had_some = is_file(part) and part.stat().st_size > 0
     for _ in range(2 if had_some else 1):  # the leftover may be damaged
         _fill(repo, url, part, path.name, file, on_bytes)
-        if (made := finish(path, file)) is not None:
-            return made
+        with write_errors(path, fix=DISK_FIX):
+            if _is_whole(part, file):
+                part.replace(path)
+                return described(path, file)
+            part.unlink()
     raise DownloadError(
         f"{file.path} of {repo} does not match the checksum that the hub lists: run the same command again; if that "
         "does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
     )
-
-
-def finish(path: Path, file: HubFile) -> ModelFile | None:
-    """Have `path` hold what was fetched, if that is `file`; else None, and it is removed."""
-    part = part_of(path, file)
-    with write_errors(path, fix=DISK_FIX):
-        if not _is_whole(part, file):
-            part.unlink()
-            return None
-        part.replace(path)
-    return described(path, file)
 
 
 def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:

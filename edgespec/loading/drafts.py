@@ -17,9 +17,8 @@ from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, VocabularyMismatch
 from edgespec.formats.gguf.check import HEAD_NAMES, HeadKind, has_mtp, main_layers, may_have_mtp
-from edgespec.formats.gguf.gemma4_drafter import TARGET as GEMMA4
-from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
+from edgespec.formats.gguf.heads import GEMMA4, check_cache, head_kind_of, read_head
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import entries
@@ -104,16 +103,13 @@ def _compare(ours: Vocabulary, theirs: Vocabulary) -> Comparison:
 
 def _compare_head(target: ModelFile, head: ModelFile, kind: HeadKind) -> Comparison:
     """Raises CapabilityError for a head of another target."""
-    from edgespec.engines.llamacpp.heads import head_class
-
     if not target.is_gguf:
         raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
     header = read_header(target.path)
     width = header.metadata.get(f"{header.architecture}.embedding_length")
-    opens = head_class(head.path)
-    assert opens is not None  # it has a kind
-    opens.check_target(head.path, target.path)
-    sizes = opens.read(head.path)
+    sizes = read_head(head.path)
+    if sizes.form == "gemma4":
+        check_cache(head.path.name, read_header(head.path), header)
     sizes.check_fits(head.path.name, width if isinstance(width, int) else 0, main_layers(header), len(header.tokens))
     return Comparison(f"{HEAD_NAMES[kind]} that fits", is_same=True)
 

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.loading.catalogue import without_hub
-from edgespec.loading.hub import HubFile
-from edgespec.loading.hub_choice import choose, gguf_groups
+from edgespec.loading.hub import HubFile, choose, gguf_groups
 from edgespec.platform.files import (
     TEMPORARY,
     absolute,

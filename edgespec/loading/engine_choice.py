@@ -13,17 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
-from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair, sha256_of
 from edgespec.installation import IMPORT_FAILURES, has_engine, not_importable
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.platform.disk_cache import file_key, get, key_of, put, text
+from edgespec.platform.disk_cache import file_key, get, key_of, put
 from edgespec.platform.files import is_file, shipped_models
 
 KERNEL_CACHE_TYPES = (None, "f16", "q8_0")
@@ -204,8 +204,8 @@ def shipped_heads(source: Path, sha256: str | None = None) -> Path | None:
 
 def _known_sha256(path: Path) -> str:
     key = key_of("sha256", file_key(path))
-    found = get("checksums", key, text)
+    found: str | None = get("checksums", key, str)
     if found is None:
         found = sha256_of(path)
         put("checksums", key, found)
-    return str(found)
+    return found

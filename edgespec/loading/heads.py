@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.dflash import DFlashDrafter
-from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.eagle3 import Eagle3Drafter, MtpDrafter
-from edgespec.drafters.eagle_layers import LayersEagleDrafter
-from edgespec.drafters.gemma4 import Gemma4ChainDrafter
+from edgespec.drafters.eagle import EagleDrafter, LayersEagleDrafter
 from edgespec.drafters.head_layer import numpy_layer
+from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, Gemma4Drafter, HeadDrafter, MtpDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.head import CachedHead, HeadLayer
+from edgespec.engines.head import HeadLayer
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HEAD_NAMES
-from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.heads import HeadForm, head_kind_of
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.requirements import head_paths
 from edgespec.types import Batch
 
-if TYPE_CHECKING:
-    from edgespec.engines.llamacpp.engine import AnyHead
-
+_DRAFTERS: dict[HeadForm, type[HeadDrafter]] = {
+    "eagle3": Eagle3Drafter,
+    "dflash": DFlashDrafter,
+    "mtp": MtpDrafter,
+    "gemma4": Gemma4Drafter,
+}
 HEAD_THREADS = 2  # reading the weights is most of a pass, and two cores read faster; more take longer to wake
 
 
@@ -106,9 +105,7 @@ def open_own_layers(options: LoadOptions, target: Engine) -> MtpDrafter:
 
 def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Drafter:
     """A drafter with a head in GGUF. Raises CapabilityError for a target that it cannot read."""
-    from edgespec.engines.llamacpp import DFlashHead, Eagle3Head, LlamaCppEngine, MtpFileHead
-    from edgespec.engines.llamacpp.gemma4_drafter import Gemma4Drafter
-    from edgespec.engines.llamacpp.heads import head_class
+    from edgespec.engines.llamacpp import LlamaCppEngine
 
     kind = head_kind_of(file.path)
     assert kind is not None  # the pair's requirements have asked
@@ -117,26 +114,10 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
             f"{file.path.name} is {HEAD_NAMES[kind]}, which reads the target's states in this process: with --rpc use "
             "another drafter, such as --drafter ngram"
         )
-    where = options.draft_context_length, options.draft_model_gpu_layers
-
-    def opened(head: type[AnyHead]) -> AnyHead:
-        found = target.load_head(head, file.path, context_length=where[0], gpu_layers=where[1])
-        _check_layers(found, target)
-        return found
-
-    if kind == "eagle3":
-        return Eagle3Drafter(opened(Eagle3Head), WINDOW)
-    if kind == "dflash":
-        return DFlashDrafter(opened(DFlashHead), WINDOW)
-    if head_class(file.path) is Gemma4Drafter:
-        # It must be where the keys and values of the target's last layers are, which are offloaded first.
-        where = options.draft_context_length, (0 if target.facts.device == "cpu" else -1)
-        return Gemma4ChainDrafter(opened(Gemma4Drafter), WINDOW)
-    return MtpDrafter(opened(MtpFileHead), WINDOW)
-
-
-def _check_layers(head: CachedHead, target: Engine) -> None:
-    """Close the head and raise CapabilityError here, before any text, if the target cannot give what it reads."""
-    with closed_on_failure(head):
+    head = target.load_head(
+        file.path, context_length=options.draft_context_length, gpu_layers=options.draft_model_gpu_layers
+    )
+    with closed_on_failure(head):  # here, before any text, if the target cannot give what it reads
         target.give_layer_inputs(head.facts.layers)
         target.give_layer_inputs(())
+    return _DRAFTERS[head.form](head, WINDOW)

@@ -1,7 +1,9 @@
-"""A model hub through huggingface_hub: what a repository holds, where a file is, and its errors as ours.
+"""A model hub through huggingface_hub: what a repository holds, which files of it make a model, and its errors as ours.
 
 The library supplies the HTTP client, the token, proxies and addresses. Endpoint: HF_ENDPOINT, else the library's
-default; it also reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
+default; it also reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE. What makes a model: the quantisation, the parts of a split
+GGUF, a draft beside it, ONNX files. Only names are known at this point; after the download the files themselves say
+what they are.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelNotFound
+from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelFileError, ModelNotFound
+from edgespec.formats.gguf.check import SPLIT_NAME
 from edgespec.installation import install_command
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -73,11 +76,6 @@ def endpoint() -> str:
             f"HF_ENDPOINT is {found[:80]!r}, which is not an address: write http:// or https:// and a host"
         )
     return found
-
-
-def is_offline() -> bool:
-    """Whether the user forbids downloads (HF_HUB_OFFLINE)."""
-    return bool(library().constants.HF_HUB_OFFLINE)
 
 
 def describe(repo: str, revision: str) -> HubRepo:
@@ -184,3 +182,143 @@ def reason_of(error: Exception) -> str:
     """What an exception says, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:160]
+
+
+# The first that a repository has is taken where none is asked for: 4 bits, then the next larger, then smaller ones.
+PREFERRED = (
+    *("Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0"),
+    *("Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K", "BF16", "F16", "F32"),
+)
+ONNX_PREFERRED = ("model", "model_quantized", "model_int8", "model_q4", "model_q4f16", "model_fp16")
+ONNX_COMPANIONS = (
+    *("config.json", "genai_config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    *("chat_template.jinja", "special_tokens_map.json"),
+)
+_QUANT = re.compile(
+    r"(?:^|[-_./])((?:UD-)?(?:I?Q\d(?:_[0-9A-Z]+)*|T?Q\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-_.]|$)", re.I
+)
+_DRAFT = re.compile(r"(?:^|[-_./])(draft\w*|eagle\d?\w*|mtp|dflash|dspark|speculator)(?:[-_.]|$)", re.IGNORECASE)
+NO_MODEL = re.compile(r"mmproj|imatrix|lora|adapter|(?:^|[-_.])vocab", re.IGNORECASE)
+LEAST_RATIO = 4  # a sibling that is so much smaller is taken for the draft
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The files of one model in one quantisation, the one to open first; `model`: its name without both."""
+
+    model: str
+    quant: str
+    files: tuple[HubFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def engine(self) -> str:
+        return "onnx" if self.files[0].path.endswith(".onnx") else "llamacpp"
+
+    @property
+    def is_draft(self) -> bool:
+        return _DRAFT.search(self.files[0].path.rpartition("/")[2]) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to fetch of a repository; `others`: quantisations that it has too."""
+
+    target: Group
+    draft: Group | None
+    others: tuple[str, ...]
+
+
+def choose(repo: str, files: Mapping[str, HubFile], wanted: str = "") -> Choice:
+    """The model of a repository. `wanted`: a quantisation, or the name of a file; empty: the usual one.
+
+    Raises ModelNotFound, listing what there is, where `wanted` is not there or nothing can be run.
+    """
+    groups = gguf_groups(files.values()) or _onnx_groups(files)
+    if not groups:
+        raise _nothing_to_run(repo, files)
+    by_file = [group for group in groups if wanted in (group.files[0].path, group.files[0].path.rpartition("/")[2])]
+    if by_file:
+        return Choice(by_file[0], None, ())
+    targets = [group for group in groups if not group.is_draft] or groups
+    drafts = [group for group in groups if group.is_draft and group not in targets]
+    sizes = {model: max(g.bytes for g in targets if g.model == model) for model in {g.model for g in targets}}
+    largest = max(sizes, key=lambda model: sizes[model])
+    siblings = [model for model in sizes if model != largest]
+    if any(sizes[model] * LEAST_RATIO > sizes[largest] for model in siblings):
+        names = ", ".join(sorted(group.files[0].path.rpartition("/")[2] for group in targets))
+        raise ModelNotFound(f"{repo} holds several models: name a file, as in {repo}:FILE. It has {names}")
+    drafts += [group for group in targets if group.model in siblings]
+    target = _pick(repo, [group for group in targets if group.model == largest], wanted)
+    others = tuple(g.quant for g in targets if g.model == largest and g.quant != target.quant)
+    return Choice(target, _best_draft(drafts, target), others)
+
+
+def _pick(repo: str, groups: Sequence[Group], wanted: str) -> Group:
+    by_quant = {group.quant.upper(): group for group in groups}
+    if wanted:
+        if wanted.upper() in by_quant:
+            return by_quant[wanted.upper()]
+        known = ", ".join(sorted(group.quant or "one file" for group in groups))
+        raise ModelNotFound(f"{repo} has no {wanted}: it has {known}")
+    order = ONNX_PREFERRED if groups[0].engine == "onnx" else PREFERRED
+    ranks = {quant.upper(): rank for rank, quant in enumerate(order)}
+    return min(groups, key=lambda group: (ranks.get(group.quant.upper(), len(order)), group.bytes))
+
+
+def _best_draft(drafts: Sequence[Group], target: Group) -> Group | None:
+    """The smallest draft model of a repository, in the target's quantisation if it has that."""
+    fitting = [group for group in drafts if group.engine == target.engine]
+    if not fitting:
+        return None
+    smallest = min(fitting, key=lambda group: group.bytes).model
+    same = [group for group in fitting if group.model == smallest]
+    return next((group for group in same if group.quant == target.quant), _pick("", same, ""))
+
+
+def gguf_groups(files: Iterable[HubFile]) -> list[Group]:
+    """The complete GGUF models among `files`, by name and quantisation."""
+    found: dict[tuple[str, str], list[HubFile]] = {}
+    for file in files:
+        name = file.path.rpartition("/")[2]
+        if not name.endswith(".gguf") or NO_MODEL.search(name):
+            continue
+        parts = SPLIT_NAME.fullmatch(name)
+        stem = parts["stem"] if parts else name.removesuffix(".gguf")
+        quant = _QUANT.search(stem) or _QUANT.search(file.path.rpartition("/")[0])
+        label = quant[1] if quant else ""
+        model = stem.replace(label, "").strip("-_.") if label else stem
+        found.setdefault((model, label), []).append(file)
+    groups = [Group(m, q, tuple(sorted(parts, key=lambda f: f.path))) for (m, q), parts in found.items()]
+    return [group for group in groups if _is_complete(group)]
+
+
+def _is_complete(group: Group) -> bool:
+    """Whether all parts of a split model are there, and nothing beside them."""
+    parts = SPLIT_NAME.fullmatch(group.files[0].path.rpartition("/")[2])
+    return len(group.files) == (int(parts["count"]) if parts else 1)
+
+
+def _onnx_groups(files: Mapping[str, HubFile]) -> list[Group]:
+    """One group for every graph, with its external weights and the tokenizer beside it or in the root."""
+    groups = []
+    for path, file in files.items():
+        if not path.endswith(".onnx"):
+            continue
+        folder, _, name = path.rpartition("/")
+        prefix = f"{folder}/" if folder else ""
+        data = [f for p, f in files.items() if re.fullmatch(re.escape(path) + r"[._]data(?:_\d+)?", p)]
+        companions = [files.get(prefix + each) or files.get(each) for each in ONNX_COMPANIONS]
+        label = name.removesuffix(".onnx") if folder in ("", "onnx") else path.removesuffix(".onnx")
+        groups.append(Group("", label, (file, *data, *(each for each in companions if each))))
+    return [group for group in groups if any(f.path.endswith("tokenizer.json") for f in group.files)]
+
+
+def _nothing_to_run(repo: str, files: Mapping[str, HubFile]) -> ModelFileError:
+    if any(path.endswith(".safetensors") for path in files):
+        return ModelFileError(f"{repo} holds weights that must be converted first: edgespec export {repo}")
+    names = ", ".join(list(files)[:5]) or "nothing"
+    return ModelFileError(f"{repo} holds no complete GGUF or ONNX model, only {names}: give another repository")

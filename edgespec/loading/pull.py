@@ -19,8 +19,7 @@ from edgespec.loading import download
 from edgespec.loading.catalogue import Reference, entries, parse
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.engine_choice import runs_on_kernels
-from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, describe
-from edgespec.loading.hub_choice import choose
+from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, choose, describe
 from edgespec.loading.own_models import begin_folder, fits, one_writer, own_folders, replace_manifest
 from edgespec.loading.registry import registered_folders
 from edgespec.platform.files import exists, expanded, is_file

@@ -22,8 +22,7 @@ from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair,
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Reference, entries, parse, without_hub
 from edgespec.loading.elsewhere import path_elsewhere
-from edgespec.loading.hub import REPO
-from edgespec.loading.hub_choice import NO_MODEL
+from edgespec.loading.hub import NO_MODEL, REPO
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
 
 logger = logging.getLogger("edgespec")

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from edgespec.config import MAX_DRAFT_LENGTH, DrafterName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import MAX_DRAFT_LENGTH, DrafterName
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import has_mtp
-from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.engine_choice import with_engines
 from edgespec.loading.registry import resolve

@@ -21,15 +21,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.values import as_size
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import check_gguf, model_files
-from edgespec.formats.gguf.head_reader import head_kind_of
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair, read_pair
 from edgespec.installation import quoted
 from edgespec.loading.registry import registered_folders
@@ -331,7 +331,7 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
         return _with(options, 0, 0)
     if options.rpc is not None:  # llama.cpp splits the layers by the servers' free memory
         return _with(options, -1, 0)
-    from edgespec.engines.llamacpp.placement import room_on_devices
+    from edgespec.engines.llamacpp.devices import room_on_devices
 
     free = (room or room_on_devices)(options.target_devices)
 

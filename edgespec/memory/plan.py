@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.values import MemoryBudget, as_size, parse_budget
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
-from edgespec.engines.footprint import Footprint
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import Footprint, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
-from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
 from edgespec.memory.heads import heads_bytes

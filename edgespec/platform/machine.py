@@ -120,11 +120,6 @@ def has_address_limit() -> bool:
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
-def machine_name() -> str:
-    """The CPU, and how many logical ones this process may use: both decide which settings are best."""
-    return f"{processor()}, {usable_processors()} processors"
-
-
 def default_threads() -> int:
     """Threads for a compute-bound library: one on each fast core that this process may run on, at least 1.
 

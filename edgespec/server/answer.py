@@ -189,7 +189,6 @@ class Answer:
 
     @property
     def timings(self) -> dict[str, Any]:
-        """`timings` of it so far."""
         return timings(self.stats, self.ticket.drafted)
 
     @property
@@ -264,7 +263,6 @@ class Answer:
             self.ticket.cancel()
 
     async def read(self) -> None:
-        """Read it to its end."""
         if self._parser is None:  # which ends an answer when its calls are complete
             self.ticket.read_whole()
         async for _ in self.pieces():

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,10 +24,15 @@ from starlette.routing import Route
 
 from edgespec import __version__
 from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
+from edgespec.server.chat import Chat
+from edgespec.server.completions import Completion
 from edgespec.server.exchange import Exchange
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
+from edgespec.server.native import NativeCompletion
+from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
 from edgespec.server.requests import Fields, parse_object
+from edgespec.server.responses import ResponseRequest
 from edgespec.server.service import Names, Service, Services, unknown_model
 from edgespec.server.web import (
     CLIENT_LEFT,
@@ -48,15 +52,13 @@ AtRest = Callable[[Names, Mapping[str, Any]], dict[str, Any] | None]
 Schema = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A path that takes a body, which is a `request`; `read`: checks it and, by its kind, answers it.
+class Endpoint(NamedTuple):
+    """A path that takes a body, which is a `request`. `read`: checks it and, by the `kind` of the path, answers it.
 
     `form`: of its streams, None where it has none. `at_rest`: the body for a request that needs no model, while none is
     loaded; None for one that does.
     """
 
-    summary: str
     request: type[Fields]
     read: Callable[..., Any]
     kind: Callable[[Services, Bodies, Endpoint], Handler]
@@ -219,128 +221,62 @@ def _model(services: Services, request: Request) -> Response:
     return json_response(facts.model_object(service, shown, with_status=services.are_several))
 
 
-def _health(services: Services, _: Request) -> Response:
-    status, body = facts.health(services)
-    return json_response(body, status)
-
-
-def _metrics(services: Services, _: Request) -> Response:
-    return PlainTextResponse(facts.metrics_text(services), media_type="text/plain; version=0.0.4")
-
-
 def _properties(services: Services, request: Request) -> Response:
     return json_response(facts.properties(services.named(request.query_params.get("model"))))
 
 
+_PROMETHEUS = "text/plain; version=0.0.4"
 READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
-    "/v1/models": ("The served model (OpenAI)", _models),
+    "/v1/models": ("The served models", _models),
     "/models": ("The same as /v1/models", _models),
     "/v1/models/{name:path}": ("One model by name", _model),  # hub ids have slashes
-    "/health": ("200 once the model answers, 503 before", _health),
-    "/v1/health": ("The same as /health", _health),
-    "/metrics": ("Counters for Prometheus", _metrics),
+    "/health": ("200 once the model answers, 503 before", lambda services, _: json_response(*facts.health(services))),
+    "/v1/health": ("The same as /health", lambda services, _: json_response(*facts.health(services))),
+    "/metrics": (
+        "Counters for Prometheus",
+        lambda services, _: PlainTextResponse(facts.metrics_text(services), media_type=_PROMETHEUS),
+    ),
     "/props": ("Model, engine, drafter, default settings, memory plan", _properties),
     "/openapi.json": ("This document", lambda services, _: json_response(document(services.names))),
     "/api/version": ("The version (Ollama)", lambda *_: json_response(facts.version())),
-    "/api/tags": ("The served model (Ollama)", lambda services, _: json_response(facts.listed(services))),
-    "/api/ps": ("The same with its memory and context", lambda services, _: json_response(facts.running(services))),
+    "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),
+    "/api/ps": ("Those that are loaded (Ollama)", lambda services, _: json_response(facts.running(services))),
 }
-_CHAT = Endpoint("Answer a conversation (OpenAI)", chat.Chat, chat.read_chat, _generating, chat.ChatExchange)
-_RESPONSES = Endpoint(
-    "Answer a conversation (OpenAI's newer protocol, stateless)",
-    responses.ResponseRequest,
-    responses.read_responses,
-    _generating,
-    responses.ResponsesExchange,
-)
-_NATIVE = Endpoint(
-    "Continue a text or token ids (llama-server)",
-    native.NativeCompletion,
-    native.read_native,
-    _generating,
-    native.NativeExchange,
-)
-_CHAT_TOKENS = Endpoint("Count a prompt's tokens (llama-server)", chat.Chat, chat.count_input_tokens, _replying)
-_RESPONSE_TOKENS = Endpoint(
-    "Count a prompt's tokens (OpenAI)", responses.ResponseRequest, responses.count_input_tokens, _replying
-)
-_EMBEDDING = Endpoint(
-    "Embeddings of texts (llama-server)", embeddings.NativeEmbedding, embeddings.read_native, _embedding
-)
+_CHAT = Endpoint(Chat, chat.read_chat, _generating, chat.ChatExchange)
+_CHAT_TOKENS = Endpoint(Chat, chat.count_input_tokens, _replying)
+_NATIVE = Endpoint(NativeCompletion, native.read_native, _generating, native.NativeExchange)
+_RESPONSES = Endpoint(ResponseRequest, responses.read_responses, _generating, responses.ResponsesExchange)
+_RESPONSES_TOKENS = Endpoint(ResponseRequest, responses.count_input_tokens, _replying)
+_UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
+_EMBEDDING = Endpoint(embeddings.NativeEmbedding, embeddings.read_native, _embedding)
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
-    "/chat/completions": _CHAT,  # llama-server's own paths
-    "/v1/completions": Endpoint(
-        "Continue a text or token ids (OpenAI)",
-        completions.Completion,
-        completions.read_completion,
-        _generating,
-        completions.CompletionExchange,
-    ),
+    "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
+    "/v1/completions": Endpoint(Completion, completions.read_completion, _generating, completions.CompletionExchange),
+    "/v1/responses": _RESPONSES,
+    "/v1/responses/input_tokens": _RESPONSES_TOKENS,
+    "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, _generating, messages.MessagesExchange),
+    "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens, _replying),
+    "/v1/embeddings": Endpoint(embeddings.OpenAiEmbedding, embeddings.read_openai, _embedding),
+    # llama-server's
+    "/chat/completions": _CHAT,
+    "/chat/completions/input_tokens": _CHAT_TOKENS,
+    "/responses": _RESPONSES,
+    "/responses/input_tokens": _RESPONSES_TOKENS,
     "/completion": _NATIVE,
     "/completions": _NATIVE,
-    "/infill": Endpoint(
-        "Fill the gap between two texts (llama-server); 501 for models that cannot",
-        native.Infill,
-        native.read_infill,
-        _generating,
-        native.NativeExchange,
-    ),
-    "/v1/responses": _RESPONSES,
-    "/responses": _RESPONSES,
-    "/v1/messages": Endpoint(
-        "Answer a conversation (Anthropic)",
-        messages.MessagesRequest,
-        messages.read_messages,
-        _generating,
-        messages.MessagesExchange,
-    ),
-    "/api/chat": Endpoint(
-        "Answer a conversation (Ollama)",
-        ollama.OllamaChat,
-        ollama.read_chat_request,
-        _generating,
-        ollama.OllamaExchange,
-        partial(ollama.unload_at_rest, is_chat=True),
-    ),
-    "/api/generate": Endpoint(
-        "Answer a prompt (Ollama)",
-        ollama.OllamaGenerate,
-        ollama.read_generate_request,
-        _generating,
-        ollama.OllamaExchange,
-        partial(ollama.unload_at_rest, is_chat=False),
-    ),
-    "/api/show": Endpoint("Facts of the model (Ollama)", facts.ShowRequest, facts.show, _telling),
-    "/v1/embeddings": Endpoint(
-        "Embeddings of texts (OpenAI); 501 for models that give none",
-        embeddings.OpenAiEmbedding,
-        embeddings.read_openai,
-        _embedding,
-    ),
-    "/api/embed": Endpoint(
-        "Embeddings of texts (Ollama)", embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding
-    ),
-    "/api/embeddings": Endpoint(
-        "The embedding of a text (Ollama's older form)",
-        embeddings.OllamaPromptEmbedding,
-        embeddings.read_ollama_prompt,
-        _embedding,
-    ),
+    "/infill": Endpoint(native.Infill, native.read_infill, _generating, native.NativeExchange),
+    "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize, _replying),
+    "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize, _replying),
+    "/apply-template": Endpoint(Chat, chat.apply_template, _replying),
     "/embedding": _EMBEDDING,
     "/embeddings": _EMBEDDING,
-    "/tokenize": Endpoint("Text to token ids", facts.TokenizeRequest, facts.tokenize, _replying),
-    "/detokenize": Endpoint("Token ids to text", facts.DetokenizeRequest, facts.detokenize, _replying),
-    "/apply-template": Endpoint(
-        "The prompt of a conversation as text (llama-server)", chat.Chat, chat.apply_template, _replying
-    ),
-    "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
-    "/chat/completions/input_tokens": _CHAT_TOKENS,
-    "/v1/responses/input_tokens": _RESPONSE_TOKENS,
-    "/responses/input_tokens": _RESPONSE_TOKENS,
-    "/v1/messages/count_tokens": Endpoint(
-        "Count a prompt's tokens (Anthropic)", messages.CountRequest, messages.count_tokens, _replying
-    ),
+    # Ollama's
+    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, _generating, OllamaExchange, _UNLOADS_CHAT),
+    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, _generating, OllamaExchange, _UNLOADS),
+    "/api/show": Endpoint(facts.ShowRequest, facts.show, _telling),
+    "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding),
+    "/api/embeddings": Endpoint(embeddings.OllamaPromptEmbedding, embeddings.read_ollama_prompt, _embedding),
 }
 
 
@@ -367,11 +303,12 @@ def document(names: Names) -> Schema:
         kinds: Schema = {"application/json": {"schema": {"type": "object"}}}
         kinds |= {} if each.form is None else {each.form.media_type: {}}
         body = {"required": True, "content": {"application/json": {"schema": bodies[each.request]}}}
-        paths[path] = {"post": _described(each.summary, kinds) | {"requestBody": body}}
-    about = {"title": "edgespec", "version": __version__, "description": "Local text generation, drafted and verified"}
+        about = (each.read.__doc__ or "").partition(".")[0]
+        paths[path] = {"post": _described(about, kinds) | {"requestBody": body}}
+    info = {"title": "edgespec", "version": __version__, "description": "Local text generation, drafted and verified"}
     key = {"key": {"type": "http", "scheme": "bearer"}}
     components = {"schemas": schemas, "securitySchemes": key}
-    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": components, "security": [{}, {"key": []}]}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components, "security": [{}, {"key": []}]}
 
 
 def _described(summary: str, content: Schema) -> Schema:
@@ -401,7 +338,6 @@ _PAGE_HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """A route for the page and for each of its files."""
     found = []
     for file in sorted(files("edgespec.server").joinpath("static").iterdir(), key=lambda each: each.name):
         kind = _TYPES.get(file.name.rpartition(".")[2])

@@ -20,7 +20,7 @@ from edgespec.chat.reasoning import Reasoning, before_structure
 from edgespec.chat.template import Ending, answer_prefix, chat_text, num_characters, render_chat
 from edgespec.chat.tool_forms import Form, call_form
 from edgespec.chat.tools import ToolCall
-from edgespec.config import ReasoningFormat
+from edgespec.config.values import ReasoningFormat
 from edgespec.errors import EdgespecError, shown
 from edgespec.generation.inputs import require_writer
 from edgespec.reports import TokenEvent
@@ -38,7 +38,6 @@ from edgespec.server.options import (
     options_of,
     require_model,
     sampling_of,
-    token_limit,
 )
 from edgespec.server.requests import Asked, Fields, read, unsupported
 from edgespec.server.scheduler import Job
@@ -104,7 +103,6 @@ class Chat(OpenAiRequest, kw_only=True):
 
     @property
     def predicted(self) -> str | None:
-        """The text of `prediction`."""
         if self.prediction is None:
             return None
         content = self.prediction.content
@@ -115,7 +113,10 @@ class Chat(OpenAiRequest, kw_only=True):
 
 
 def read_chat(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ChatExchange:
-    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    """Answer a conversation (OpenAI).
+
+    Blocks while it encodes. Raises HttpError and EdgespecError.
+    """
     chat = read(Chat, values, notes)
     return ChatExchange(prepare(loaded, chat, notes), chat)
 
@@ -129,9 +130,7 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     if template is None:
         raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")
     sampling = sampling_of(chat, loaded, chat.logit_bias)
-    limit = token_limit(
-        max_completion_tokens=chat.max_completion_tokens, max_tokens=chat.max_tokens, n_predict=chat.n_predict
-    )
+    limit = chat.token_limit
     options = options_of(chat, loaded, limit, chat.num_logprobs)
     options = replace(read_structure(chat, loaded, options, chat.response_format), prediction=chat.predicted)
     tools, form = _read_tools(chat, template)
@@ -315,12 +314,12 @@ def _check_tool(tool: Any, where: str) -> None:
 
 
 def count_input_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """`/chat/completions/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_chat`."""
+    """Count a prompt's tokens (llama-server)."""
     return {"object": "response.input_tokens", "input_tokens": read_chat(loaded, values, notes).num_prompt_tokens}
 
 
 def apply_template(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """`/apply-template`: the prompt of a chat request as text. Raises as `read_chat`."""
+    """The prompt of a conversation as text (llama-server)."""
     chat = read(Chat, values, notes)
     prepare(loaded, chat, notes)  # which refuses what it would refuse
     vocabulary = loaded.model.target.vocabulary
@@ -350,13 +349,10 @@ class OpenAiExchange(Exchange):
         return head | {"system_fingerprint": f"edgespec-{__version__}", "choices": choices} | more
 
     def ended(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
-        """A whole answer."""
         return self.body(choices, self.kind, usage=usage, timings=answers[0].timings, seed=answers[0].ticket.seed)
 
 
 class ChatExchange(OpenAiExchange):
-    """A request to `/v1/chat/completions`."""
-
     kind, begins = "chat.completion", "chatcmpl"
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -21,16 +21,13 @@ from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     MOST_CHOICES,
     Biases,
-    Generated,
     Logprobs,
     OpenAiRequest,
-    ResponseFormat,
     check_llamacpp,
     numbered,
     options_of,
     require_model,
     sampling_of,
-    token_limit,
 )
 from edgespec.server.requests import Asked, read, unsupported, wrong
 from edgespec.server.scheduler import Job
@@ -51,7 +48,7 @@ class Completion(OpenAiRequest, kw_only=True):
 
 
 def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> CompletionExchange:
-    """Check a request and encode its prompts. Blocks meanwhile. Raises HttpError and EdgespecError."""
+    """Continue texts or token ids (OpenAI). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(Completion, values, notes)
     return CompletionExchange(prepare(loaded, request, notes), request)
 
@@ -59,47 +56,21 @@ def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str])
 def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     require_model(loaded.names, request.model, notes)
-    if request.best_of is not None and request.best_of != (request.n or 1):
+    count, limit = request.n or 1, request.token_limit
+    if request.best_of is not None and request.best_of != count:
         raise unsupported("best_of", "use n")
     prompts = _read_filling(loaded, request) if request.suffix else _read_prompts(loaded, request.prompt)
-    limit = token_limit(max_tokens=request.max_tokens, n_predict=request.n_predict)
-    return continued(
-        loaded,
-        request,
-        notes,
-        prompts,
-        limit=limit,
-        logprobs=request.logprobs,
-        biases=request.logit_bias,
-        form=request.response_format,
-    )
-
-
-def continued(
-    loaded: Loaded,
-    request: Generated,
-    notes: list[str],
-    prompts: Sequence[Sequence[int]],
-    *,
-    limit: int | None,
-    logprobs: int | None,
-    biases: Mapping[str, Any] | None,
-    form: ResponseFormat | None = None,
-) -> Work:
-    """The work of a request that continues `prompts`. Raises HttpError and EdgespecError."""
-    sampling = sampling_of(request, loaded, biases)
-    options = read_structure(request, loaded, options_of(request, loaded, limit, logprobs), form)
-    check_llamacpp(request, loaded, notes, has_probs=bool(logprobs))
-    count = request.n or 1
+    sampling = sampling_of(request, loaded, request.logit_bias)
+    options = options_of(request, loaded, limit, request.logprobs)
+    options = read_structure(request, loaded, options, request.response_format)
+    check_llamacpp(request, loaded, notes, has_probs=bool(request.logprobs))
     if count * len(prompts) > MOST_CHOICES:
         raise bad_request(f"{len(prompts)} prompts with n = {count}: at most {MOST_CHOICES} answers", "prompt")
-    return Work(
-        loaded,
-        [
-            Job(ids, each, options, bool(request.return_progress), reads_only=limit == 0)
-            for ids, each in itertools.product(prompts, numbered(sampling, count))
-        ],
-    )
+    jobs = [
+        Job(ids, each, options, bool(request.return_progress), reads_only=limit == 0)
+        for ids, each in itertools.product(prompts, numbered(sampling, count))
+    ]
+    return Work(loaded, jobs)
 
 
 # -- prompts
@@ -199,8 +170,6 @@ def fill_prompt(
 
 
 class CompletionExchange(OpenAiExchange):
-    """A request to `/v1/completions`: the answers to one or more prompts."""
-
     kind, begins = "text_completion", "cmpl"
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:

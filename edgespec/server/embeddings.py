@@ -112,7 +112,7 @@ def _checked(loaded: Loaded, read_request: Read, body: bytes) -> EmbeddingReques
 
 
 def read_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
-    """`/v1/embeddings`."""
+    """Embeddings of texts (OpenAI); 501 for models that give none."""
     request = read(OpenAiEmbedding, values, notes)
     require_model(loaded.names, request.model, notes)
     ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
@@ -128,7 +128,7 @@ def read_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> 
 
 
 def read_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
-    """`/api/embed`."""
+    """Embeddings of texts (Ollama)."""
     request = read(OllamaEmbedding, values, notes)
     require_model(loaded.names, served_name(loaded.names, request.model), notes)
     texts = _texts(request.input) if request.input else []
@@ -142,7 +142,7 @@ def read_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> 
 
 
 def read_ollama_prompt(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
-    """`/api/embeddings`."""
+    """The embedding of a text (Ollama's older form)."""
     request = read(OllamaPromptEmbedding, values, notes)
     require_model(loaded.names, served_name(loaded.names, request.model), notes)
     texts: list[Text] = [request.prompt] if request.prompt else []
@@ -151,7 +151,7 @@ def read_ollama_prompt(loaded: Loaded, values: Mapping[str, Any], notes: list[st
 
 
 def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
-    """`/embedding` and `/embeddings`, where a text's embeddings are a list of one."""
+    """Embeddings of texts (llama-server), where those of a text are a list of one."""
     request = read(NativeEmbedding, values, notes)
     require_model(loaded.names, request.model, notes)
     name = "input" if request.content is None else "content"

@@ -51,7 +51,6 @@ class Exchange(ABC):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the first prompt."""
         return len(self.jobs[0].prompt_ids)
 
     def answer(self, ticket: Ticket) -> Answer:
@@ -79,13 +78,11 @@ class Exchange(ABC):
 
 
 def sse(value: Any, event: str = "") -> bytes:
-    """One server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {compact(value)}\n\n".encode()
 
 
 def compact(value: Any) -> str:
-    """JSON in one line."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         text.encode()

@@ -17,14 +17,14 @@ from msgspec import Meta
 from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.tool_forms import call_form
-from edgespec.config import POOLINGS, LoadOptions
+from edgespec.config.options import LoadOptions, Sampling
+from edgespec.config.values import POOLINGS
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.file_facts import FileFacts
+from edgespec.loading.opening import FileFacts
 from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import require_model
 from edgespec.server.requests import Fields, read, wrong
@@ -54,16 +54,16 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
     return found if unloaded is None else found | {"meta": {"n_ctx": unloaded.context_length}}
 
 
-def health(services: Services) -> tuple[int, dict[str, Any]]:
-    """Status and body of `/health`: 200 once the first model answers, and while it is unloaded: a request loads it."""
+def health(services: Services) -> tuple[dict[str, Any], int]:
+    """Body and status of `/health`: 200 once the first model answers, and while it is unloaded: a request loads it."""
     if services.default.is_new:
-        return 503, {"status": "loading"}
+        return {"status": "loading"}, 503
     schedulers = [loaded.scheduler for service in services.all if (loaded := service.loaded) is not None]
     running, waiting = sum(s.num_running for s in schedulers), sum(s.num_waiting for s in schedulers)
     if services.are_several:
         waiting += sum(service.num_waiting for service in services.all)  # for their model's turn
     preparing = sum(s.num_preparing for s in schedulers)
-    return 200, {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}
+    return {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}, 200
 
 
 def described(loaded: Loaded) -> Described:
@@ -150,7 +150,6 @@ def metrics_text(services: Services) -> str:
 
 
 def _escaped(name: str) -> str:
-    """A name as the value of a label."""
     return name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
@@ -172,7 +171,7 @@ class DetokenizeRequest(Fields, kw_only=True):
 
 
 def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """`/tokenize`: {"content": TEXT} becomes token ids."""
+    """Text to token ids."""
     request = read(TokenizeRequest, values, notes)
     require_model(loaded.names, request.model, notes)
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
@@ -197,7 +196,7 @@ def _piece(vocabulary: Vocabulary, token_id: int) -> str | list[int]:
 
 
 def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """`/detokenize`: {"tokens": [IDS]} becomes text."""
+    """Token ids to text."""
     request = read(DetokenizeRequest, values, notes)
     require_model(loaded.names, request.model, notes)
     return {"content": loaded.model.decode(request.tokens)}
@@ -314,12 +313,10 @@ def served_name(names: Names, name: Any) -> str | None:
 
 
 def version() -> dict[str, Any]:
-    """`/api/version`: Ollama's, which clients compare, and ours."""
     return {"version": PROTOCOL_VERSION, "edgespec": __version__}
 
 
 def listed(services: Services) -> dict[str, Any]:
-    """`/api/tags`: the served models, the first one once it was loaded."""
     return {"models": [found for service in services.all if (found := _listed(service)) is not None]}
 
 
@@ -357,7 +354,6 @@ def _written(when: datetime) -> str:
 
 
 def entry(known: Known) -> dict[str, Any]:
-    """A model as both lists have it."""
     return {
         "name": known.name,
         "model": known.name,
@@ -388,7 +384,7 @@ class ShowRequest(Fields):
 
 
 def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`/api/show`."""
+    """Facts of the model (Ollama)."""
     loaded, unloaded, request = service.loaded, service.unloaded, read(ShowRequest, values, [])
     if request.model is not None and request.name is not None and request.model != request.name:
         raise bad_request("model and name are the same setting: give one", "name")
@@ -398,7 +394,6 @@ def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(known: Known) -> dict[str, Any]:
-    """What `/api/show` answers."""
     template, facts = known.files.chat_template, known.facts
     info = facts.metadata | {
         "general.architecture": facts.family,

@@ -89,12 +89,10 @@ class HttpError(EdgespecError):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> HttpError:
-    """400: the input cannot be used."""
     return HttpError(400, message, param=param, code=code)
 
 
 def queue_full(num_waiting: int) -> HttpError:
-    """429: too many requests wait already."""
     return HttpError(429, f"{num_waiting} requests are waiting, the limit: try again later", code="queue_full")
 
 

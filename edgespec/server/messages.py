@@ -99,7 +99,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 def read_messages(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> MessagesExchange:
-    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    """Answer a conversation (Anthropic). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(MessagesRequest, values, notes)
     chat = _as_chat(loaded, request, notes)
     for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "speculative"):
@@ -110,7 +110,7 @@ def read_messages(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -
 
 
 def count_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """`/v1/messages/count_tokens`: the tokens of a prompt, nothing is generated."""
+    """Count a prompt's tokens (Anthropic)."""
     chat = _as_chat(loaded, read(CountRequest, values, notes), notes)
     with sent_as(_SENT_AS):
         return {"input_tokens": len(prepare(loaded, chat, notes).jobs[0].prompt_ids)}
@@ -138,7 +138,6 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
 
 
 def _effort(loaded: Loaded, thinking: Thinking | None, notes: list[str]) -> str | None:
-    """`thinking` as a `reasoning_effort`."""
     if thinking is None or thinking.type in (None, "disabled"):
         return None if thinking is None else "none"
     if reasoning_marks(loaded.model.target.vocabulary.chat_template) is None:
@@ -222,8 +221,6 @@ def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str,
 
 
 class MessagesExchange(Exchange):
-    """A request to `/v1/messages`."""
-
     ping = sse({"type": "ping"}, "ping")
 
     def __init__(self, work: Work, *, is_stream: bool) -> None:

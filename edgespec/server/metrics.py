@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate, product
 from typing import Self
 
-from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.engines.base import EngineFacts
 from edgespec.reports import RoundRecord, Stats
 
@@ -30,7 +30,6 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -104,13 +103,11 @@ class Metrics:
             self.accepted_by[record.drafter or ""] += record.accepted_tokens
 
     def count_first_token(self, seconds: float) -> None:
-        """Count the first token of an answer, `seconds` after its request."""
         self.first_token_s += seconds
         self.first_tokens += 1
         self.to_first_token_s.add(seconds)
 
     def add(self, stats: Stats, *, has_failed: bool, duration_s: float) -> None:
-        """Add a generation that has ended, `duration_s` after its request."""
         self.duration_s.add(duration_s)
         self.finished["error" if has_failed else stats.finish_reason or "cancelled"] += 1
         self.drafted_tokens += stats.drafted_tokens
@@ -125,40 +122,46 @@ class Metrics:
     def text(self, gauges: Mapping[str, tuple[str, Rows]]) -> str:
         """All counters as Prometheus reads them, after `gauges`: (help, rows of labels and value) by name."""
         lines = [line for name, (help, rows) in gauges.items() for line in _metric(name, "gauge", help, rows)]
-        for name, help, rows in self._counters():
+        answered = [(f'{{path="{path}",status="{status}"}}', n) for (path, status), n in sorted(self.answered.items())]
+        lines += _metric("http_requests_total", "counter", "Requests by path and status", answered)
+        for name, (help, counter, label) in _COUNTERS.items():
+            value = getattr(self, counter)
+            rows = [(f'{{{label}="{key}"}}', n) for key, n in sorted(value.items())] if label else [("", value)]
             lines += _metric(name, "counter", help, rows)
-        for name, help, histogram in (
-            ("time_to_first_token_seconds", "Time from request to first token", self.to_first_token_s),
-            ("request_duration_seconds", "Time from request to the end of its answer", self.duration_s),
-        ):
-            lines += histogram.lines(f"edgespec_{name}", help)
+        lines += self.to_first_token_s.lines("edgespec_time_to_first_token_seconds", "Time from request to first token")
+        lines += self.duration_s.lines(
+            "edgespec_request_duration_seconds", "Time from request to the end of its answer"
+        )
         return "\n".join(lines) + "\n"
 
-    def _counters(self) -> Iterable[tuple[str, str, Rows]]:
-        answered = [(f'{{path="{path}",status="{status}"}}', n) for (path, status), n in sorted(self.answered.items())]
-        yield "http_requests_total", "Requests by path and status", answered
-        yield "queue_refusals_total", "Requests refused because the queue was full", [("", self.refused)]
-        finished = [(f'{{reason="{reason}"}}', n) for reason, n in sorted(self.finished.items())]
-        yield "generations_total", "Generations that have ended, by finish reason", finished
-        yield "prompt_tokens_total", "Prompt tokens, cached ones included", [("", self.prompt_tokens)]
-        yield "prompt_tokens_cached_total", "Prompt tokens found in the cache", [("", self.reused_tokens)]
-        yield "tokens_total", "Generated tokens", [("", self.new_tokens)]
-        yield "target_passes_total", "Passes of the target", [("", self.target_passes)]
-        yield "prefill_seconds_total", "Time spent on prompts", [("", self.prefill_s)]
-        yield "decode_seconds_total", "Time spent on answers", [("", self.decode_s)]
-        yield "time_to_first_token_seconds_total", "Time from request to first token", [("", self.first_token_s)]
-        yield "first_tokens_total", "Answers that have begun", [("", self.first_tokens)]
-        yield "draft_rounds_total", "Rounds that verified a draft", [("", self.drafts)]
-        yield "draft_tokens_total", "Drafted tokens", [("", self.drafted_tokens)]
-        yield "draft_tokens_accepted_total", "Accepted draft tokens", [("", self.accepted_tokens)]
-        by = [(f'{{drafter="{name}"}}', n) for name, n in sorted(self.drafted_by.items())]
-        yield "drafter_tokens_total", "Drafted tokens by drafter", by
-        by = [(f'{{drafter="{name}"}}', n) for name, n in sorted(self.accepted_by.items())]
-        yield "drafter_tokens_accepted_total", "Accepted draft tokens by drafter", by
-        positions = [(f'{{position="{position}"}}', n) for position, n in sorted(self.drafted_at.items())]
-        yield "draft_tokens_per_position_total", "Drafts that reach a position, branches counted once", positions
-        positions = [(f'{{position="{position}"}}', n) for position, n in sorted(self.accepted_at.items())]
-        yield "draft_tokens_accepted_per_position_total", "Accepted draft tokens by position in the draft", positions
+
+_COUNTERS = {  # help, the field, and the label of a field that counts by key
+    "queue_refusals_total": ("Requests refused because the queue was full", "refused", ""),
+    "generations_total": ("Generations that have ended, by finish reason", "finished", "reason"),
+    "prompt_tokens_total": ("Prompt tokens, cached ones included", "prompt_tokens", ""),
+    "prompt_tokens_cached_total": ("Prompt tokens found in the cache", "reused_tokens", ""),
+    "tokens_total": ("Generated tokens", "new_tokens", ""),
+    "target_passes_total": ("Passes of the target", "target_passes", ""),
+    "prefill_seconds_total": ("Time spent on prompts", "prefill_s", ""),
+    "decode_seconds_total": ("Time spent on answers", "decode_s", ""),
+    "time_to_first_token_seconds_total": ("Time from request to first token", "first_token_s", ""),
+    "first_tokens_total": ("Answers that have begun", "first_tokens", ""),
+    "draft_rounds_total": ("Rounds that verified a draft", "drafts", ""),
+    "draft_tokens_total": ("Drafted tokens", "drafted_tokens", ""),
+    "draft_tokens_accepted_total": ("Accepted draft tokens", "accepted_tokens", ""),
+    "drafter_tokens_total": ("Drafted tokens by drafter", "drafted_by", "drafter"),
+    "drafter_tokens_accepted_total": ("Accepted draft tokens by drafter", "accepted_by", "drafter"),
+    "draft_tokens_per_position_total": (
+        "Drafts that reach a position",
+        "drafted_at",
+        "position",
+    ),
+    "draft_tokens_accepted_per_position_total": (
+        "Accepted draft tokens by position",
+        "accepted_at",
+        "position",
+    ),
+}
 
 
 def _metric(name: str, kind: str, help: str, rows: Rows) -> list[str]:

@@ -15,9 +15,17 @@ from msgspec import Meta
 
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Piece, logprobs_of
-from edgespec.server.completions import check_count, continued, fill_prompt, raw_ids, require_fim, require_room
+from edgespec.server.completions import (
+    Completion,
+    check_count,
+    fill_prompt,
+    prepare,
+    raw_ids,
+    require_fim,
+    require_room,
+)
 from edgespec.server.exchange import Exchange, Work, prompt_progress, sse
-from edgespec.server.options import SAMPLING, Choices, Generated, Logprobs, require_model, token_limit
+from edgespec.server.options import SAMPLING, Choices, Generated, Logprobs
 from edgespec.server.requests import Asked, Fields, one_of, read, unsupported, wrong
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
@@ -104,7 +112,7 @@ class Prompt:
 
 
 def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
-    """`/completion`. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    """Continue texts or token ids (llama-server). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(NativeCompletion, _own_names(values), notes)
     given = request.prompt
     require_room(loaded, given)
@@ -115,13 +123,12 @@ def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> 
 
 
 def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
-    """`/infill`. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    """Fill the gap between two texts (llama-server); 501 for models that cannot. Blocks while it encodes."""
     tokens, vocabulary = require_fim(loaded, "/infill"), loaded.model.target.vocabulary
     request = read(Infill, _own_names(values), notes)
     request.samplers = None  # editors send "infill", which is not built in
-    limit = token_limit(n_predict=request.n_predict, max_tokens=request.max_tokens)
     length = loaded.model.context_length
-    room = length - min(limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
+    room = length - min(request.token_limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
     before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
     ids, is_cut = fitted(vocabulary, tokens, before, vocabulary.encode(after), request.input_extra or (), room)
     shown = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
@@ -139,21 +146,13 @@ def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exchange(loaded: Loaded, request: Native, notes: list[str], prompts: Sequence[Prompt]) -> Exchange:
-    require_model(loaded.names, request.model, notes)
     if (request.t_max_prompt_ms or 0) > 0:
         notes.append("t_max_prompt_ms: the whole prompt is read, as in llama-server")
-    request.n = one_of({"n_cmpl": request.n_cmpl, "n": request.n})
-    limit = token_limit(n_predict=request.n_predict, max_tokens=request.max_tokens)
-    num_probs = one_of({"n_probs": request.n_probs, "logprobs": request.logprobs})
-    work = continued(
-        loaded,
-        request,
-        notes,
-        [prompt.token_ids for prompt in prompts],
-        limit=limit,
-        logprobs=num_probs or None,
-        biases=_biases(loaded, request.logit_bias),
-    )
+    asked: dict[str, Any] = {name: getattr(request, name) for name in Generated.__struct_fields__}
+    asked["n"] = one_of({"n_cmpl": request.n_cmpl, "n": request.n})
+    asked["logprobs"] = one_of({"n_probs": request.n_probs, "logprobs": request.logprobs}) or None
+    asked["logit_bias"] = _biases(loaded, request.logit_bias)
+    work = prepare(loaded, Completion(**asked, prompt=[prompt.token_ids for prompt in prompts]), notes)
     return NativeExchange(work, prompts, request)
 
 

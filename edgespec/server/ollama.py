@@ -98,7 +98,7 @@ class OllamaGenerate(OllamaRequest):
 
 
 def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
-    """`/api/chat`. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    """Answer a conversation (Ollama). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(OllamaChat, values, notes)
     keep_s, options = _read_common(loaded, request, notes)
     if not request.messages:
@@ -116,7 +116,7 @@ def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str
 
 
 def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
-    """`/api/generate`: the prompt as a chat of one message, with `raw` as it is, with `suffix` as a gap's beginning."""
+    """Answer a prompt (Ollama): a chat of one message, with `raw` as it is, with `suffix` the beginning of a gap."""
     request = read(OllamaGenerate, values, notes)
     keep_s, options = _read_common(loaded, request, notes)
     prompt, is_text = request.prompt or "", bool(request.raw or request.suffix)
@@ -235,8 +235,6 @@ def _seconds(given: object) -> float | None:
 
 
 class OllamaExchange(Exchange):
-    """A request to `/api/chat` or, with `is_chat` false, to `/api/generate`."""
-
     media_type = "application/x-ndjson"
     ping = b""  # its clients parse every line
     streams_by_default = True
@@ -297,7 +295,6 @@ class Preload(Exchange):
 
 
 def preloaded(name: str, keep_loaded_s: float | None, *, is_chat: bool) -> dict[str, Any]:
-    """The answer to a request without a text."""
     text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     reason = "unload" if keep_loaded_s == 0 else "load"
     return {"model": name, "created_at": _now()} | text | {"done": True, "done_reason": reason}

@@ -13,9 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import SamplingError
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import bad_request
 from edgespec.server.requests import Asked, Fields, one_of, wrong
 from edgespec.server.service import Loaded, Names, unknown_model
@@ -72,6 +71,7 @@ _OF_SAMPLERS = frozenset(
         "dry_sequence_breakers",
     ]
 )
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
 _THEIR_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")  # llama.cpp's default
 _OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
@@ -136,6 +136,15 @@ class Generated(Sampled):
     id_slot: int | None = None
     samplers: str | Annotated[list[Any], Meta(max_length=64)] | None = None
     post_sampling_probs: bool | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The limit of new tokens under any of its names; None without any. Raises HttpError if two of them differ.
+
+        0: the prompt is only read, so that the next request finds it in the cache.
+        """
+        given = {name: getattr(self, name) for name in _LIMITS if getattr(self, name, None) is not None}
+        return one_of({name: value if value >= 0 else None for name, value in given.items()})
 
 
 class StreamOptions(Fields):
@@ -210,14 +219,6 @@ def numbered(sampling: Sampling, count: int) -> list[Sampling]:
     """The sampling of each of `count` answers: seeds count up from the request's, or from one random seed."""
     first = sampling.seeded()
     return [first, *(replace(first, seed=((first.seed or 0) + more) & (2**63 - 1)) for more in range(1, count))]
-
-
-def token_limit(**given: int | None) -> int | None:
-    """The limit of new tokens under any of its names; None without any. Raises HttpError if two of them differ.
-
-    0: the prompt is only read, so that the next request finds it in the cache.
-    """
-    return one_of({name: None if value is None or value < 0 else value for name, value in given.items()})
 
 
 def options_of(request: Generated, loaded: Loaded, limit: int | None, top_logprobs: int | None) -> GenerateOptions:

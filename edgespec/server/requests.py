@@ -79,7 +79,7 @@ def one_of(given: Mapping[str, int | None]) -> int | None:
     """One setting that has several names; None without any. Raises HttpError where two of them differ."""
     named = {name: value for name, value in given.items() if value is not None}
     if len(set(named.values())) > 1:
-        raise bad_request(f"{' and '.join(named)} are the same setting: give one", next(iter(given)))
+        raise bad_request(f"{' and '.join(named)} are the same setting: give one", next(iter(named)))
     return next(iter(named.values()), None)
 
 
@@ -175,7 +175,6 @@ def _too_long(info: Any, value: Any) -> tuple[str, int] | None:
 
 
 def _rule(info: Any) -> str:
-    """What a type allows, in words."""
     return " or ".join(map(_one_rule, _kinds(info)))
 
 

@@ -19,35 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
-from typing import Protocol
 
 from edgespec.server.http_errors import HttpError
-
-
-class Guest(Protocol):
-    """A model that takes a place while it is loaded. All of it is read and written under `Places.changed`."""
-
-    used_s: float  # when a request for it last ended
-    loaded_s: float  # when it was last loaded
-    is_loading: bool
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a request waits until it is loaded."""
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether it is being loaded or unloaded."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request uses it."""
-
-    def make_way(self, has_to: bool) -> None:
-        """Take no new requests and go once it is idle; `has_to` False: stay."""
-
-    def fits(self) -> bool:
-        """Whether there is memory for it beside those that are loaded. Takes its time."""
 
 
 class Places:
@@ -56,15 +29,15 @@ class Places:
     def __init__(self, most: int = 1) -> None:
         self.changed = threading.Condition()
         self._most = most
-        self._in_line: list[Guest] = []
-        self._taken: list[Guest] = []
+        self._in_line: list[Residence] = []
+        self._taken: list[Residence] = []
 
-    def keep(self, one: Guest) -> None:
+    def keep(self, one: Residence) -> None:
         """`one` has a place from the start: its owner loads it."""
         with self.changed:
             self._taken.append(one)
 
-    def take(self, one: Guest) -> bool:
+    def take(self, one: Residence) -> bool:
         """Wait for a place for `one`, which counts as being loaded then; False where nobody wants it any more."""
         with self.changed:
             self._in_line.append(one)
@@ -77,14 +50,13 @@ class Places:
                     each.make_way(False)
                 self.changed.notify_all()
 
-    def release(self, one: Guest) -> None:
-        """`one` is not in memory any more."""
+    def release(self, one: Residence) -> None:
         with self.changed:
             self._taken.remove(one)
             self.changed.notify_all()
 
-    def _has_come_first(self, one: Guest) -> bool:
-        beside: list[Guest] | None = None
+    def _has_come_first(self, one: Residence) -> bool:
+        beside: list[Residence] | None = None
         has_room = False
         while True:
             with self.changed:
@@ -160,7 +132,7 @@ class Residence:
         self._changed = self._places.changed
         self._num_users = 0
         self.num_waiting = 0  # of them
-        self.used_s = self.loaded_s = 0.0
+        self.used_s = self.loaded_s = 0.0  # when a request for it last ended, when it was last loaded
         self._awaited: Future[None] | None = None  # of the users that wait until it is loaded
         self._is_loaded = self._is_stopping = self._is_unloading = self._has_to_leave = False
         self._was_loaded = not is_at_rest
@@ -183,7 +155,7 @@ class Residence:
 
     @property
     def is_wanted(self) -> bool:
-        """As `Guest` says, and the next ones too."""
+        """Whether a request waits until it is loaded."""
         return self.num_waiting > 0 and not self._is_stopping
 
     @property
@@ -192,12 +164,15 @@ class Residence:
 
     @property
     def is_idle(self) -> bool:
+        """Whether no request uses it."""
         return self._num_users == self.num_waiting
 
     def fits(self) -> bool:
+        """Whether there is memory for it beside those that are loaded. Takes its time."""
         return self._loading.fits()
 
     def make_way(self, has_to: bool) -> None:
+        """Take no new requests and go once it is idle; `has_to` False: stay."""
         if has_to == self._has_to_leave:
             return
         self._has_to_leave = has_to
@@ -229,7 +204,6 @@ class Residence:
             raise
 
     def leave(self) -> None:
-        """Be no user any more."""
         with self._changed:
             self._num_users -= 1
             self.used_s = monotonic()
@@ -242,7 +216,6 @@ class Residence:
             self._changed.notify_all()
 
     def has_loaded(self) -> None:
-        """The model answers from now on."""
         with self._changed:
             self._is_loaded, self.is_loading = True, False
             self._idle_s, self.used_s = self._usual_s, monotonic()

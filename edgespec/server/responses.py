@@ -113,7 +113,7 @@ class ResponseRequest(Sampled, kw_only=True):
 
 
 def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ResponsesExchange:
-    """Check a request and render its prompt. Blocks while it encodes. Raises HttpError and EdgespecError."""
+    """Answer a conversation (OpenAI's newer protocol, stateless). Blocks while it encodes."""
     request = read(ResponseRequest, values, notes)
     included = [name for name in request.include or () if name not in _NEVER_THERE]
     if included:
@@ -153,7 +153,7 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
 
 
 def count_input_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """`/v1/responses/input_tokens`: the tokens of a prompt, nothing is generated. Raises as `read_responses`."""
+    """Count a prompt's tokens (OpenAI)."""
     return {"object": "response.input_tokens", "input_tokens": read_responses(loaded, values, notes).num_prompt_tokens}
 
 
@@ -246,7 +246,6 @@ def _freeform(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def freeform_input(call: ToolCall) -> str:
-    """The text that a call of a freeform tool holds."""
     try:
         given = json.loads(call.arguments)
     except ValueError:
@@ -328,7 +327,6 @@ class ResponsesExchange(Exchange):
         return sse({"type": "error", "sequence_number": 0, **_error(error)}, "error")
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """The next event of the stream."""
         self._sequence += 1
         return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
 
@@ -351,7 +349,6 @@ class ResponsesExchange(Exchange):
         return head | {"call_id": call.id, "name": call.name, **given, "status": status}
 
     def _ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole response."""
         counts = usage([answer])
         details = {"reason": "max_output_tokens"} if _status(answer) == "incomplete" else None
         return self._object(_status(answer), output) | {

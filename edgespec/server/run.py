@@ -45,7 +45,6 @@ class Binding:
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs of this machine can reach it."""
         return self.host in LOOPBACK
 
     @property

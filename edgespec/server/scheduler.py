@@ -23,14 +23,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.reports import FinishReason, PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics, answer_line
 from edgespec.types import TokenIds
@@ -137,12 +136,10 @@ class Ticket:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was submitted."""
         return monotonic() - self.submitted_s
 
     @property
     def seed(self) -> int:
-        """The seed in use."""
         return self._generation.seed
 
     @property
@@ -203,7 +200,6 @@ class Ticket:
         return is_first and not self._is_read_whole
 
     def end(self, failure: Exception | None = None) -> None:
-        """There are no more events."""
         with self._lock:
             if not self._is_over:  # the first reason is the one to tell
                 self._failure, self._is_over = failure, True
@@ -270,7 +266,6 @@ class EmbeddingQueue:
 
 
 def stopping() -> HttpError:
-    """The error of requests that come, or still wait, when the server ends."""
     return HttpError(503, "the server is stopping", code="stopping")
 
 
@@ -294,7 +289,6 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for their turn."""
         return len(self._waiting)
 
     @property
@@ -304,12 +298,10 @@ class Scheduler:
 
     @property
     def running(self) -> list[Ticket]:
-        """The jobs that are being decoded."""
         return list(self._running)
 
     @property
     def num_running(self) -> int:
-        """Jobs that are being decoded."""
         return len(self._running)
 
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:

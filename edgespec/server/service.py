@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from edgespec.config import GenerateOptions, ReasoningFormat
+from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.config.values import ReasoningFormat
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
 from edgespec.server.requests import wrong
@@ -44,23 +44,19 @@ class Names:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Its names, each once."""
         return tuple(dict.fromkeys((self.own, *self.aliases)))
 
     def include(self, name: str) -> bool:
-        """Whether a request that asks for `name` is answered."""
         return self.any_other or name in self.all
 
 
 def unknown_model(names: Names) -> HttpError:
-    """404 for a model that is not served."""
     served = ", ".join(map(repr, (*names.all, *names.beside)))
     message = f"no such model here; this server serves {served} (under other names with --alias or --any-model)"
     return HttpError(404, message, param="model", code="model_not_found")
 
 
 def without_tag(name: str) -> str:
-    """A model's name without the tag that Ollama adds."""
     return name.removesuffix(":latest")
 
 
@@ -87,7 +83,6 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """What answers call it."""
         return self.names.own
 
 
@@ -127,7 +122,6 @@ class Service:
 
     @property
     def names(self) -> Names:
-        """What clients may call the model: anything where it is alone, as they are often set up for another."""
         return Names(self.name, self.aliases, self.any_model or not self.beside, self.beside)
 
     def use(
@@ -178,12 +172,10 @@ class Service:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the model is being loaded, the first time or again."""
         return self.loaded is None and (self.residence is None or self.residence.is_loading)
 
     @property
     def is_new(self) -> bool:
-        """Whether the model was never loaded, and its owner will do that."""
         return self.loaded is None and self.unloaded is None
 
     @property
@@ -193,7 +185,6 @@ class Service:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait until the model is loaded."""
         return 0 if self.residence is None else self.residence.num_waiting
 
     @asynccontextmanager
@@ -229,7 +220,6 @@ class Service:
             self.loaded.scheduler.stop()
 
     def end_running(self) -> None:
-        """End what runs, and tell its clients why."""
         if self.loaded is not None:
             self.loaded.scheduler.end_running()
 
@@ -253,17 +243,14 @@ class Services:
 
     @classmethod
     def of(cls, given: Service | Services) -> Services:
-        """`given`, or it alone."""
         return given if isinstance(given, Services) else cls(given)
 
     @property
     def are_several(self) -> bool:
-        """Whether there is a choice."""
         return len(self.all) > 1
 
     @property
     def names(self) -> Names:
-        """What clients may call any of them."""
         first, *others = (name for service in self.all for name in service.names.all)
         return Names(first, tuple(others), self.default.any_model or not self.are_several)
 
@@ -277,21 +264,17 @@ class Services:
 
     @property
     def metrics(self) -> Metrics:
-        """Counters of all of them."""
         return Metrics.sum_of(service.metrics for service in self.all) if self.are_several else self.default.metrics
 
     def count_request(self, path: str, status: int) -> None:
-        """Count one that was answered."""
         self.default.metrics.answered[path, status] += 1
 
     @property
     def has_loaded(self) -> bool:
-        """Whether a model is loaded."""
         return any(service.loaded is not None for service in self.all)
 
     @property
     def is_loading(self) -> bool:
-        """Whether a model is being loaded."""
         return any(service.is_loading for service in self.all)
 
     def named(self, name: str | None, path: str = "") -> Service:
@@ -319,7 +302,6 @@ class Services:
 
     @property
     def num_running(self) -> int:
-        """Answers that are being written."""
         return sum(service.loaded.scheduler.num_running for service in self.all if service.loaded is not None)
 
     def stop(self) -> None:
@@ -328,7 +310,6 @@ class Services:
             service.stop()
 
     def end_running(self) -> None:
-        """End what runs, and tell its clients why."""
         for service in self.all:
             service.end_running()
 

@@ -71,7 +71,6 @@ class _Request:
             self.end()
 
     def end(self) -> None:
-        """End it at once."""
         if self.task is not None:
             self.task.cancel()
 

@@ -16,7 +16,7 @@ from typing import Any
 from edgespec.chat.arguments import bare, kinds_of, listed_of, resolved
 from edgespec.chat.marks import Marks
 from edgespec.chat.tool_forms import Form
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.sampling.constraint.grammar import escaped, laid_out
 from edgespec.server.http_errors import HttpError, bad_request
@@ -127,7 +127,6 @@ def forced_calls(
 
 
 def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The tool that a choice names."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):

@@ -38,7 +38,6 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """`value` as JSON."""
     return Response(compact(value), status, media_type="application/json")
 
 
@@ -96,7 +95,6 @@ class Bodies:
             raise HttpError(503, "too many large requests are being read: try again later", code="busy") from None
 
     def give_back(self, size: int) -> None:
-        """So many bytes are no longer in use."""
         self._left += size
         self._freed.set()
 
@@ -159,7 +157,6 @@ def _left_s(began_s: float, timeout_s: float | None) -> float | None:
 
 
 async def _queued(loaded: Loaded, read: Read, body: Body, notes: list[str]) -> tuple[Exchange, list[Ticket]]:
-    """A request and its places in the queue."""
     exchange = await loaded.scheduler.prepare(lambda: read(loaded, parse_object(body.data), notes))
     return exchange, await loaded.scheduler.submit(exchange.jobs)
 
@@ -194,7 +191,6 @@ async def _whole(
 
 
 def cancel(answers: list[Answer]) -> None:
-    """End what still runs or waits."""
     for answer in answers:
         answer.ticket.cancel()
 

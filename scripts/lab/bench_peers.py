@@ -29,10 +29,8 @@ from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import write_atomically
 from peers.base import Request
 from peers.child import PEERS
-from peers.competition import Competition
-from peers.field import make_field
-from peers.files import find_files
-from peers.journal import Journal
+from peers.competition import Competition, Journal
+from peers.field import find_files, make_field
 from peers.report import as_json, kinds_table, make_rows, table
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

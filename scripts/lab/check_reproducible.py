@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.config import DRAFTERS, DrafterName, DraftLength
+from edgespec.config.values import DRAFTERS, DrafterName, DraftLength
 from edgespec.drafters.spec import DRAFT, HEAD_FILES, SPECS
 
 Answer = tuple[tuple[int, float], ...]  # of each token its id and its log probability

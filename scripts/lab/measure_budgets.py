@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.errors import CapabilityError
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import fit

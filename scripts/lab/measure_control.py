@@ -1,18 +1,13 @@
-"""Does automatic speculation ever lose, and how near is it to the best fixed setting? Ratios in one run.
+"""Does automatic speculation ever lose to plain decoding? Adversaries on real weights; ratios in one run.
 
-    python scripts/lab/measure_control.py MODEL --prompts FILE [--engine onnx] [--tokens N] [--temps T]
-        [--slow-draft FILE]
+    python scripts/lab/measure_control.py MODEL --prompts FILE [--engine onnx] [--tokens N] [--slow-draft FILE]
 
-FILE holds one JSON object per line: {"domain": ..., "text": ...}; scripts/lab/held_out_prompts.py makes one. Every
-prompt is decoded by every setting before the next prompt, there and back (`--once`: there), in an order that rotates.
-Each domain, and all of them by turns, begins with an empty cache folder, so that what automatic decoding knows it has
-learnt in that row. Plain decoding runs in both modes: `plain` without the reproducible mode,
-its best setting, and `padded` in it. A figure is the time that `plain` took for all prompts over the time that the
-setting took, prefill left out on both sides, what the draft model reads counted.
-
-The adversaries: a drafter that claims .9 and is right one time in ten, random tokens as text, temperature 1.5, answers
-of 8 tokens, a draft slower than the target. Each setting runs between two plain runs of the same prompt, each
-adversary from a fresh start `--repeats` times over; a figure is the mean of these, with its standard error.
+FILE holds one JSON object per line: {"domain": ..., "text": ...}; scripts/lab/held_out_prompts.py makes one. The
+adversaries: a drafter that claims .9 and is right one time in ten, random tokens as text, temperature 1.5, answers of 8
+tokens, a draft slower than the target. Each setting runs between two plain runs of the same prompt, each adversary from
+a fresh start (an empty cache folder) `--repeats` times over. A figure is the time that plain decoding took for all
+prompts over the time that the setting took, prefill left out, with its standard error. How near `auto` is to the best
+fixed setting: `edgespec bench --sweep`.
 """
 
 from __future__ import annotations
@@ -76,28 +71,10 @@ class Bench:
             self.slow = edgespec.load(
                 chosen.model, reproducible=False, **(common | {"draft": chosen.slow_draft}), drafter="model"
             )
-        self.is_once = chosen.once
 
     def close(self) -> None:
         for model in (*self.models.values(), *([self.slow] if self.slow else [])):
             model.close()
-
-    def compare(self, settings: dict[str, Runner], prompts: Sequence[list[int]]) -> dict[str, float]:
-        """Time of `plain` over that of each other setting, all prompts together; the settings take turns.
-
-        Of the two times of a prompt the lower counts: what disturbs a run makes it longer, by minutes on a bad day.
-        """
-        taken: dict[str, float] = defaultdict(float)
-        names = list(settings)
-        for index, ids in enumerate(prompts):
-            turn = index % len(names)
-            order = names[turn:] + names[:turn]
-            seconds = defaultdict(list)
-            for name in order if self.is_once else (*order, *reversed(order)):
-                seconds[name].append(settings[name](ids))
-            for name in names:
-                taken[name] += min(seconds[name])
-        return {name: taken["plain"] / taken[name] for name in names if name != "plain"}
 
     def between_plain(self, settings: dict[str, Runner], prompts: Sequence[list[int]], turn: int) -> dict[str, float]:
         """Time of `plain` over that of each other setting, all prompts together.
@@ -154,33 +131,14 @@ def fresh_start(chosen: argparse.Namespace) -> Iterator[Bench]:
             bench.close()
 
 
-def settings_of(bench: Bench, temperature: float, tokens: int, fixed: Sequence[tuple[str, int]]) -> dict[str, Runner]:
+def settings_of(bench: Bench, temperature: float, tokens: int) -> dict[str, Runner]:
     sampling = Sampling(temperature=temperature, seed=1)
     found: dict[str, Runner] = {}
     for mode, model in bench.models.items():
-        plain = "padded" if mode else "plain"
-
-        def run(ids: list[int], model: Model = model, **options: object) -> float:
-            return bench.decode(model, ids, sampling, max_tokens=tokens, **options)
-
-        found[plain] = partial(run, drafter="none")
-        found[f"auto{mode}"] = run
-        for drafter, length in fixed:
-            found[f"{drafter} {length}{mode}"] = partial(run, drafter=drafter, draft_length=length)
+        auto = partial(bench.decode, model, sampling=sampling, max_tokens=tokens)
+        found["padded" if mode else "plain"] = partial(auto, drafter="none")
+        found[f"auto{mode}"] = auto
     return found
-
-
-def near_the_best(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
-    domains = list(dict.fromkeys(prompt["domain"] for prompt in prompts))
-    rows = {domain: [prompt for prompt in prompts if prompt["domain"] == domain] for domain in domains}
-    if len(domains) > 1:
-        rows["by turns"] = interleaved(prompts)[: max(map(len, rows.values()))]
-    for temperature in chosen.temps:
-        for name, of_row in rows.items():
-            with fresh_start(chosen) as bench:
-                texts = [bench.models[""].encode(prompt["text"], parse_special=True) for prompt in of_row]
-                settings = settings_of(bench, temperature, chosen.tokens, chosen.fixed)
-                tell(f"T={temperature:g} {name}", bench.compare(settings, texts))
 
 
 def max_slowdown(chosen: argparse.Namespace, prompts: list[dict[str, str]]) -> None:
@@ -213,15 +171,15 @@ def lying(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], T
 
 def noise(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
     rng, most = np.random.default_rng(0), min(bench.models[""].target.vocabulary.size, 4000)
-    return settings_of(bench, 0.0, tokens, []), [rng.integers(0, most, 64).tolist() for _ in texts]
+    return settings_of(bench, 0.0, tokens), [rng.integers(0, most, 64).tolist() for _ in texts]
 
 
 def hot(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
-    return settings_of(bench, 1.5, tokens, []), texts
+    return settings_of(bench, 1.5, tokens), texts
 
 
 def short(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
-    return settings_of(bench, 0.0, SHORT_ANSWER, []), texts * 3
+    return settings_of(bench, 0.0, SHORT_ANSWER), texts * 3
 
 
 def slow(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
@@ -254,15 +212,6 @@ def tell_costs(bench: Bench) -> None:
     print(", ".join(f"{name} {cost.token_s / curve.at(1):.3f}" for name, cost in {**costs, **slow}.items()))
 
 
-def parsed_fixed(text: str) -> list[tuple[str, int]]:
-    """`model:5,ngram:5` as drafters and their draft lengths."""
-    return [(name, int(length)) for name, length in (part.split(":") for part in text.split(","))]
-
-
-def tell(name: str, ratios: dict[str, float]) -> None:
-    print(f"{name:32} " + "  ".join(f"{setting}: {ratio:.3f}" for setting, ratio in ratios.items()), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -270,20 +219,14 @@ def main() -> None:
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--slow-draft", type=Path, help="a draft file that is slower than the target")
-    parser.add_argument("--fixed", type=parsed_fixed, default="model:1,model:3,model:5,model:7,ngram:5")
-    parser.add_argument("--once", action="store_true", help="every setting once per prompt")
-    parser.add_argument("--temps", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 0.8])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--no-reproducible", dest="reproducible", action="store_false")
     parser.add_argument("--repeats", type=int, default=3, help="fresh starts against the adversaries")
-    parser.add_argument("--only", choices=("best", "never"), help="one half of the run")
     chosen = parser.parse_args()
     prompts = [json.loads(line) for line in chosen.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     print(f"{chosen.model}: {len(prompts)} prompts, {chosen.tokens} tokens")
-    for half, measure in (("best", near_the_best), ("never", max_slowdown)):
-        if chosen.only in (None, half):
-            measure(chosen, prompts)
+    max_slowdown(chosen, prompts)
 
 
 if __name__ == "__main__":

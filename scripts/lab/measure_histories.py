@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edgespec.config.options import Sampling
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.corpus.learnt import MAX_TOKENS
@@ -25,7 +26,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.types import TokenIds
 
 VOCABULARY = 32_000

@@ -27,7 +27,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.loading.registry import resolve
 from edgespec.loading.requirements import resolve_pair
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp.rpc_probe import ask
+from edgespec.engines.llamacpp.rpc import ask
 from edgespec.errors import Unreachable
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.types import Batch

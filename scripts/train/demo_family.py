@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from distill import Plan, distill
+from edgespec.config.options import Sampling
 from edgespec.export.gguf.convert import convert
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.writer import convert_hub
@@ -35,7 +36,7 @@ from edgespec.export.workspace import write_manifest
 from edgespec.formats.manifest import sha256_of
 from edgespec.loading.registry import GRAPH
 from edgespec.platform.files import atomic_file
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.noise import Stream
 from trainlib import demo_texts as texts
 from trainlib.demo_network import BatchSchedule, Network, NetworkShape, TokenStream, pretrain, split_documents

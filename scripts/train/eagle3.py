@@ -29,9 +29,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.eagle_layers import LayersEagleDrafter
+from edgespec.drafters.eagle import LayersEagleDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
+from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError
@@ -56,11 +56,8 @@ from edgespec.formats.architectures import (
     rotary_settings,
 )
 from edgespec.formats.checkpoint import PREFIXES, Checkpoint, Config, Weights, head_config
-from edgespec.formats.gguf.eagle3 import ARCHITECTURE, NUM_LAYERS_READ
-from edgespec.formats.gguf.head_reader import DRAFTED
-from edgespec.formats.head_file import HeadFile, Matrix, read_head_file, write_head_file
-from edgespec.formats.head_manifest import HeadManifest
-from edgespec.formats.table import Table
+from edgespec.formats.gguf.heads import DRAFTED, EAGLE3, EAGLE3_LAYERS
+from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file, write_head_file
 from edgespec.types import Batch
 
 PROBE_TOKENS, CHECKED_TOKENS = 12, 96
@@ -133,7 +130,7 @@ def plan_head(folder: Path, target_folder: Path) -> HeadPlan:
     width = target.count("hidden_size")
     drafted = _drafted(checkpoint, vocabulary)
     layers = _layers(checkpoint.config, target.count("num_hidden_layers"), folder)
-    numbers = {"t": NUM_LAYERS_READ * width, "w": vocabulary if drafted is None else drafted.size, "i": 2 * sizes.width}
+    numbers = {"t": EAGLE3_LAYERS * width, "w": vocabulary if drafted is None else drafted.size, "i": 2 * sizes.width}
     tensors = _tensors(checkpoint, sizes, numbers)
     return HeadPlan(checkpoint, sizes, layers, width, tensors, drafted)
 
@@ -167,9 +164,9 @@ def _layers(config: Config, num_layers: int, folder: Path) -> tuple[int, ...]:
         named = nested.get("eagle_aux_hidden_state_layer_ids")
     layers = [2, num_layers // 2, num_layers - 3] if named is None else named
     sound = isinstance(layers, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
-    if not sound or len(set(layers)) != NUM_LAYERS_READ or len(layers) != NUM_LAYERS_READ:
+    if not sound or len(set(layers)) != EAGLE3_LAYERS or len(layers) != EAGLE3_LAYERS:
         raise ModelFileError(
-            f"{folder} reads the target's layers {layers!r:.60}; it must read {NUM_LAYERS_READ} different ones of 0.."
+            f"{folder} reads the target's layers {layers!r:.60}; it must read {EAGLE3_LAYERS} different ones of 0.."
             f"{num_layers - 1}"
         )
     return tuple(layers)
@@ -323,7 +320,7 @@ def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.f
 
 # a GGUF
 
-HEAD = Architecture(ARCHITECTURE, {}, {})
+HEAD = Architecture(EAGLE3, {}, {})
 
 
 def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "q8_0") -> Conversion:
@@ -345,7 +342,7 @@ def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "
         _write_head(writer, plan)
         write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
 
-    about = About(ARCHITECTURE, folder.name, None, describe)
+    about = About(EAGLE3, folder.name, None, describe)
     tensors |= rotary_tensors(plan.checkpoint, plan.sizes)
     indices = {} if plan.drafted is None else {DRAFTED: plan.drafted}
     return write_gguf(output, about, tensors, quant, indices=indices)
@@ -353,10 +350,10 @@ def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "
 
 def _write_head(writer: gguf.GGUFWriter, plan: HeadPlan) -> None:
     config = plan.checkpoint.config
-    writer.add_array(f"{ARCHITECTURE}.target_layers", list(plan.layers))
-    writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", plan.target_width)
+    writer.add_array(f"{EAGLE3}.target_layers", list(plan.layers))
+    writer.add_uint32(f"{EAGLE3}.target_hidden_size", plan.target_width)
     for setting in ("norm_before_residual", "norm_before_fc"):
-        writer.add_bool(f"{ARCHITECTURE}.{setting}", bool(config.get(setting, False)))
+        writer.add_bool(f"{EAGLE3}.{setting}", bool(config.get(setting, False)))
 
 
 def _interleaved(plan: HeadPlan, name: str) -> Weights:
@@ -528,7 +525,7 @@ def _compared(reference: Reference, drafter: LayersEagleDrafter, states: Matrix)
 def compare_head(plan: HeadPlan, target_folder: Path, target: LlamaCppEngine, path: Path) -> Comparison:
     """Compare the GGUF head in `path`, on an open target, with the slow implementation."""
     token_ids, cached = _probe_ids(target), CachedSequence(target)
-    with target.load_head(Eagle3Head, path) as head:
+    with target.load_head(path) as head:
         cached.keep_layer_inputs(head.facts.layers)
         cached.feed(token_ids)
         features = cached.layer_inputs

@@ -22,13 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from edgespec.config import GenerateOptions, LoadOptions
+from edgespec.config.options import GenerateOptions, LoadOptions, Sampling
 from edgespec.corpus.database import MAX_NAME_LENGTH, Corpus, check_name
 from edgespec.corpus.store import vocabulary_key
 from edgespec.errors import EdgespecError, PromptError
 from edgespec.generation.handle import Result
 from edgespec.runtime import Model, load
-from edgespec.sampling import Sampling
 from edgespec.types import TokenIds
 
 QUESTION_TOKENS, ANSWER_TOKENS = 96, 256  # at most

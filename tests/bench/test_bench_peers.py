@@ -11,8 +11,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -23,15 +21,12 @@ from edgespec.errors import CapabilityError, ConfigError, EngineError
 from edgespec.formats.manifest import ModelFile, sha256_of
 from edgespec.loading.own_models import write_manifest
 from peers import child, llama_server
-from peers.base import Answer, Arrivals, Library, Peer, Request, Slots
-from peers.competition import Competition
-from peers.field import Contestant, Field, make_field
+from peers.base import Answer, Library, Peer, Request
+from peers.competition import Competition, Journal, tune
+from peers.field import Contestant, Field, find_files, make_field
 from peers.field import Library as FieldLibrary
-from peers.files import find_files
-from peers.journal import Journal
 from peers.process import PeerProcess
-from peers.report import as_json, kinds_table, make_rows, quartiles, table
-from peers.tuning import tune
+from peers.report import as_json, kinds_table, make_rows, table
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -92,25 +87,6 @@ def test_missing_library_says_how_to_install_it():
         Library("edgespec_has_no_such_module", "nothing", "pip install nothing").load()
 
 
-def test_slots_share_and_close():
-    closed = []
-    slots: Slots[list[int]] = Slots(closed.append)
-    first = slots.get("plain", 1, lambda: [1])
-    assert slots.get("draft", 1, lambda: [2]) is first
-    slots.get("plain", 2, lambda: [2])
-    assert closed == []
-    slots.get("draft", 2, lambda: [3])
-    assert closed == [[1]]
-    slots.clear()
-    assert closed == [[1], [2]]
-
-
-def test_arrivals_leave_the_first_tokens_out():
-    answer = Arrivals(10.0).add(11.0, 3).add(12.0, 2).answer([1, 2, 3, 4, 5], 13.0)
-    assert (answer.decode_tokens, answer.decode_s, answer.total_s) == (2, 2.0, 3.0)
-    assert Arrivals(10.0).answer([], 11.0).tokens_per_second == 0
-
-
 @pytest.fixture
 def stand_in(tmp_path):
     """Makes a PeerProcess whose interpreter runs the given lines once it has been opened."""
@@ -165,12 +141,6 @@ def is_running(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat")
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_interpreter_that_is_not_there(tmp_path):
-    peer = PeerProcess("transformers", {}, tmp_path / "log", str(tmp_path / "nowhere"))
-    with pytest.raises(CapabilityError, match="give another --python"):
-        peer.open()
 
 
 @posix_only
@@ -299,14 +269,6 @@ def test_race_reports_losses_and_who_is_out(tmp_path):
     assert first[0] != first[4], "the order rotates from prompt to prompt"
 
 
-def test_a_crash_loses_one_contestant_only(tmp_path):
-    competition, journal, rows, _ = raced(tmp_path, fails_after=7)  # two sweeps, two warm-ups, then some answers
-    assert rows["edgespec onnx auto"].prompts == 3
-    assert {"other plain", "other draft"} <= set(competition.out)
-    assert journal.failed["other plain"] == "fake died with -11: bus error"
-    assert rows.get("other plain") is None or rows["other plain"].prompts < 3
-
-
 def test_with_little_memory_one_library_is_held_at_a_time(tmp_path):
     competition, _, rows, own = raced(tmp_path, keeps_one=True)
     assert rows["other draft"].prompts == rows["edgespec onnx auto"].prompts == 3
@@ -335,22 +297,6 @@ def test_a_journal_cut_off_in_a_line_is_read_up_to_it(tmp_path):
     assert sorted(Journal(path, {"run": 1}).answers) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "torn", ["", "x", '{"prompt": 1, "answ', '{"prompt": 1}\n', "[]\n", '{"tuned": 1, "trials": 5}\n']
-)
-def test_what_is_written_after_a_torn_line_is_read_again(tmp_path, torn):
-    raced(tmp_path)
-    path = tmp_path / "journal.jsonl"
-    whole = path.read_text().splitlines(keepends=True)
-    answers = Journal(path, {"run": 1}).answers
-    path.write_text("".join(whole[:-1]) + torn)
-    journal = Journal(path, {"run": 1})
-    assert sorted(journal.answers) == [0, 1]
-    journal.add_prompt(2, answers[2])
-    assert Journal(path, {"run": 1}).answers == answers
-    assert path.read_text() == "".join(whole)
-
-
 @pytest.mark.parametrize("first", ["", "[]\n", "5\n", '{"identity"', '{"identity": {"run": 1}}', "[" * 100000 + "\n"])
 def test_a_file_that_is_no_journal_is_put_aside(tmp_path, first):
     path = tmp_path / "journal.jsonl"
@@ -364,12 +310,6 @@ def test_another_run_puts_the_journal_aside(tmp_path):
     raced(tmp_path)
     assert Journal(tmp_path / "journal.jsonl", {"run": 2}).answers == {}
     assert (tmp_path / "journal.old.jsonl").is_file()
-
-
-def test_quartiles():
-    assert quartiles([]) is None
-    assert quartiles([3.0]) == (3, 3, 3)
-    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
 
 
 def test_the_field_of_the_demo_pair(tmp_path):
@@ -485,35 +425,6 @@ def test_llama_server_that_would_silently_not_draft_is_refused(fake_server):
         peer.generate(Request((5,), 3, settings={**settings, "variant": "draft"}))
     assert peer.generate(Request((5,), 3, settings=settings)).token_ids == (7, 8, 9)
     peer.close()
-
-
-def test_llama_server_that_is_not_there(tmp_path):
-    with pytest.raises(CapabilityError, match="--llama-server PATH"):
-        llama_server.LlamaServerPeer().open(server_files(tmp_path / "nowhere"))
-
-
-def test_a_reply_without_timings():
-    with pytest.raises(EngineError, match="no tokens and timings"):
-        llama_server.answer_of({"content": "hello"}, 1.0)
-
-
-def test_http_errors_are_ours():
-    class Broken(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.send_error(500)
-
-        def log_message(self, *args):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Broken) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = llama_server.Server.__new__(llama_server.Server)
-        client._url = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(EngineError, match="answered 500 to /completion"):
-            client.ask("/completion", {})
-        server.shutdown()
-    with pytest.raises(EngineError, match="did not answer"):
-        client.ask("/completion", {})
 
 
 def test_llama_cpp_python_and_edgespec_agree_on_the_demo_pair(tmp_path):

@@ -17,11 +17,10 @@ from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import Setup, report_of
 from edgespec.bench.runner import Runner, Task, Trial, load_standard, needs_second_model, tasks_of
 from edgespec.bench.table import HEADER, cells, table_lines
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
 from edgespec.runtime import Model
-from edgespec.sampling import Sampling
 
 OPTIONS = GenerateOptions(max_tokens=24)
 SAMPLING = Sampling(temperature=0.0)

@@ -20,9 +20,9 @@ from edgespec.bench.prompts import (
     random_text,
     with_synthetic,
 )
+from edgespec.config.options import Sampling
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
-from edgespec.sampling import Sampling
 from table_engine import LetterVocabulary
 from trainlib import demo_texts as corpus
 

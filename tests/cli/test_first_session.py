@@ -18,8 +18,7 @@ from edgespec.cli.main import _report, cli
 from edgespec.cli.status import waiting
 from edgespec.cli.stdin import line_reader
 from edgespec.cli.terminal import complain, length_note
-from edgespec.config import GenerateOptions
-from edgespec.config.options import SETTINGS
+from edgespec.config.options import SETTINGS, GenerateOptions
 from edgespec.reports import Stats
 from tiny_gguf import Shape, write_model
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli.main import cli
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions
 from edgespec.config.sources import resolve
 from edgespec.errors import ConfigError
 

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, FixedLength
 from edgespec.control.choice import DrafterState
@@ -19,9 +20,9 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.run_cost import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines.pass_request import at_once
+from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.types import Draft, Evidence, TokenIds, Verdict, one_hot
 from simulation import (
     CURVES,

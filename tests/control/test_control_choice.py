@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.choice import BEST, NEVER, Hedge, add_ucb_bonus, choice_of
 from edgespec.control.kinds import Kinds, kind_of
 from edgespec.control.round import UnusedDraft, UnusedDrafts
 from edgespec.control.text_mean import DecisionScore, TextMean
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.types import Draft
 
 GAINS = {"ngram": 0.5, "model": 0.3}

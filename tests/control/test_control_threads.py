@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
 from edgespec.control.draft_cost import DraftCost
@@ -15,9 +16,9 @@ from edgespec.control.prior import PriorCurve
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
-from edgespec.engines.pass_request import at_once
+from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.types import Verdict
 from simulation import (
     FLAT,

@@ -7,10 +7,11 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.cache import MAX_VOCABULARY, SIZES, CacheDrafter, CountTable, GrowingCounts, keys_of
 from edgespec.errors import CapabilityError
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 
 SAMPLER = Sampler(Sampling(temperature=0), 100)
 

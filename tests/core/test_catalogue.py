@@ -10,8 +10,7 @@ import pytest
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.loading import catalogue
 from edgespec.loading.catalogue import Entry, entries, parse
-from edgespec.loading.hub import HubFile
-from edgespec.loading.hub_choice import choose
+from edgespec.loading.hub import HubFile, choose
 from edgespec.loading.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

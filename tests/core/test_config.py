@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.config import GenerateOptions, LoadOptions, ServeOptions, SessionOptions
 from edgespec.config.habits import did_you_mean
-from edgespec.config.options import SETTINGS
+from edgespec.config.options import SETTINGS, GenerateOptions, LoadOptions, Sampling, ServeOptions, SessionOptions
 from edgespec.config.sources import find, resolve
 from edgespec.errors import ConfigError
-from edgespec.sampling import Sampling
 
 OWNERS = {
     "load": LoadOptions,

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.base import FixedLength, Proposal
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engines.pass_request import Passes
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.errors import PromptError
 from edgespec.generation import run_state
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord
-from edgespec.sampling import NoTokenLeft, Sampler, Sampling
+from edgespec.sampling import NoTokenLeft, Sampler
 from edgespec.sampling.acceptance import RULES, Rule, coupled
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Evidence, Logits, TokenIds, Verdict

@@ -14,7 +14,7 @@ from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.heads import Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap
 from edgespec.drafters.model import ModelDrafter

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.dflash import DFlashDrafter
-from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
@@ -18,7 +18,7 @@ from edgespec.engines.head import Confidences, States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraints

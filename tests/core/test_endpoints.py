@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.values import is_loopback, parse_endpoints, split_endpoint
 from edgespec.errors import ConfigError
 

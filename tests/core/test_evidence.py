@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.drafters.growth import evidence_of
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution
 

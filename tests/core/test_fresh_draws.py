@@ -19,8 +19,7 @@ from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.pass_request import Passes
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import Stats

@@ -13,8 +13,8 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EngineError
 from edgespec.types import Batch

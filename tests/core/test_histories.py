@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 
 made_text = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lab" / "measure_histories.py"))["made_text"]
 SAMPLER = Sampler(Sampling(temperature=0), 32_000)

@@ -12,7 +12,7 @@ import pytest
 from edgespec.chat.conversation import Conversation
 from edgespec.cli.dialogue import Chat
 from edgespec.cli.session import Session
-from edgespec.config import GenerateOptions, LoadOptions, SessionOptions
+from edgespec.config.options import GenerateOptions, LoadOptions, SessionOptions
 from edgespec.config.sources import Settings
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter, DraftRequest

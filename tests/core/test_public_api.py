@@ -15,7 +15,7 @@ import pytest
 
 import edgespec
 from edgespec import errors
-from edgespec.config import LoadKeywords, LoadOptions
+from edgespec.config.options import LoadKeywords, LoadOptions
 
 EXPECTED = {
     "Busy",

@@ -8,8 +8,9 @@ import warnings
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.errors import EngineError, SamplingError
-from edgespec.sampling import Sampler, Sampling, top_ids
+from edgespec.sampling import Sampler, top_ids
 from edgespec.sampling.noise import Noise, Stream
 from edgespec.types import Distribution
 

@@ -8,7 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from edgespec.sampling import Sampler, Sampling
+from edgespec.config.options import Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import block, coupled, rejection, residual, typical
 from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Draft, Verdict

@@ -9,8 +9,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.errors import CapabilityError
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import block, coupled, rejection, typical
 from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Draft, Verdict

@@ -16,9 +16,9 @@ import pytest
 
 import edgespec
 from edgespec.cli.main import cli
-from edgespec.config import DRAFTERS
 from edgespec.config.options import SETTINGS
 from edgespec.config.sources import resolve
+from edgespec.config.values import DRAFTERS
 
 ROOT = Path(edgespec.__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}

@@ -15,16 +15,16 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.pair import find_aim, rank
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.control.base import FixedLength
-from edgespec.drafters.dflash import DFlashDrafter
+from edgespec.drafters.heads import DFlashDrafter
 from edgespec.engines.features import WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
-from edgespec.engines.llamacpp import DFlashHead, LlamaCppEngine
+from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.model_use import MAX_BATCH
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.gguf.dflash import read_dflash
+from edgespec.formats.gguf.heads import read_head
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.loading.requirements import resolve_pair
@@ -171,7 +171,7 @@ def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(
     target_path: Path, head_path: Path
 ) -> None:
     load = {"threads": TEST_THREADS, "context_length": 256, "reproducible": True}
-    with LlamaCppEngine.load(target_path, **load) as target, target.load_head(DFlashHead, head_path) as head:
+    with LlamaCppEngine.load(target_path, **load) as target, target.load_head(head_path) as head:
         drafter, cached = DFlashDrafter(head, WINDOW), CachedSequence(target)
         cached.keep_layer_inputs(drafter.wants_layers)
         prompt, stop = np.arange(40, 60, dtype=np.int32), StopRules(frozenset(), (), 60)
@@ -246,7 +246,7 @@ def test_the_plan_counts_weights_cache_and_results(target_path: Path, head_path:
         need = next(each for each in planned(options, resolve_pair(options)).models if each.role == "draft").footprint
         return need.mapped, need.cache, need.compute
 
-    sizes = read_dflash(head_path)
+    sizes = read_head(head_path)
     mapped, cache, compute = plan(draft_context_length=100)
     assert mapped == head_path.stat().st_size
     assert cache == 256 * 2 * 2 * 32 * 2  # cells, layers, keys and values, heads * size, bytes

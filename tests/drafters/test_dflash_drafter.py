@@ -8,19 +8,20 @@ import math
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import FixedLength
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.dflash import DFlashDrafter
+from edgespec.drafters.heads import DFlashDrafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds

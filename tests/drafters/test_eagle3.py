@@ -15,7 +15,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from eagle3 import NumpyHead, compare_head, convert_head, plan_head
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp import Eagle3Head, LlamaCppEngine
+from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.trial import check_model_file
 from edgespec.errors import (
@@ -30,8 +30,7 @@ from edgespec.errors import (
 )
 from edgespec.export.check import limits_of
 from edgespec.export.gguf.convert import convert
-from edgespec.formats.gguf.eagle3 import read_eagle3
-from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.heads import head_kind_of, read_head
 from edgespec.types import Batch, Draft
 from tiny_checkpoints import write_checkpoint as write_tiny
 from tiny_gguf import write_model
@@ -164,7 +163,7 @@ def test_a_head_computes_what_numpy_does(
     path = convert_head(folder, HF_TARGET, tmp_path / "head.gguf", "f32").path
     features = features_of(demo_target, plan.layers)
     wanted = NumpyHead.of(plan, HF_TARGET)
-    with demo_target.load_head(Eagle3Head, path) as found:
+    with demo_target.load_head(path) as found:
         assert found.facts.layers == plan.layers
         states = found.encode(features)
         np.testing.assert_allclose(states, wanted.encode(features), atol=1e-4 * np.abs(states).max())
@@ -200,7 +199,7 @@ def test_a_head_computes_what_numpy_does(
 
 def test_many_pairs_at_once_and_one_by_one_are_the_same(demo_target: LlamaCppEngine, head_path: Path) -> None:
     """More pairs than a pass takes, so that the border between passes is met too."""
-    with demo_target.load_head(Eagle3Head, head_path) as head:
+    with demo_target.load_head(head_path) as head:
         states = np.tile(head.encode(features_of(demo_target, head.facts.layers)), (3, 1))[:150]
         ids = np.tile(TOKENS, 3)[:150]
         logits, state = (array.copy() for array in head.decode(ids, states))
@@ -213,7 +212,7 @@ def test_many_pairs_at_once_and_one_by_one_are_the_same(demo_target: LlamaCppEng
 
 def test_wrong_calls_of_a_head_are_refused(demo_target: LlamaCppEngine, head_path: Path) -> None:
     one = np.ones((1, 256), np.float32)
-    head = demo_target.load_head(Eagle3Head, head_path, context_length=8)
+    head = demo_target.load_head(head_path, context_length=8)
     with pytest.raises(BatchError, match=r"\[n, 768\]"):
         head.encode(one)
     for ids, states in (
@@ -237,7 +236,7 @@ def test_wrong_calls_of_a_head_are_refused(demo_target: LlamaCppEngine, head_pat
 
 
 def test_a_cancelled_head_goes_on_as_if_nothing_had_been(demo_target: LlamaCppEngine, head_path: Path) -> None:
-    with demo_target.load_head(Eagle3Head, head_path) as head:
+    with demo_target.load_head(head_path) as head:
         states = head.encode(features_of(demo_target, head.facts.layers))
         head.decode(TOKENS[1:11], states[:10])
         head.cancel()
@@ -327,15 +326,15 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEn
 def test_a_sound_head_is_told_from_a_model(tiny_target: LlamaCppEngine, tiny_path: Path, tmp_path: Path) -> None:
     path = write_head(tmp_path / "head.gguf")
     assert head_kind_of(path) == "eagle3" and head_kind_of(tiny_path) is None
-    sizes = read_eagle3(path)
+    sizes = read_head(path)
     assert (sizes.width, sizes.layers, sizes.feature_width) == (WIDTH, tuple(LAYERS), 192)
     check_model_file(path)
-    with tiny_target.load_head(Eagle3Head, path) as head:
+    with tiny_target.load_head(path) as head:
         assert head.facts.end_ids == tiny_target.vocabulary.end_ids
     with pytest.raises(CapabilityError, match="draft="):
         LlamaCppEngine.load(path)
-    with pytest.raises(ModelFileError, match="an EAGLE-3 head is needed"):
-        read_eagle3(tiny_path)
+    with pytest.raises(ModelFileError, match="a draft head is needed"):
+        read_head(tiny_path)
 
 
 def norm(value: float) -> np.ndarray:
@@ -375,7 +374,7 @@ def test_a_head_that_is_not_sound_is_refused(
     """Named before llama.cpp sees it, which ends the process on most of these."""
     path = write_head(tmp_path / "head.gguf", metadata=metadata, tensors=tensors)
     with pytest.raises(ModelFileError, match=reason):
-        tiny_target.load_head(Eagle3Head, path)
+        tiny_target.load_head(path)
 
 
 def test_a_truncated_head_is_refused(tiny_target: LlamaCppEngine, tmp_path: Path) -> None:
@@ -384,7 +383,7 @@ def test_a_truncated_head_is_refused(tiny_target: LlamaCppEngine, tmp_path: Path
         path = tmp_path / f"cut{size}.gguf"
         path.write_bytes(whole[:size])
         with pytest.raises(ModelFileError):
-            tiny_target.load_head(Eagle3Head, path)
+            tiny_target.load_head(path)
 
 
 def test_a_head_of_another_target_is_refused(
@@ -392,19 +391,19 @@ def test_a_head_of_another_target_is_refused(
 ) -> None:
     path = write_head(tmp_path / "head.gguf")
     with pytest.raises(CapabilityError, match="reads a target of width 64, this target has 256"):
-        demo_target.load_head(Eagle3Head, path)
+        demo_target.load_head(path)
     deep = write_head(tmp_path / "deep.gguf", metadata={"eagle3.target_layers": [0, 1, 4]})
     with pytest.raises(CapabilityError, match=r"reads layer 4 of its target, this one has 0\.\.3"):
-        tiny_target.load_head(Eagle3Head, deep)
+        tiny_target.load_head(deep)
     bare = write_head(tmp_path / "bare.gguf", tensors={"token_embd.weight": None})
     with pytest.raises(CapabilityError, match="32 wide and lacks embeddings or head"):
-        tiny_target.load_head(Eagle3Head, bare)
+        tiny_target.load_head(bare)
     other = [*map(str, range(299))]
     renamed = write_head(tmp_path / "renamed.gguf", metadata={
         "tokenizer.ggml.tokens": other, "tokenizer.ggml.merges": ["1 2"],
     })  # fmt: skip
     with pytest.raises(VocabularyMismatch, match="token 0 is"):
-        tiny_target.load_head(Eagle3Head, renamed)
+        tiny_target.load_head(renamed)
 
 
 def test_a_target_without_layer_inputs_is_refused(tmp_path: Path) -> None:
@@ -477,7 +476,7 @@ def test_speculators_names_and_small_types(tmp_path: Path, demo_target: LlamaCpp
     assert found.types["Q8_0"] == 10
     logits = []
     for path in (found.path, convert_head(folder, HF_TARGET, tmp_path / "head.gguf", "f32").path):
-        with demo_target.load_head(Eagle3Head, path) as head:
+        with demo_target.load_head(path) as head:
             states = head.encode(features_of(demo_target, head.facts.layers))
             logits.append(head.decode(TOKENS[1:], states[:-1])[0].copy())
     known = np.isfinite(logits[0])

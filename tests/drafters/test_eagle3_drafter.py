@@ -7,16 +7,17 @@ import hashlib
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.eagle3 import Eagle3Drafter
+from edgespec.drafters.heads import Eagle3Drafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import TokenEvent
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import TokenIds

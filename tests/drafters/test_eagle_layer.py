@@ -17,8 +17,7 @@ from edgespec.engines.head import HeadLayer, NewPairs, Pairs
 from edgespec.engines.onnx import eagle as module
 from edgespec.engines.onnx.eagle import FIRST_POSITIONS, LEAST_EARLIER, OnnxLayer
 from edgespec.errors import EngineError
-from edgespec.formats.head_file import HeadFile, read_head_file
-from edgespec.formats.head_manifest import HeadManifest
+from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
 from head_tables import request
 
 

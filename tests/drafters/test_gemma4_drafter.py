@@ -16,10 +16,10 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import head_footprint
-from edgespec.engines.llamacpp.gemma4_drafter import Gemma4Drafter
+from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
-from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.types import Batch
 from tiny_gemma4 import DRAFTER, GemmaShape, Twin, write_drafter, write_target
 from tiny_gguf import write_model
@@ -54,7 +54,7 @@ def close(ours: Floats, theirs: Floats) -> bool:
 
 def test_its_passes_are_its_definition(engine: LlamaCppEngine, drafter_path: Path) -> None:
     twin = Twin(SHAPE, engine.vocabulary.size)
-    with engine.load_head(Gemma4Drafter, drafter_path) as head:
+    with engine.load_head(drafter_path) as head:
         scores, hidden = twin.read(TEXT)
         ours = engine.forward(Batch.chain(np.array(TEXT, np.int32)))
         assert close(ours, scores) and close(engine.hidden_states(), hidden), "the numpy twin is no Gemma 4"
@@ -76,7 +76,7 @@ def test_each_sequence_has_its_own(target_path: Path, drafter_path: Path, branch
     load: dict[str, Any] = {"max_sequences": 2, "max_branches": branches, "reproducible": False}
     with LlamaCppEngine.load(target_path, context_length=64, threads=1, **load) as engine:
         twin, texts = Twin(SHAPE, engine.vocabulary.size), (TEXT, TEXT[::-1])
-        with engine.load_head(Gemma4Drafter, drafter_path) as head:
+        with engine.load_head(drafter_path) as head:
             for sequence, text in enumerate(texts):
                 engine.forward(Batch.chain(np.array(text, np.int32), sequence=sequence))
             for sequence, text in enumerate(texts):
@@ -92,7 +92,7 @@ def test_rows_of_padding_are_no_text(target_path: Path, drafter_path: Path) -> N
         pinned = engine.facts.pinned_class
         assert pinned is not None and pinned[0] > 1
         twin = Twin(SHAPE, engine.vocabulary.size)
-        with engine.load_head(Gemma4Drafter, drafter_path) as head:
+        with engine.load_head(drafter_path) as head:
             engine.forward(Batch.chain(np.array(TEXT[:-1], np.int32)))
             engine.forward(Batch.chain(np.array(TEXT[-1:], np.int32)))
             state = twin.read(TEXT)[1][-1]
@@ -104,12 +104,12 @@ def test_it_is_refused_once_the_target_holds_a_text(engine: LlamaCppEngine, draf
     """llama.cpp would empty the cache that both share."""
     engine.forward(Batch.chain(np.array(TEXT, np.int32)))
     with pytest.raises(EngineError, match="before its target has read a text"):
-        engine.load_head(Gemma4Drafter, drafter_path)
+        engine.load_head(drafter_path)
     assert engine.length() == len(TEXT)
 
 
 def test_bad_arguments_are_refused(engine: LlamaCppEngine, drafter_path: Path) -> None:
-    with engine.load_head(Gemma4Drafter, drafter_path) as head:
+    with engine.load_head(drafter_path) as head:
         with pytest.raises(BatchError, match="width 64"):
             head.step(3, np.zeros(7, np.float32), 0)
         with pytest.raises(BatchError, match="outside the head's vocabulary"):
@@ -160,7 +160,7 @@ def test_a_file_says_what_it_is(target_path: Path, drafter_path: Path) -> None:
     assert head_kind_of(drafter_path) == "mtp" and head_kind_of(target_path) is None
     with pytest.raises(CapabilityError, match="only drafts for another model"):
         LlamaCppEngine.load(drafter_path)
-    Gemma4Drafter.try_alone(drafter_path)
+    try_head(drafter_path)
     need = head_footprint(drafter_path, ModelUse(context_length=64))
     assert need.cache == 0 and need.mapped == drafter_path.stat().st_size
 
@@ -183,7 +183,7 @@ def test_a_drafter_of_another_target_is_refused(
         LlamaCppEngine.load(target_path, context_length=64, threads=1) as engine,
         pytest.raises(EdgespecError, match=words),
     ):
-        engine.load_head(Gemma4Drafter, path)
+        engine.load_head(path)
 
 
 def test_a_target_that_is_no_gemma_4_is_refused(tmp_path: Path, drafter_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_target_that_is_no_gemma_4_is_refused(tmp_path: Path, drafter_path: Pa
 def test_a_faulty_file_is_named(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
     path = write_drafter(tmp_path / "faulty.gguf", metadata=metadata)
     with pytest.raises(ModelFileError, match=words):
-        Gemma4Drafter.try_alone(path)
+        try_head(path)
 
 
 def test_a_file_of_a_fork_says_so(tmp_path: Path, target_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,4 +220,4 @@ def test_a_file_of_a_fork_says_so(tmp_path: Path, target_path: Path, monkeypatch
 def test_missing_weights_are_named(tmp_path: Path) -> None:
     path = write_drafter(tmp_path / "faulty.gguf", tensors={"nextn.pre_projection.weight": None})
     with pytest.raises(ModelFileError, match="pre_projection"):
-        Gemma4Drafter.try_alone(path)
+        try_head(path)

@@ -15,7 +15,7 @@ from demo import DEMO
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint, head_footprint
-from edgespec.engines.llamacpp.mtp import MtpFileHead, MtpHead
+from edgespec.engines.llamacpp.heads import Head, try_head
 from edgespec.engines.llamacpp.running_state import RunningState, auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
@@ -41,14 +41,14 @@ def alone_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen35(tmp_path_factory.mktemp("mtp") / "mtp-alone.gguf", SHAPE, has_mtp=True, only_mtp=True)
 
 
-def opened(engine: LlamaCppEngine, path: Path | None) -> MtpHead:
+def opened(engine: LlamaCppEngine, path: Path | None) -> Head:
     if path is None:
         return engine.load_mtp(context_length=40)
-    return engine.load_head(MtpFileHead, path, context_length=40)
+    return engine.load_head(path, context_length=40)
 
 
 @pytest.fixture(params=["in the model's file", "in a file of its own"])
-def head(request: pytest.FixtureRequest, model_path: Path, alone_path: Path) -> Iterator[MtpHead]:
+def head(request: pytest.FixtureRequest, model_path: Path, alone_path: Path) -> Iterator[Head]:
     is_own = request.param == "in the model's file"
     engine = LlamaCppEngine.load(model_path, context_length=64, threads=1, has_mtp=is_own)
     with engine, opened(engine, None if is_own else alone_path) as found:
@@ -104,7 +104,7 @@ def close(ours: Floats, theirs: Floats) -> bool:
     return bool(np.abs(ours - theirs).max() < 0.01 * theirs.std())
 
 
-def test_the_layer_is_its_definition(head: MtpHead, model_path: Path) -> None:
+def test_the_layer_is_its_definition(head: Head, model_path: Path) -> None:
     token_ids, states = pairs(12)
     logits, after = twin(model_path, token_ids, states)
     found, state = head.decode(np.array(token_ids, np.int32), head.encode(states))
@@ -115,7 +115,7 @@ def test_the_layer_is_its_definition(head: MtpHead, model_path: Path) -> None:
         assert close(found, logits[place]) and close(state, after[place])
 
 
-def test_pairs_that_are_dropped_leave_no_trace(head: MtpHead, model_path: Path) -> None:
+def test_pairs_that_are_dropped_leave_no_trace(head: Head, model_path: Path) -> None:
     token_ids, states = pairs(8)
     logits, _ = twin(model_path, token_ids, states)
     head.decode(np.array([*token_ids[:5], 9, 9], np.int32), np.concatenate((states[:5], states[:2])))
@@ -124,7 +124,7 @@ def test_pairs_that_are_dropped_leave_no_trace(head: MtpHead, model_path: Path) 
     assert close(found, logits[-1])
 
 
-def test_bad_pairs_are_refused(head: MtpHead) -> None:
+def test_bad_pairs_are_refused(head: Head) -> None:
     token_ids, states = pairs(41)
     with pytest.raises(ContextFull):
         head.decode(np.array(token_ids, np.int32), states)
@@ -249,7 +249,7 @@ def test_a_file_without_layers_of_a_model_is_refused(alone_path: Path, tmp_path:
     at = data.index(key) + len(key) + 4
     (tmp_path / "wrong.gguf").write_bytes(data[:at] + (9).to_bytes(4, "little") + data[at + 4 :])
     with pytest.raises(ModelFileError, match="no layers but those that predict further tokens"):
-        MtpFileHead.try_alone(tmp_path / "wrong.gguf")
+        try_head(tmp_path / "wrong.gguf")
 
 
 def test_damaged_weights_are_named(alone_path: Path, tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_damaged_weights_are_named(alone_path: Path, tmp_path: Path) -> None:
     tensors = {eh_proj: np.full((SHAPE.width, 2 * SHAPE.width), np.nan, np.float32)}
     path = write_qwen35(tmp_path / "nan.gguf", SHAPE, has_mtp=True, only_mtp=True, tensors=tensors)
     with pytest.raises(ModelFileError, match=r"nan.gguf"):
-        MtpFileHead.try_alone(path)
-    MtpFileHead.try_alone(alone_path)
+        try_head(path)
+    try_head(alone_path)
 
 
 def test_the_hint_for_a_model_without_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +282,6 @@ def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:
 
 def test_a_file_with_the_layer_is_planned(model_path: Path, alone_path: Path) -> None:
     planned = head_footprint(alone_path, ModelUse(256))
-    with LlamaCppEngine.load(model_path, threads=1) as engine, engine.load_head(MtpFileHead, alone_path) as head:
+    with LlamaCppEngine.load(model_path, threads=1) as engine, engine.load_head(alone_path) as head:
         assert planned.mapped == alone_path.stat().st_size
         assert planned.mapped + planned.own > head.facts.num_bytes > 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.types import Draft, Verdict
 
 SAMPLER = Sampler(Sampling(), 100)

@@ -10,7 +10,7 @@ import pytest
 
 from bench_table import table_model
 from edgespec import GenerateOptions, Sampling
-from edgespec.config import DrafterName, DraftLength
+from edgespec.config.values import DrafterName, DraftLength
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.predicted import PREDICTION, PredictedDrafter
 from edgespec.errors import ConfigError

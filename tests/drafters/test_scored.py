@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.drafters.scored import FIRST_ROOM, ScoredTokens
+from edgespec.drafters.states import FIRST_ROOM, ScoredTokens
 from edgespec.errors import ModelFileError
-from edgespec.formats.head_file import HeadFile, read_head_file, write_head_file
-from edgespec.formats.head_manifest import HeadManifest
+from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file, write_head_file
 from head_tables import KINDS, VOCABULARY, request, table, with_features
 from lossless import GREEDY, run_once
 from tiny_heads import drafter_of, table_heads

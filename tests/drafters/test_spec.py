@@ -8,7 +8,8 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions
-from edgespec.config import DRAFTERS, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DRAFTERS
 from edgespec.drafters.spec import HEADS, SPECS, automatic, check_makeable
 from edgespec.errors import CapabilityError
 from edgespec.formats.manifest import HEAD_KINDS, ROLES

@@ -8,11 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from edgespec.config.options import Sampling
 from edgespec.corpus.database import joined
 from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.suffix import SuffixAutomaton, SuffixDrafter
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 
 
 def longest_earlier_suffix(ids: list[int]) -> int:

@@ -15,9 +15,8 @@ from edgespec.control.base import FixedLength
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.pass_request import Passes
 from edgespec.engines.rows import is_chain
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, Passes
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from demo import TEST_THREADS
-from edgespec.engines.llamacpp import DFlashHead, LlamaCppEngine
+from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import BatchError, Cancelled, ContextFull, EngineError
-from edgespec.formats.gguf.dflash import MAX_BLOCK
+from edgespec.formats.gguf.heads import MAX_BLOCK
 from edgespec.types import Batch
 from tiny_dflash import LAYERS, NUM_TOKENS, TARGET, HeadShape, NumpyBlock, write_dflash
 from tiny_gguf import matrices, write_model
@@ -70,14 +70,14 @@ def test_a_head_computes_what_numpy_does(
     features = features_of(target, shape.target_layers)
     tables = matrices(TARGET, NUM_TOKENS)
     wanted = NumpyBlock(path, shape, {name: tables[name] for name in OWN_TABLES})
-    with target.load_head(DFlashHead, path) as head:
+    with target.load_head(path) as head:
         assert head.facts.layers == shape.target_layers
-        assert head.most_drafted == (shape.block if shape.markov and shape.from_anchor else shape.block - 1)
+        assert head.facts.most_drafted == (shape.block if shape.markov and shape.from_anchor else shape.block - 1)
 
         def same(token_id: int) -> None:
             logits, confidences = head.block(token_id)
             known, known_confidences = wanted.block(token_id, head.end)
-            assert logits.shape == (head.most_drafted, NUM_TOKENS) == known.shape
+            assert logits.shape == (head.facts.most_drafted, NUM_TOKENS) == known.shape
             is_drafted = np.isfinite(known)
             assert np.array_equal(np.isfinite(logits), is_drafted)
             allowed = 1e-2 * np.abs(known[is_drafted]).max()
@@ -114,7 +114,7 @@ def test_a_head_computes_what_numpy_does(
 @pytest.mark.parametrize("shape", [HeadShape(), DSPARK, HeadShape(window=20, windowed=(True, False))])
 def test_a_block_leaves_no_trace(target: LlamaCppEngine, tmp_path: Path, shape: HeadShape) -> None:
     path, features = write_dflash(tmp_path / "head.gguf", shape), features_of(target)
-    with target.load_head(DFlashHead, path) as used, target.load_head(DFlashHead, path) as fresh:
+    with target.load_head(path) as used, target.load_head(path) as fresh:
         for end in (0, 3, 3, 20, 21, 30):
             used.inject(features[used.end : end])
             used.block(int(TOKENS[end]))
@@ -128,7 +128,7 @@ def test_a_block_leaves_no_trace(target: LlamaCppEngine, tmp_path: Path, shape: 
 
 def test_heads_of_several_texts_do_not_see_one_another(target: LlamaCppEngine, tmp_path: Path) -> None:
     features = features_of(target)
-    with target.load_head(DFlashHead, write_dflash(tmp_path / "head.gguf", DSPARK)) as head:
+    with target.load_head(write_dflash(tmp_path / "head.gguf", DSPARK)) as head:
         other = head.another()
         head.inject(features[:20])
         before = head.block(9)[0].copy()
@@ -143,7 +143,7 @@ def test_heads_of_several_texts_do_not_see_one_another(target: LlamaCppEngine, t
 
 def test_wrong_calls_of_a_head_are_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
     features = features_of(target)
-    head = target.load_head(DFlashHead, write_dflash(tmp_path / "head.gguf"), context_length=8)
+    head = target.load_head(write_dflash(tmp_path / "head.gguf"), context_length=8)
     with pytest.raises(BatchError, match=r"\[n, 192\]"):
         head.inject(features[:, :64])
     for token_id in (-1, NUM_TOKENS):
@@ -165,7 +165,7 @@ def test_wrong_calls_of_a_head_are_refused(target: LlamaCppEngine, tmp_path: Pat
 
 def test_a_cancelled_head_goes_on_as_if_nothing_had_been(target: LlamaCppEngine, tmp_path: Path) -> None:
     features = features_of(target)
-    with target.load_head(DFlashHead, write_dflash(tmp_path / "head.gguf")) as head:
+    with target.load_head(write_dflash(tmp_path / "head.gguf")) as head:
         head.inject(features[:10])
         wanted = head.block(4)[0].copy()
         for call in (lambda: head.inject(features[10:20]), lambda: head.block(4)):

@@ -17,7 +17,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.cli.main import cli
-from edgespec.config import POOLINGS
+from edgespec.config.values import POOLINGS
 from edgespec.engines.base import Engine
 from edgespec.errors import (
     BatchError,
@@ -105,7 +105,7 @@ def test_long_texts(model: Model):
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_a_text_of_several_passes(embedding_path: Path, pooling: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("edgespec.engines.llamacpp.embedder.SCORES_BYTES", 1)  # 64 rows with states in a pass
+    monkeypatch.setattr("edgespec.engines.llamacpp.embeddings.SCORES_BYTES", 1)  # 64 rows with states in a pass
     with edgespec.load(embedding_path, pooling=pooling, threads=TEST_THREADS, reproducible=False) as opened:
         opened.embed("a first context for short texts")
         text = "several passes " * 30
@@ -149,7 +149,7 @@ def test_cancelling(model: Model):
 
 def test_memory_is_checked_first(model: Model, monkeypatch: pytest.MonkeyPatch):
     model.target._embedder.close()  # type: ignore[attr-defined]
-    monkeypatch.setattr("edgespec.engines.llamacpp.embedder.spare_memory", lambda: 1 << 20)
+    monkeypatch.setattr("edgespec.engines.llamacpp.embeddings.spare_memory", lambda: 1 << 20)
     with pytest.raises(CapabilityError, match="MiB more memory and 1 MiB are free"):
         model.embed("x")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from demo import TEST_THREADS
-from edgespec.config import ProviderName
+from edgespec.config.values import ProviderName
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.model_use import MAX_BRANCHES

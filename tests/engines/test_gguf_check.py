@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.engines import trial
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, weights
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound

@@ -25,8 +25,8 @@ from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp.devices import devices, gpus
 from edgespec.engines.llamacpp.library import library, listening
 from edgespec.engines.llamacpp.tokenizer import bounded_parts, parts_at
-from edgespec.engines.width_bits import Bits
-from edgespec.engines.width_bits import classes as classes_of
+from edgespec.engines.proof import Bits
+from edgespec.engines.proof import classes as classes_of
 from edgespec.errors import (
     BatchError,
     Cancelled,

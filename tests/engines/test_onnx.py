@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from demo import DEMO, TEST_THREADS
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.library import library, run_options
 from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, PromptError
 from edgespec.runtime import load
-from edgespec.sampling import Sampling
 from edgespec.types import Batch, Draft
 
 TEXTS = (

@@ -14,7 +14,7 @@ import pytest
 
 from demo import DEMO, TEST_THREADS
 from edgespec.chat.template import encode_messages, render_chat
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.engines import trial
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EdgespecError, ModelFileError, PromptError

@@ -13,11 +13,10 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.engines import sample_text, widths
-from edgespec.engines.cached_text import CachedText
-from edgespec.engines.prompt_passes import PromptBlocks, runs
+from edgespec.engines import proof, widths
+from edgespec.engines.cached_text import CachedText, PromptBlocks, runs
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.watch import ClassWatch
+from edgespec.engines.widths import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds
 from table_engine import TableEngine
 
@@ -146,12 +145,10 @@ class Forgetful(Narrow):
 def test_blocks_are_used_where_they_give_the_same_bits_each_time(kind: type[TableEngine]) -> None:
     engine = kind.random(512, order=1, seed=3, context_length=512, max_batch=200)
     engine.facts = dataclasses.replace(engine.facts, pinned_class=None, width_classes=())
-    facts = widths.pinned_facts(engine, f"blocks {kind.__name__}", widest=63, reproducible=True, advice="")
+    facts = widths.pinned_facts(engine, f"blocks {kind.__name__}", widest=63, advice="")
     assert facts.pinned_class == (1, 3)
     assert facts.prompt_block == (0 if kind is Forgetful else widths.BLOCK)
     assert engine.length() == 0
-    found = widths.pinned_facts(engine, f"blocks {kind.__name__}", widest=63, reproducible=None, advice="")
-    assert found.pinned_class is None and not found.prompt_block  # drafts of two tokens at most are no free choice
 
 
 # -- real kernels
@@ -168,8 +165,8 @@ def narrow(q4_k_m_path: Path) -> Iterator[Model]:
         yield model
 
 
-QUESTION = {"role": "user", "content": sample_text.TEXT[:900] + " Which of these places is the cheapest?"}
-LATER = {"role": "user", "content": "I would like to book a table there for four people. " + sample_text.TEXT[900:1300]}
+QUESTION = {"role": "user", "content": proof.TEXT[:900] + " Which of these places is the cheapest?"}
+LATER = {"role": "user", "content": "I would like to book a table there for four people. " + proof.TEXT[900:1300]}
 
 
 def answered(model: Model, ids: list[int], sampling: Sampling, drafter: Any = "none") -> Answered:

@@ -19,9 +19,8 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec.engines.base import Engine
-from edgespec.engines.llamacpp.rpc_probe import ask, ask_all
+from edgespec.engines.llamacpp.rpc import ask, ask_all
 from edgespec.engines.remote import RemoteEngine
-from edgespec.engines.remote_pipe import Pipe
 from edgespec.errors import BatchError, CapabilityError, ConfigError, ModelFileError, Unreachable
 from edgespec.types import Batch
 from hybrid_gguf import write_lfm2
@@ -46,7 +45,7 @@ def server() -> Iterator[Server]:
 
 
 def children() -> set[int]:
-    found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "remote_child"], capture_output=True, text=True)
+    found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "engines.remote"], capture_output=True, text=True)
     return {int(line) for line in found.stdout.split()}
 
 
@@ -72,24 +71,18 @@ def test_a_lost_process_is_an_error_and_the_next_pass_goes_on(tiny_path):
     until(lambda: not children() - before)
 
 
-def test_an_interrupt_while_a_call_is_sent_costs_the_child_and_no_more(tiny_path, monkeypatch):
+def test_an_interrupt_in_a_call_costs_the_child_and_no_more(tiny_path, monkeypatch):
     with load(tiny_path, reproducible=True) as engine:
         expected = engine.forward(Batch.chain(IDS)).copy()
         engine.rollback(0)
-        write, calls = Pipe._write, []
 
-        def interrupted(pipe, data):
-            calls.append(data)
-            if len(calls) == 2:  # between the head and the body of a message
-                raise KeyboardInterrupt
-            write(pipe, data)
+        def interrupted(*_):
+            raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Pipe, "_write", interrupted)
+            patch.setattr("edgespec.engines.remote.pickle.load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.forward(Batch.chain(IDS))
-        with pytest.raises(Unreachable):
-            engine.forward(Batch.chain(IDS))
         np.testing.assert_array_equal(engine.forward(Batch.chain(IDS)), expected)
 
 
@@ -121,7 +114,7 @@ def test_a_child_ends_with_its_parent(tiny_path):
     code = (
         "import sys, os; from pathlib import Path; from edgespec.engines.remote import RemoteEngine\n"
         f"engine = RemoteEngine.load(Path({str(tiny_path)!r}), endpoints=(), reproducible=False, threads=1)\n"
-        "print(engine._process._process.pid, flush=True); os._exit(9)"
+        "print(engine._child._process.pid, flush=True); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 9, done.stderr

@@ -11,11 +11,11 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
+from edgespec.engines.cached_text import PROMPT_END
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, MOST_SNAPSHOTS, RunningState
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.prompt_passes import PROMPT_END
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import read_header
 from edgespec.types import Batch, Logits

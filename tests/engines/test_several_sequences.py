@@ -56,19 +56,11 @@ def test_sharing_passes_is_proved_by_bits_where_it_is_done(reproducible: Model) 
             assert packs_alike(engine)
 
 
-def test_onnx_shares_passes_unless_a_free_class_is_known(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual mode is decided before the first pass, since it decides where each sequence's cells lie."""
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    with opened("onnx", parallel=2) as first:
-        assert first.target.facts.can_pack and not first.reproducible
-        assert any("mode: fastest" in note for note in first.notes)
-        texts = first.generate_all(PROMPTS[:2], Sampling(), OPTIONS)
+def test_onnx_shares_passes_by_default() -> None:
+    with opened("onnx", parallel=2) as model:
+        assert model.target.facts.can_pack and not model.reproducible
+        texts = model.generate_all(PROMPTS[:2], Sampling(), OPTIONS)
         assert all(result.stats.new_tokens == OPTIONS.max_tokens for result in texts)
-    with opened("onnx", parallel=2, reproducible=True) as asked:
-        is_free = asked.target.facts.pinned_class is not None and asked.target.facts.pinned_class[0] == 1
-    with opened("onnx", parallel=2) as second:
-        assert second.reproducible == is_free
-        assert is_free or second.target.facts.can_pack
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])

@@ -15,7 +15,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import progress, proof, sample_text, watch, width_bits, widths
+from edgespec.engines import progress, proof, widths
 from edgespec.engines.base import EngineFacts
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
@@ -70,8 +70,8 @@ def table(**settings: object) -> LyingTable:
     return engine
 
 
-def surveyed(engine: LyingTable) -> width_bits.Survey:
-    found = width_bits.Survey()
+def surveyed(engine: LyingTable) -> proof.Survey:
+    found = proof.Survey()
     proof.survey(engine, 63, found, 63)
     return found
 
@@ -90,7 +90,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
 
     def prove(engine: LyingTable) -> EngineFacts:
         with progress.reporting_to(on_progress):
-            return widths.pinned_facts(engine, "interrupted", widest=63, reproducible=True, advice="")
+            return widths.pinned_facts(engine, "interrupted", widest=63, advice="")
 
     first, seen = table(), []
     with pytest.raises(Enough):
@@ -104,7 +104,7 @@ def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch
     assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
     ends = [done for done, total, _ in heard if done == total]
     assert ends
-    assert disk_cache.get("surveys", "interrupted", width_bits.Survey.schema(63)) is None
+    assert disk_cache.get("surveys", "interrupted", proof.Survey) is None
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -131,8 +131,9 @@ def test_a_load_reports_the_progress_of_its_proof(
 
 def test_an_interrupted_proof_on_another_text_starts_again() -> None:
     found = surveyed(table())
-    assert width_bits.Survey.from_json(found.as_json()) == found
-    stale = width_bits.Survey("00", {63: width_bits.Bits({0: b"x"})})
+    disk_cache.put("surveys", "kept", found)
+    assert disk_cache.get("surveys", "kept", proof.Survey) == found
+    stale = proof.Survey("00", {63: proof.Bits({0: b"x"})})
     proof.survey(table(), 63, stale, 63)
     assert stale.classes == found.classes and stale.text == found.text
 
@@ -158,7 +159,7 @@ def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPa
     engine, seen = table(is_honest=True), []
     inner = TableEngine.forward
     monkeypatch.setattr(TableEngine, "forward", lambda self, batch: seen.append(batch.width) or inner(self, batch))
-    ids = sample_text.sample_text(engine, 64)
+    ids = proof.sample_text(engine, 64)
     for start in (0, 31):
         engine.rollback(min(start, engine.length()))
         for width in (1, 5, 33):
@@ -173,7 +174,7 @@ def test_a_class_that_only_more_rows_refute_is_split(monkeypatch: pytest.MonkeyP
     """The survey looks at a few rows of each width; before a lone row joins a class many more are compared."""
     engine = table(is_honest=True)
     monkeypatch.setattr(proof, "confirm", lambda _engine, width, _pair: width != 1)
-    facts = widths.pinned_facts(engine, "split", widest=63, reproducible=True, advice="")
+    facts = widths.pinned_facts(engine, "split", widest=63, advice="")
     assert facts.pinned_class == (2, 63)
     assert facts.width_classes == ((1, 1), (2, 63))
 
@@ -186,7 +187,7 @@ def test_a_survey_ends_where_no_further_class_would_be_used(
     measured = proof.passes_of
     monkeypatch.setattr(proof, "passes_of", lambda *given: seen.append(given[3]) or measured(*given))
     monkeypatch.setattr(proof, "confirm", lambda *_: True)
-    facts = widths.pinned_facts(table(lies=lies), f"ends {lies}", widest=63, reproducible=True, advice="")
+    facts = widths.pinned_facts(table(lies=lies), f"ends {lies}", widest=63, advice="")
     assert facts.pinned_class == pinned
     assert max(width for width in seen if width != 63) == (most if most < 63 else 56)
     assert facts.width_classes[-1][1] == most  # no more is said than was measured
@@ -199,28 +200,15 @@ def test_confirming_finds_a_rare_difference() -> None:
     assert engine.length() == 0
 
 
-def test_on_a_processor_the_default_is_the_fastest_mode_and_is_said_once() -> None:
-    first = widths.pinned_facts(table(), "default", widest=63, reproducible=None, advice="")
-    assert first.pinned_class is None and "fastest" in first.notes[0]
-    again = widths.pinned_facts(table(), "default", widest=63, reproducible=None, advice="")
-    assert again.pinned_class is None and not again.notes
-
-
-def test_the_default_is_reproducible_where_a_proof_showed_that_it_costs_nothing() -> None:
-    demanded = widths.pinned_facts(table(is_honest=True), "free", widest=63, reproducible=True, advice="")
-    assert demanded.pinned_class == (1, 63)
-    assert widths.pinned_facts(table(is_honest=True), "free", widest=63, reproducible=None, advice="").pinned_class
-
-
-def test_the_default_stays_fastest_where_lone_rows_would_be_padded() -> None:
-    assert widths.pinned_facts(table(), "dear", widest=63, reproducible=True, advice="").pinned_class == (2, 63)
-    assert widths.pinned_facts(table(), "dear", widest=63, reproducible=None, advice="").pinned_class is None
+def test_the_fastest_mode_is_said_once() -> None:
+    assert "fastest" in widths.fastest_facts(table(), "default").notes[0]
+    assert not widths.fastest_facts(table(), "default").notes
 
 
 # -- in use
 
 
-def run_on(engine: TableEngine, watching: watch.ClassWatch, drafts: bool) -> list[int]:
+def run_on(engine: TableEngine, watching: widths.ClassWatch, drafts: bool) -> list[int]:
     run = Run(
         target=CachedSequence(engine),
         prompt_ids=np.arange(8, dtype=np.int32),
@@ -242,10 +230,10 @@ def pinned() -> Iterator[LyingTable]:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_watching_changes_nothing(pinned: LyingTable, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_on(pinned, watch.ClassWatch(), drafts)
-    monkeypatch.setattr(watch, "SHARE", 100.0)
+    expected = run_on(pinned, widths.ClassWatch(), drafts)
+    monkeypatch.setattr(widths, "SHARE", 100.0)
     pinned.rollback(0)
-    watching = watch.ClassWatch()
+    watching = widths.ClassWatch()
     assert run_on(pinned, watching, drafts) == expected
     assert watching.rows_compared >= 50 and not watching.has_failed
 
@@ -254,24 +242,25 @@ def test_watching_changes_nothing(pinned: LyingTable, drafts: bool, monkeypatch:
 def test_a_class_that_lies_is_dropped_remembered_and_told(
     pinned: LyingTable, drafts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "SHARE", 100.0)
+    monkeypatch.setattr(widths, "SHARE", 100.0)
     pinned.lies, pinned.is_honest, pinned.trained = (5, 6, 7), False, 512
-    watching = watch.ClassWatch()
+    watching = widths.ClassWatch()
     with caplog.at_level(logging.WARNING, "edgespec"):
         run_on(pinned, watching, drafts)
     assert watching.has_failed and pinned.facts.pinned_class is None
     assert len([line for line in caplog.messages if "reproducible mode is off" in line]) == 1
     with pytest.raises(CapabilityError, match="when it ran before"):
-        widths.pinned_facts(table(is_honest=True), "watched", widest=63, reproducible=True, advice="")
+        widths.pinned_facts(table(is_honest=True), "watched", widest=63, advice="")
 
 
 def test_watching_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of passes of one second and looks of two, one look in 500 passes."""
     clock = iter(np.arange(0.0, 1e6, 2.0))
-    monkeypatch.setattr(watch, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(widths, "perf_counter", lambda: next(clock))
     engine = table(is_honest=True)
     engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 63))
-    sequence, watching, looks = CachedSequence(engine), watch.ClassWatch(), 0
+    engine.class_key = "credit"
+    sequence, watching, looks = CachedSequence(engine), widths.ClassWatch(), 0
     logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
     for _ in range(5000):
         watching.spent(1.0)
@@ -286,7 +275,7 @@ def test_a_look_that_is_interrupted_leaves_a_shorter_text(pinned: LyingTable, mo
     logits = sequence.feed(np.arange(40, dtype=np.int32))[None].copy()
     monkeypatch.setattr(pinned, "forward", lambda _batch: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        watch.ClassWatch().look(sequence, logits)
+        widths.ClassWatch().look(sequence, logits)
     assert sequence.length == pinned.length() < 40
 
 
@@ -329,9 +318,9 @@ def test_keys_in_q8_0_spare_lone_rows_the_padding(target_path: Path) -> None:
 @pytest.mark.skipif("EDGESPEC_TEST_MODEL" not in os.environ, reason="EDGESPEC_TEST_MODEL names no real model's GGUF")
 def test_a_real_model_writes_the_same_with_and_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and log probabilities, past 512 cells too, with the watch looking often."""
-    monkeypatch.setattr(watch, "SHARE", 0.1)
+    monkeypatch.setattr(widths, "SHARE", 0.1)
     with edgespec.load(os.environ["EDGESPEC_TEST_MODEL"], reproducible=True, threads=2) as model:
-        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + sample_text.TEXT[:1200]}])
+        ids = model.encode_chat([{"role": "user", "content": "Repeat and continue: " + proof.TEXT[:1200]}])
         for sampling in (GREEDY, Sampling(seed=5)):
             texts = [
                 model.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length))

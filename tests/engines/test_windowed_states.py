@@ -122,7 +122,7 @@ def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(window
 @pytest.mark.usefixtures("without_kernels")
 def test_the_watch_over_the_width_class_shortens_no_loaded_state(windowed: Path, monkeypatch: pytest.MonkeyPatch):
     """It reads the last rows again in another width, for which a loaded text cannot always be rolled back."""
-    monkeypatch.setattr("edgespec.engines.watch.SHARE", 1.0)
+    monkeypatch.setattr("edgespec.engines.widths.SHARE", 1.0)
     options = GenerateOptions(max_tokens=20, ignore_eos=True)
     with edgespec.load(str(windowed), context_length=256, reproducible=True, threads=1) as model:
         texts = [list(map(int, text(seed, 120))) for seed in (4, 5)]

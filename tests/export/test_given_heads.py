@@ -15,7 +15,7 @@ pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.p
 
 from demo import DEMO
 from edgespec.cli.main import cli
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair, sha256_of
 from edgespec.installation import has_engine

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from demo import DEMO, TEST_THREADS
-from edgespec.engines.llamacpp import DFlashHead, LlamaCppEngine
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.trial import check_model_file
 from edgespec.errors import CapabilityError, ModelFileError, VocabularyMismatch
-from edgespec.formats.gguf.dflash import MAX_BLOCK, read_dflash
-from edgespec.formats.gguf.head_reader import head_kind_of
+from edgespec.formats.gguf.heads import MAX_BLOCK, head_kind_of, read_head
 from tiny_dflash import LAYERS, MASK_ID, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import write_model
 from tiny_head import write_head
@@ -36,18 +36,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]
 def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Path, tmp_path: Path) -> None:
     path, other = write_dflash(tmp_path / "head.gguf", DSPARK), write_head(tmp_path / "eagle3.gguf")
     assert [head_kind_of(each) for each in (path, other, tiny_path)] == ["dflash", "eagle3", None]
-    sizes = read_dflash(path)
+    sizes = read_head(path)
     assert (sizes.width, sizes.layers, sizes.feature_width, sizes.mask_id) == (WIDTH, tuple(LAYERS), 192, MASK_ID)
     assert (sizes.has_markov, sizes.has_confidence, sizes.first_row, sizes.most_drafted) == (True, True, 0, 6)
     check_model_file(path)
     check_model_file(write_dflash(tmp_path / "bare.gguf", tensors=dict.fromkeys(OWN_TABLES)))
-    with target.load_head(DFlashHead, path) as head:
+    with target.load_head(path) as head:
         assert head.facts.end_ids == target.vocabulary.end_ids
     with pytest.raises(CapabilityError, match=r"is a DFlash head, .* draft="):
         LlamaCppEngine.load(path)
-    for wrong in (tiny_path, other):
-        with pytest.raises(ModelFileError, match="a DFlash head is needed"):
-            target.load_head(DFlashHead, wrong)
+    with pytest.raises(ModelFileError, match="it is a 'llama', and a draft head is needed"):
+        target.load_head(tiny_path)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_variant_that_does_not_run_is_named(
 ) -> None:
     path = write_dflash(tmp_path / "head.gguf", metadata=metadata, tensors=tensors)
     with pytest.raises(CapabilityError, match=f"{variant}.*give a DFlash or DSpark head"):
-        target.load_head(DFlashHead, path)
+        target.load_head(path)
 
 
 def ones(*shape: int) -> np.ndarray:
@@ -128,7 +127,7 @@ def test_a_head_that_is_not_sound_is_refused(
     """Named before llama.cpp sees it, which ends the process on some of these."""
     path = write_dflash(tmp_path / "head.gguf", metadata=metadata, tensors=tensors)
     with pytest.raises(ModelFileError, match=reason):
-        target.load_head(DFlashHead, path)
+        target.load_head(path)
 
 
 def test_a_truncated_head_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def test_a_truncated_head_is_refused(target: LlamaCppEngine, tmp_path: Path) -> 
         path = tmp_path / f"cut{size}.gguf"
         path.write_bytes(whole[:size])
         with pytest.raises(ModelFileError):
-            target.load_head(DFlashHead, path)
+            target.load_head(path)
 
 
 def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: Path) -> None:
@@ -147,19 +146,19 @@ def test_a_head_of_another_target_is_refused(target: LlamaCppEngine, tmp_path: P
         LlamaCppEngine.load(demo, threads=TEST_THREADS, context_length=64, reproducible=False) as other,
         pytest.raises(CapabilityError, match="reads a target of width 64, this target has 256"),
     ):
-        other.load_head(DFlashHead, path)
+        other.load_head(path)
     deep = write_dflash(tmp_path / "deep.gguf", metadata={"dflash.target_layers": [0, 1, 4]})
     with pytest.raises(CapabilityError, match=r"reads layer 4 of its target, this one has 0\.\.3"):
-        target.load_head(DFlashHead, deep)
+        target.load_head(deep)
     tables = {name: ones(300, WIDTH) for name in OWN_TABLES}
     tokens = [*map(str, range(300))]
     changed = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["1 2"], "tokenizer.ggml.token_type": None}
     more = write_dflash(tmp_path / "more.gguf", metadata=changed, tensors=tables)
     with pytest.raises(CapabilityError, match="was made for 300 tokens, this target has 299"):
-        target.load_head(DFlashHead, more)
+        target.load_head(more)
     renamed = write_dflash(tmp_path / "renamed.gguf", metadata=changed | {"tokenizer.ggml.tokens": tokens[:299]})
     with pytest.raises(VocabularyMismatch, match="token 0 is"):
-        target.load_head(DFlashHead, renamed)
+        target.load_head(renamed)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 6])
@@ -170,13 +169,13 @@ def test_the_longest_markov_chain_that_is_taken_runs(tmp_path: Path, layers: int
     for block in range(MAX_BLOCK, 1, -1):
         write_dflash(path, replace(shape, block=block))
         try:
-            sizes = read_dflash(path)
+            sizes = read_head(path)
         except CapabilityError as exc:
             assert "smaller blocks" in str(exc)
             continue
         break
     assert 12 < sizes.block_size < MAX_BLOCK
-    code = "import sys, pathlib; from edgespec.engines.llamacpp import DFlashHead as Head"
-    code += "; Head.try_alone(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from edgespec.engines.llamacpp.heads import try_head"
+    code += "; try_head(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
-    DFlashHead.try_alone(path)
+    try_head(path)

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import edgespec
 from edgespec.cli.main import cli
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.opening import open_vocabulary

@@ -7,7 +7,7 @@ from pathlib import Path
 import edgespec
 from demo import DEMO
 from edgespec import GenerateOptions
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.heads import heads_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.pages import untouched_zeros

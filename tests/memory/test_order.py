@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.config import LoadOptions
-from edgespec.config.options import keywords_of
+from edgespec.config.options import LoadOptions, keywords_of
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
 from edgespec.engines.model_use import WIDEST

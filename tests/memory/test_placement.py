@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.config import LoadOptions
-from edgespec.engines.llamacpp import placement
+from edgespec.config.options import LoadOptions
+from edgespec.engines.llamacpp import devices
 from edgespec.engines.llamacpp.devices import Device
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.manifest import ModelPair
@@ -98,9 +98,9 @@ def test_reproducible_mode_needs_a_number(options):
 
 @pytest.mark.parametrize("left, room", [(GIB, GIB * 3 // 4), (4 * GIB, int(2.75 * GIB)), (None, int(2.75 * GIB))])
 def test_a_gpu_without_memory_of_its_own_has_no_more_room_than_the_machine(monkeypatch, left, room):
-    monkeypatch.setattr(placement, "gpus", lambda: [Device("Vulkan1", "two", "integrated gpu", 3 * GIB, 4 * GIB)])
-    monkeypatch.setattr(placement, "free_memory", lambda: left)
-    assert placement.room_on_devices(None) == room
+    monkeypatch.setattr(devices, "gpus", lambda: [Device("Vulkan1", "two", "integrated gpu", 3 * GIB, 4 * GIB)])
+    monkeypatch.setattr(devices, "free_memory", lambda: left)
+    assert devices.room_on_devices(None) == room
 
 
 @pytest.mark.parametrize("kind, shares", [("gpu", False), ("integrated gpu", True)])
@@ -125,17 +125,17 @@ def test_a_gpu_of_apple_silicon_has_no_memory_of_its_own(monkeypatch):
 
 
 def test_room_is_what_devices_have_free_less_a_margin(monkeypatch):
-    monkeypatch.setattr(placement, "free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(devices, "free_memory", lambda: 8 * GIB)
     found = [
         Device("Vulkan0", "one", "gpu", 8 * GIB, 10 * GIB),
         Device("Vulkan1", "two", "integrated gpu", 3 * GIB, 4 * GIB),
         Device("Vulkan2", "three", "gpu", 0, 0),
     ]
-    monkeypatch.setattr(placement, "gpus", lambda: found[:2])
-    assert placement.room_on_devices(None) == int(7.5 * GIB) + int(2.75 * GIB)
-    assert placement.room_on_devices(["Vulkan1"]) == int(2.75 * GIB)
+    monkeypatch.setattr(devices, "gpus", lambda: found[:2])
+    assert devices.room_on_devices(None) == int(7.5 * GIB) + int(2.75 * GIB)
+    assert devices.room_on_devices(["Vulkan1"]) == int(2.75 * GIB)
     with pytest.raises(CapabilityError, match=r"no GPU 'CUDA0'.*Vulkan0, Vulkan1"):
-        placement.room_on_devices(["CUDA0"])
-    monkeypatch.setattr(placement, "gpus", lambda: found)
+        devices.room_on_devices(["CUDA0"])
+    monkeypatch.setattr(devices, "gpus", lambda: found)
     with pytest.raises(CapabilityError, match="driver of Vulkan2 does not report"):
-        placement.room_on_devices(None)
+        devices.room_on_devices(None)

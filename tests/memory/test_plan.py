@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.config import DrafterName, LoadOptions
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName
 from edgespec.engines.llamacpp import library
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse

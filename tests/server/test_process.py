@@ -9,20 +9,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2 as httpx
 import pytest
 
-from demo import ROOT
-from edgespec import GenerateOptions, Model
+from demo import ROOT, TEST_THREADS
+from edgespec import GenerateOptions, LoadOptions, Model
+from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.plan import planned
 from serving import ENDS_WITHIN_S, errors_of, read_line, served
+from several import DRAFT, ONNX, PATHS, second_demo
 from waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -124,7 +128,7 @@ def test_the_page_on_the_server_is_true(url: str):
         answered = httpx.post(url + path, content=body.encode(), timeout=ENDS_WITHIN_S)
         assert answered.status_code == (501 if path == "/v1/embeddings" else 200), "the demo writes text"
     paths = re.findall(r"`GET (/\S+)`", PAGE)
-    assert len(paths) == 10
+    assert len(paths) == 8
     for path in paths:
         assert httpx.get(url + path).status_code == 200
     pytest.importorskip("openai", reason="the openai package is not installed")
@@ -203,3 +207,397 @@ def test_without_its_libraries_one_line_names_the_command():
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: edgespec serve needs starlette and uvicorn") and "install" in line
+
+
+# -- `edgespec serve` with several models as a process: its options, its memory, files that are damaged, signals
+
+
+CONTEXT = ("-c", "1024", "--parallel", "1", "--port", "0")
+
+
+def complete(url: str, model: str | None, **fields: Any) -> httpx.Response:
+    body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "model": model} | fields
+    return httpx.post(url + "/v1/completions", json=body, timeout=ENDS_WITHIN_S)
+
+
+def loaded(url: str) -> list[str]:
+    return [each["name"] for each in httpx.get(url + "/api/ps").json()["models"]]
+
+
+def refusal(home: Path, *options: str) -> str:
+    """What is said of a command line with which nothing is served."""
+    with served(home, *options, "--port", "0") as process:
+        assert process.wait(ENDS_WITHIN_S) not in (0, None)
+        return errors_of(process)
+
+
+def test_names_defaults_and_options_of_each(private_home: Path, draft_path: Path):
+    options = ("--alias", "big", "--alias", f"small={PATHS[ONNX]}", "--draft-length", "2", "-md", str(draft_path))
+    with served(private_home, PATHS[ONNX], *options, *CONTEXT, "--seed", "7") as process:
+        url = read_line(process)["url"]
+        listed = httpx.get(url + "/v1/models").json()["data"]
+        assert [each["id"] for each in listed] == ["big", "small"]
+        assert [each["meta"]["n_ctx"] for each in listed] == [1024, 1024]
+        answers = [complete(url, name, temperature=1).json() for name in (None, "small", "big")]
+        assert [answer["model"] for answer in answers] == ["big", "small", "big"]
+        assert {answer["seed"] for answer in answers} == {7}
+        assert answers[0]["choices"] == answers[2]["choices"]
+        assert httpx.get(url + "/props?model=small").json()["engine"] == "onnx"  # to which -md would be no draft
+        assert loaded(url) == ["big"]
+
+
+def test_two_models_need_two_names(private_home: Path):
+    assert "two models are called 'demo'" in refusal(private_home, "demo")
+    assert "names none of the models" in refusal(private_home, PATHS[DRAFT], "--alias", "a=b")
+    assert "models-max must be at least 1" in refusal(private_home, PATHS[DRAFT], "--models-max", "0")
+
+
+def test_a_second_model_that_is_missing_ends_it_before_it_listens(private_home: Path, tmp_path: Path):
+    assert "no file" in refusal(private_home, str(tmp_path / "absent.gguf"))
+    assert "no model 'absent'" in refusal(private_home, "absent")
+
+
+def test_a_second_model_that_is_damaged_or_goes_while_it_runs(private_home: Path, tmp_path: Path):
+    path = second_demo(tmp_path)
+    whole = path.read_bytes()
+    with served(private_home, str(path), *CONTEXT) as process:
+        url = read_line(process)["url"]
+        text = complete(url, None).json()["choices"][0]["text"]
+        for damaged in (whole[: len(whole) // 2], b"nothing", None):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            answer = complete(url, "second")
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "load_failed"
+            assert str(tmp_path) not in answer.text and loaded(url) == ["demo"]
+        assert complete(url, "demo").json()["choices"][0]["text"] == text
+        path.write_bytes(whole)
+        assert complete(url, "second").status_code == 200 and loaded(url) == ["second"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(ENDS_WITHIN_S) == 0
+        assert "cannot be loaded" in (log := errors_of(process)) and "Traceback" not in log
+
+
+def planned_bytes(path: str) -> int:
+    options = LoadOptions(model=path, context_length=1024, drafter="none", threads=1)
+    return planned(options, resolve_pair(options)).working_bytes
+
+
+@pytest.mark.parametrize("fits_both", [True, False])
+def test_one_budget_is_for_all_that_are_loaded(private_home: Path, fits_both: bool):
+    first, second = planned_bytes("demo"), planned_bytes(PATHS[ONNX])
+    budget = first + second + (600 << 20) if fits_both else max(first, second) + (24 << 20)
+    options = ("--drafter", "none", "--models-max", "2", "--memory", str(budget))
+    with served(private_home, PATHS[ONNX], *options, *CONTEXT) as process:
+        url = read_line(process)["url"]
+        texts = [complete(url, name).json()["choices"][0]["text"] for name in ("demo", "target", "demo", "target")]
+        assert texts[0] == texts[2] and texts[1] == texts[3]
+        assert sorted(loaded(url)) == (["demo", "target"] if fits_both else ["target"])
+        memory = httpx.get(url + "/props?model=target").json()["memory"]
+        assert memory["verdict"] == "fits" and memory["given_up"] == []
+        assert (memory["free_bytes"] < budget - (first >> 1)) == fits_both  # what is left for it of the budget
+
+
+@pytest.mark.parametrize("context", ["max", "auto"])
+def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
+    with served(private_home, PATHS[ONNX], "-c", context, "--models-max", "2", "--port", "0") as process:
+        url = read_line(process)["url"]
+        for name in ("target", "demo", "target"):
+            assert complete(url, name).status_code == 200
+        assert loaded(url) == (["demo", "target"] if context == "max" else ["target"])
+
+
+@pytest.mark.quiet
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_going_to_and_fro_takes_no_more_memory(private_home: Path):
+    def resident(process: subprocess.Popen[bytes]) -> int:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+    with served(private_home, PATHS[ONNX], *CONTEXT) as process:
+        url, used = read_line(process)["url"], []
+        for _ in range(6):
+            for name in ("target", "demo"):
+                assert complete(url, name).status_code == 200
+            used.append(resident(process))
+        assert used[-1] < used[1] + (16 << 20), used
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_another_model_is_loaded_ends_it(private_home: Path, number: signal.Signals):
+    with served(private_home, PATHS[ONNX], *CONTEXT) as process:
+        url = read_line(process)["url"]
+        asking = threading.Thread(target=lambda: _try(url, "target"), daemon=True)
+        asking.start()
+        until(lambda: loaded(url) != ["demo"], process=process)
+        process.send_signal(number)
+        assert process.wait(ENDS_WITHIN_S) == 0
+        asking.join(ENDS_WITHIN_S)
+        assert "Traceback" not in errors_of(process)
+
+
+def _try(url: str, model: str) -> None:
+    try:
+        complete(url, model)
+    except httpx.HTTPError:
+        return
+
+
+def test_clients_of_both_at_once(private_home: Path):
+    with served(private_home, PATHS[ONNX], *CONTEXT, "--reproducible") as process:
+        url = read_line(process)["url"]
+        expected = {name: complete(url, name).json()["choices"] for name in ("demo", "target")}
+        names = ["demo", "target", "target", "demo"] * 4
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda name: complete(url, name).json(), names))
+        assert all(answer["choices"] == expected[name] for name, answer in zip(names, answers, strict=True))
+
+
+def test_the_sidecar_serves_several_too(private_home: Path):
+    with served(private_home, PATHS[ONNX], "--stdio", "-c", "1024") as process:
+        assert process.stdin is not None
+        assert [read_line(process)["event"] for _ in range(2)] == ["hello", "ready"]
+        for name, error in (("target", None), ("other", "model_not_found"), ("demo", None)):
+            request = {"op": "generate", "id": name, "prompt": "Once", "max_tokens": 4, "model": name}
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            while (event := read_line(process))["event"] == "delta":
+                pass
+            assert event["event"] == ("done" if error is None else "error") and event["id"] == name
+            assert error is None or event["error"]["code"] == error
+        process.stdin.close()
+        assert process.wait(ENDS_WITHIN_S) == 0
+        process.stdin = None
+
+
+# -- `--idle-unload` in a process: its memory, its end while nothing is loaded or something is, the sidecar
+
+
+FIELDS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+
+
+def is_loaded(url: str) -> bool:
+    return "edgespec_model_loaded 1" in httpx.get(url + "/metrics").text
+
+
+def text_of(url: str) -> str:
+    answer = httpx.post(url + "/v1/completions", json=FIELDS, timeout=ENDS_WITHIN_S)
+    return answer.json()["choices"][0]["text"]
+
+
+def resident_bytes(process: subprocess.Popen[bytes]) -> int:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.quiet
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
+    options = ("--port", "0", "--idle-unload", "0.5", "-c", "2048", "--verbose")
+    with served(private_home, *options) as process:
+        url = read_line(process)["url"]
+        texts, used = [], []
+        for _ in range(4):
+            texts.append(text_of(url))
+            used.append(resident_bytes(process))
+            until(lambda: resident_bytes(process) < used[-1] - (8 << 20), 20, process)
+            assert not is_loaded(url)
+        assert len(set(texts)) == 1
+        assert used[-1] < used[0] + (8 << 20), used
+        process.send_signal(signal.SIGTERM)  # while nothing is loaded
+        assert process.wait(ENDS_WITHIN_S) == 0
+        log = errors_of(process)
+        assert log.count("note: answer: ") == 4  # from the engine's thread
+        assert log.count("the model is unloaded") == 4 and log.count("is loaded again") == 3 and "Traceback" not in log
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_a_signal_while_it_is_loaded_again_ends_it(private_home: Path):
+    with served(private_home, "--port", "0", "--idle-unload", "0.2") as process:
+        url = read_line(process)["url"]
+        until(lambda: not is_loaded(url), process=process)
+        asking = subprocess.Popen(
+            [sys.executable, "-c", f"import urllib.request as r; r.urlopen('{url}/tokenize', b'{{}}')"]
+        )
+        until(lambda: is_loaded(url) or asking.poll() is not None, process=process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(ENDS_WITHIN_S) == 0
+        asking.wait(ENDS_WITHIN_S)
+        assert "Traceback" not in errors_of(process)
+
+
+def test_the_sidecar_unloads_too(private_home: Path):
+    with served(private_home, "--stdio", "--idle-unload", "0.3", "--verbose") as process:
+        assert process.stdin is not None and process.stderr is not None
+        assert [read_line(process)["event"] for _ in range(2)] == ["hello", "ready"]
+        texts = []
+        for number in range(2):
+            while (line := process.stderr.readline()) and b"the model is unloaded" not in line:
+                pass
+            process.stdin.write(json.dumps({"op": "generate", "id": str(number)} | FIELDS).encode() + b"\n")
+            process.stdin.flush()
+            text = ""
+            while (event := read_line(process))["event"] == "delta":
+                text += event["text"]
+            assert event["event"] == "done" and text
+            texts.append(text)
+        assert texts[0] == texts[1]
+        process.stdin.close()
+        assert process.wait(ENDS_WITHIN_S) == 0
+        process.stdin = None
+
+
+def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
+    with served(tmp_path, "--port", "0", "--idle-unload", "0.5") as process:
+        url = read_line(process)["url"]
+        assert not list(tmp_path.rglob("learnt*/*"))
+        for _ in range(3):
+            text_of(url)
+        # Closing, which follows the unloading, writes measured costs and learnt confidences.
+        until(lambda: any(tmp_path.rglob("learnt*/*")), process=process)
+        assert not is_loaded(url)
+
+
+# -- Programs that people use, against this server: the official Python clients, if they are installed; and processes
+# that are killed: no generation goes on for nobody, and no server outlives its parent
+
+
+QUESTION = [{"role": "user", "content": "Find me a bus to Fresno."}]
+
+
+@pytest.fixture(scope="module")
+def client_url(private_home: Path) -> Iterator[str]:
+    with served(private_home, "--port", "0", "--reproducible", "--exit-with-stdin") as process:
+        yield read_line(process)["url"]
+
+
+def running(client_url: str) -> int:
+    return httpx.get(client_url + "/health").json()["running"]
+
+
+def test_openai_responses(client_url: str):
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+    fields = {"model": "demo", "input": QUESTION[0]["content"], "temperature": 0, "max_output_tokens": 16}
+    with openai.OpenAI(base_url=client_url + "/v1", api_key="any", max_retries=0) as client:
+        whole = client.responses.create(**fields, instructions="You book buses.")
+        assert whole.output_text and whole.status in ("completed", "incomplete") and whole.usage.output_tokens <= 16
+        with client.responses.stream(**fields, instructions="You book buses.") as stream:
+            kinds = [event.type for event in stream]
+            assert stream.get_final_response().output_text == whole.output_text
+        assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == f"response.{whole.status}"
+        with pytest.raises(openai.BadRequestError, match="stores no responses"):
+            client.responses.create(**fields, previous_response_id="resp_1")
+        with pytest.raises(openai.InternalServerError, match="not supported"):
+            client.embeddings.create(model="demo", input="x", encoding_format="float")
+
+
+def test_openai_with_timings_per_token(client_url: str):
+    """The extension does not disturb a client that checks the shape of every part."""
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+    fields = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 16, "stream": True}
+    strict = {"max_retries": 0, "_strict_response_validation": True}
+    with openai.OpenAI(base_url=client_url + "/v1", api_key="any", **strict) as client:
+        parts = list(client.chat.completions.create(**fields, extra_body={"timings_per_token": True}))
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    told = [token for part in parts for token in part.model_extra.get("tokens", ())]
+    assert text and "".join(token["text"] for token in told) == text
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_structured_output(client_url: str, method: str):
+    """As an object of the caller's own class, both ways that LangChain asks for it."""
+    langchain = pytest.importorskip("langchain_openai", reason="the langchain-openai package is not installed")
+    from pydantic import BaseModel
+
+    class Booking(BaseModel):
+        """A booking of a room."""
+
+        city: Literal["Paris", "Fresno"]
+        nights: Literal[1, 2, 3]
+        breakfast: bool
+
+    chat = langchain.ChatOpenAI(model="demo", base_url=client_url + "/v1", api_key="any", max_retries=0, temperature=0)
+    found = chat.with_structured_output(Booking, method=method).invoke("Two nights in Paris with breakfast, please.")
+    assert isinstance(found, Booking) and found.nights in (1, 2, 3)
+    assert chat.invoke("Find me a bus to Fresno.").usage_metadata["output_tokens"] > 0
+    assert len("".join(part.content for part in chat.stream("Find me a bus to Fresno."))) > 0
+
+
+def test_anthropic(client_url: str):
+    anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
+    fields = {"model": "demo", "messages": QUESTION, "max_tokens": 16, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=client_url, api_key="any", max_retries=0) as client:
+        whole = client.messages.create(**fields, system="You book buses.")
+        assert whole.content[0].text and whole.usage.output_tokens <= 16
+        with client.messages.stream(**fields, system="You book buses.") as stream:
+            assert "".join(stream.text_stream) == whole.content[0].text
+        assert client.messages.count_tokens(model="demo", messages=QUESTION).input_tokens > 5
+        with pytest.raises(anthropic.BadRequestError, match="temperature"):
+            client.messages.create(**(fields | {"extra_body": {"temperature": 200}}))
+
+
+def test_ollama(client_url: str):
+    ollama = pytest.importorskip("ollama", reason="the ollama package is not installed")
+    options = {"temperature": 0, "num_predict": 12}
+    client = ollama.Client(host=client_url)
+    with closing(client._client):
+        whole = client.chat(model="demo", messages=QUESTION, options=options)
+        parts = client.chat(model="demo", messages=QUESTION, options=options, stream=True)
+        assert "".join(part.message.content for part in parts) == whole.message.content
+        assert client.generate(model="demo", prompt="Hi", options=options).response
+        assert [each.model for each in client.list().models] == ["demo"]
+        assert client.chat(model="other", messages=QUESTION, options=options).model == "demo"
+        with pytest.raises(ollama.ResponseError, match="typical_p is not supported"):
+            client.chat(model="demo", messages=QUESTION, options={"typical_p": 0.5})
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_a_client_that_is_killed_leaves_nothing_running(client_url: str):
+    fields = {"messages": QUESTION, "stream": True, "temperature": 5, "top_k": 0, "seed": 1}
+    code = (
+        "import sys, httpx2\n"
+        f"with httpx2.stream('POST', {client_url!r} + '/v1/chat/completions', json={fields!r}, timeout=60) as answer:\n"
+        "    for line in answer.iter_lines():\n"
+        "        print('got', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None and client.stdout.readline() == b"got\n"
+        client.send_signal(signal.SIGKILL)
+    until(lambda: running(client_url) == 0)
+    answered = httpx.post(client_url + "/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 2}, timeout=60)
+    assert answered.status_code == 200
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.parametrize("options", [["--stdio"], ["--port", "0", "--exit-with-stdin"]], ids=["stdio", "http"])
+def test_a_parent_that_is_killed_leaves_no_orphan(private_home: Path, options: list[str]):
+    """A parent starts the sidecar, tells its process id once it speaks, and is killed."""
+    command = [sys.executable, "-m", "edgespec", "serve", "demo", "-t", str(TEST_THREADS), *options]
+    code = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen({command!r}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    environment = os.environ | {"EDGESPEC_HOME": str(private_home), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        state = Path(f"/proc/{pid}/stat")
+        assert state.exists()
+        parent.send_signal(signal.SIGKILL)
+    until(lambda: not state.exists() or state.read_text(encoding="utf-8").rpartition(") ")[2][0] == "Z")
+
+
+def test_the_openapi_document_names_every_path(client_url: str):
+    described = httpx.get(client_url + "/openapi.json").json()
+    assert described["openapi"].startswith("3.1") and json.dumps(described)
+    for path, about in described["paths"].items():
+        for method in about:
+            answered = httpx.request(
+                method.upper(), client_url + path.replace("{name}", "demo"), content=b"{}", timeout=60
+            )
+            assert answered.status_code not in (404, 405), path
+            assert answered.status_code in (200, 400) or "embed" in path or path == "/infill", path

@@ -282,7 +282,7 @@ def test_a_client_that_leaves_just_when_its_request_is_queued(
 def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monkeypatch: pytest.MonkeyPatch):
     """As a grammar may in native code, which nothing can interrupt."""
     held = threading.Event()
-    chat = replace(app.ENDPOINTS["/v1/chat/completions"], read=lambda *_: held.wait())
+    chat = app.ENDPOINTS["/v1/chat/completions"]._replace(read=lambda *_: held.wait())
     monkeypatch.setitem(app.ENDPOINTS, "/v1/chat/completions", chat)
     service = Service("demo")
     service.use(model)
@@ -290,7 +290,7 @@ def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monk
 
     async def main() -> None:
         left = Client(served, stream=True)
-        await reached(lambda: health(Services.of(service))[1]["preparing"] == 1)
+        await reached(lambda: health(Services.of(service))[0]["preparing"] == 1)
         beside = Client(served, "/v1/completions", messages=None, prompt="Once", max_tokens=2)
         await beside.task
         assert beside.sent[0]["status"] == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.drafters.model import ModelDrafter
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.runtime import Model

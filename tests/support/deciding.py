@@ -18,7 +18,7 @@ from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
-from edgespec.engines.pass_request import Passes
+from edgespec.engines.sequence import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import Draft, Evidence, Verdict
 from simulation import DRAFT_SHARE, ORT_INT8, READ_SHARE, VOCABULARY, Machine, World, recorded, simulate

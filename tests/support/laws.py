@@ -20,9 +20,8 @@ from edgespec import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.dflash import DFlashDrafter
-from edgespec.drafters.eagle3 import Eagle3Drafter
 from edgespec.drafters.early_exit import EarlyExitDrafter
+from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter

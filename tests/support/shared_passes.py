@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.config import LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.drafters.model import ModelDrafter
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.batching import ContinuousBatch

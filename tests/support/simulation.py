@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
 from edgespec.control.cost import WIDEST, ContextCost, CostCurve
@@ -22,9 +23,9 @@ from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines.pass_request import Passes, at_once
+from edgespec.engines.sequence import Passes, at_once
 from edgespec.reports import RoundRecord
-from edgespec.sampling import Sampler, Sampling
+from edgespec.sampling import Sampler
 from edgespec.types import EMPTY_DRAFT, Batch, Draft, Evidence, Logits, TokenIds, Verdict
 from table_engine import TableEngine
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import EngineFacts
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.envelope import StateStamp
+from edgespec.engines.model_files import StateStamp
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, PromptError
 from edgespec.types import NO_PARENT, Batch, Logits

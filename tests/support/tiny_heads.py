@@ -10,10 +10,9 @@ from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import StateDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.head import BlockHead, CachedHead, Confidences, FeatureHead, HeadFacts, States
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.errors import BatchError, Cancelled, ContextFull
-from edgespec.formats.head_file import HeadFile, write_head_file
-from edgespec.formats.head_manifest import HeadManifest
+from edgespec.formats.head_file import HeadFile, HeadManifest, write_head_file
 from edgespec.types import Batch, Logits, TokenIds
 from table_engine import TableEngine
 
@@ -88,11 +87,15 @@ def write(heads: HeadFile, path: Path) -> Path:
     return path
 
 
-class OpenCache(CachedHead):
+class OpenCache(DraftHead):
     """A cache that is a list; `table` [vocabulary, vocabulary] of logits by the last token."""
 
+    most_drafted = 0
+
     def __init__(self, context_length: int, end_ids: frozenset[int] = frozenset(), vocabulary: int = 10) -> None:
-        self.facts = HeadFacts(context_length, LAYERS, len(LAYERS) * vocabulary, vocabulary, end_ids, num_bytes=1000)
+        self.facts = HeadFacts(
+            context_length, LAYERS, len(LAYERS) * vocabulary, vocabulary, end_ids, 1000, self.most_drafted
+        )
         self.table: States = np.random.default_rng(2).standard_normal((vocabulary, vocabulary)).astype(np.float32)
         self.share_of_state = 0.3
         self.pairs: list[tuple[int, float]] = []
@@ -135,7 +138,7 @@ class OpenCache(CachedHead):
         self.pairs = []
 
 
-class OpenHead(OpenCache, FeatureHead):
+class OpenHead(OpenCache):
     """Its cache holds (token, first number of the state); its logits are a table's row and a part of the state."""
 
     def encode(self, features: States) -> States:
@@ -150,7 +153,7 @@ class OpenHead(OpenCache, FeatureHead):
         return logits, logits
 
 
-class OpenBlock(OpenCache, BlockHead):
+class OpenBlock(OpenCache):
     """Its cache holds (0, first number of the features); each row of a block continues the likeliest chain."""
 
     most_drafted = 5

@@ -21,7 +21,7 @@ from demo import DEMO, TEST_THREADS
 from eagle3 import check_heads, write_heads
 from edgespec import GenerateOptions, Sampling
 from edgespec.cli.main import cli
-from edgespec.drafters.eagle_layers import LayersEagleDrafter
+from edgespec.drafters.eagle import LayersEagleDrafter
 from edgespec.drafters.head_layer import numpy_layer
 from edgespec.engines.base import Engine
 from edgespec.engines.head import NewPairs, Pairs

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgespec.engines.llamacpp.dflash import DFlashHead
-    from edgespec.engines.llamacpp.eagle3 import Eagle3Head
     from edgespec.engines.llamacpp.engine import LlamaCppEngine
-    from edgespec.engines.llamacpp.mtp import MtpFileHead
     from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary, VocabularyFile
 
-__all__ = ["DFlashHead", "Eagle3Head", "LlamaCppEngine", "LlamaCppVocabulary", "MtpFileHead", "VocabularyFile"]
-_HOMES = {"DFlashHead": "dflash", "Eagle3Head": "eagle3", "LlamaCppEngine": "engine", "MtpFileHead": "mtp"}
-_HOMES |= {"LlamaCppVocabulary": "tokenizer", "VocabularyFile": "tokenizer"}
+__all__ = ["LlamaCppEngine", "LlamaCppVocabulary", "VocabularyFile"]
+_HOMES = {"LlamaCppEngine": "engine", "LlamaCppVocabulary": "tokenizer", "VocabularyFile": "tokenizer"}
 
 
 def __getattr__(name: str) -> Any:

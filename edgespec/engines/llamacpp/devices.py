@@ -1,12 +1,17 @@
-"""ggml's devices: what this build can compute on, and the functions of its RPC backend.
+"""ggml's devices: what this build can compute on, how much room they have, and what layers of a GGUF take there.
 
 ggml's own functions are not part of llama-cpp-python's bindings. They are looked up in the library that the bindings
 loaded, which finds those of the libraries it needs as well, except on Windows, where each is asked for itself.
+
+llama.cpp counts the head as a layer behind the last one and takes layers from the end, so `-ngl 1` places the head
+alone and `-ngl N` the head and the last N - 1 layers (llama_model::load_tensors). The embeddings stay on the CPU;
+a head that is tied to them is copied. Results of a pass have a buffer of their own on every device.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +20,10 @@ from typing import Any
 
 from edgespec.engines.llamacpp.library import library
 from edgespec.errors import CapabilityError
-from edgespec.installation import build_command, install_command
+from edgespec.formats.gguf.header import GgufHeader
+from edgespec.installation import install_command
 from edgespec.platform.machine import is_apple_silicon
+from edgespec.platform.memory import free_memory
 
 _KINDS = ("cpu", "gpu", "integrated gpu", "accelerator")  # ggml_backend_dev_type
 _PARTS = ("ggml-base", "ggml", "ggml-rpc")  # of the library, where Windows looks into each
@@ -108,57 +115,68 @@ def backends() -> list[str]:
     return [name_of(get(index)).decode(errors="replace") for index in range(count)]
 
 
-def require_rpc(what: str) -> None:
-    """Raises CapabilityError, with the command that builds it, where llama.cpp has no RPC backend."""
-    if not library().llama_supports_rpc():
+LAYER = re.compile(r"blk\.(\d+)\.")
+EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
+# Left free on a device: the driver's own, and what other programs take meanwhile.
+MARGIN_SHARE, LEAST_MARGIN = 0.05, 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Bytes: weights of the `head` and of each of the `layers`, and a layer's part of the `cache`."""
+
+    head: int
+    layers: tuple[int, ...]
+    cache: int
+
+    @classmethod
+    def of(cls, header: GgufHeader, layers: int, cache_bytes: int) -> LayerSizes:
+        """`layers`: how many the model has; `cache_bytes` of all of them."""
+        weights = [0] * layers
+        head = {tensor.name: tensor.num_bytes for tensor in header.tensors if not LAYER.match(tensor.name)}
+        for tensor in header.tensors:
+            found = LAYER.match(tensor.name)
+            if found and int(found[1]) < layers:
+                weights[int(found[1])] += tensor.num_bytes
+        if HEAD in head:
+            head.pop(EMBEDDINGS, None)
+        return cls(sum(head.values()), tuple(weights), cache_bytes // max(layers, 1))
+
+    def weights_on(self, gpu_layers: int) -> int:
+        """Bytes of weights on the device. `gpu_layers` as llama.cpp counts them, -1: all."""
+        return self.head + sum(self.layers[len(self.layers) - self._blocks(gpu_layers) :]) if gpu_layers else 0
+
+    def cache_on(self, gpu_layers: int) -> int:
+        """Bytes of the cache of the layers there."""
+        return self._blocks(gpu_layers) * self.cache
+
+    def _blocks(self, gpu_layers: int) -> int:
+        return len(self.layers) if gpu_layers < 0 else max(min(gpu_layers - 1, len(self.layers)), 0)
+
+
+def room_on_devices(names: Sequence[str] | None) -> int:
+    """Bytes that models may take on the devices `names` together; None: on all GPUs of this build.
+
+    Raises CapabilityError for an unknown device, or one whose driver does not tell its memory.
+    """
+    known = gpus()
+    if names is not None:
+        missing = [name for name in names if name not in {device.name for device in known}]
+        if missing:
+            raise CapabilityError(
+                f"there is no GPU {missing[0]!r}; this build of llama.cpp sees: "
+                f"{', '.join(device.name for device in known) or 'none'}"
+            )
+        known = [device for device in known if device.name in names]
+    return sum(map(_room_on, known))
+
+
+def _room_on(device: Device) -> int:
+    if not device.total_bytes:
         raise CapabilityError(
-            f"{what} needs llama.cpp with its RPC backend, which this build does not have. Build it (4 to 10 minutes "
-            f"on two cores): {build_command('rpc')}"
+            f"the driver of {device.name} does not report its memory: give the number of layers (-ngl)"
         )
-
-
-def add_servers(endpoints: Sequence[str]) -> None:
-    """Add the devices of RPC servers to those of this process.
-
-    ggml ends the process where one does not answer, now or later: call it in a child process. Raises CapabilityError.
-    """
-    require_rpc("--rpc")
-    add = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
-    register = function("ggml_backend_register", None, ctypes.c_void_p)
-    for endpoint in endpoints:
-        added = add(endpoint.encode())
-        if not added:
-            raise CapabilityError(f"the RPC server {endpoint} offers no device")
-        register(added)
-
-
-def serve_rpc(endpoint: str, *, threads: int, names: Sequence[str], cache_folder: Path | None) -> None:
-    """Serve devices to one client after another, until the process ends. Returns where that fails.
-
-    `names`: of devices; none: the GPUs, or the CPU where there are none. `cache_folder`: where received weights
-    are stored. Raises CapabilityError.
-    """
-    require_rpc("an RPC server")
-    chosen = names or [device.name for device in gpus()] or [devices()[0].name]
-    handles = handles_of(chosen)
-    place = None if cache_folder is None else str(cache_folder).encode()
-    start = _rpc_function(
-        "ggml_backend_rpc_start_server",
-        None,
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.POINTER(ctypes.c_void_p),
-    )
-    start(endpoint.encode(), place, threads, len(handles), (ctypes.c_void_p * len(handles))(*handles))
-
-
-def _rpc_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the RPC backend, which gives its address itself: it may be a library of its own."""
-    backend = function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
-    address = function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    found = address(backend, name.encode())
-    if not found:
-        raise CapabilityError(f"this build of llama.cpp has no {name}; build another: {build_command('rpc')}")
-    return ctypes.CFUNCTYPE(result, *arguments)(found)
+    free = device.free_bytes
+    if device.shares_memory:  # Metal tells how much it may use of what the machine has, not what is left of it
+        free = min(free, free if (left := free_memory()) is None else left)
+    return max(free - max(int(MARGIN_SHARE * device.total_bytes), LEAST_MARGIN), 0)

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,31 +18,26 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.checks import check_texts
-from edgespec.engines.envelope import StateStamp
-from edgespec.engines.held import HeldFiles
 from edgespec.engines.llamacpp.cached_texts import CachedTexts
 from edgespec.engines.llamacpp.cells import Cells
-from edgespec.engines.llamacpp.embedder import Embedder
+from edgespec.engines.llamacpp.embeddings import Embedder
 from edgespec.engines.llamacpp.facts import read_facts
-from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT as HEAD_CONTEXT
-from edgespec.engines.llamacpp.head_file import HeadOfFile
-from edgespec.engines.llamacpp.hidden_states import AllStates, HiddenStates
-from edgespec.engines.llamacpp.layers import LayerInputs
+from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
+from edgespec.engines.llamacpp.heads import FORMS, Head, load_head, own_layers
 from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
-from edgespec.engines.llamacpp.loading import load_engine
-from edgespec.engines.llamacpp.mtp import MtpHead, mtp_of
-from edgespec.engines.llamacpp.opening import OpenModel
+from edgespec.engines.llamacpp.loading import OpenModel, load_engine
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.rpc_probe import RpcServer
+from edgespec.engines.llamacpp.rpc import RpcServer
+from edgespec.engines.llamacpp.states import AllStates, HiddenStates, LayerInputs
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
+from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows
+from edgespec.engines.rows import SequenceBook, SequenceRows, check_texts
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
-from edgespec.formats.gguf.check import model_files
+from edgespec.formats.gguf.check import is_gemma4_drafter, model_files
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import check_cache
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
-
-AnyHead = TypeVar("AnyHead", bound=HeadOfFile[Any])
 
 
 class LlamaCppEngine(BookedEngine):
@@ -178,24 +173,28 @@ class LlamaCppEngine(BookedEngine):
         self._held.check()
         return self._embedder.embed(texts, pooling)
 
-    def load_head(
-        self, kind: type[AnyHead], path: Path, *, context_length: int | None = None, gpu_layers: int = 0
-    ) -> AnyHead:
-        """The head `path` of this `kind` for this model; close it first. Raises as `HeadOfFile.load`."""
+    def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Head:
+        """The head `path` for this model; close it first. Raises as `heads.load_head`.
+
+        Where its target's keys and values are on a GPU, a gemma4's layers must be there too.
+        """
         self._require_open()
-        kind.check_target(path, self._path)
+        header = read_header(path)
+        if is_gemma4_drafter(header):
+            check_cache(path.name, header, read_header(self._path))
+            gpu_layers = 0 if self.facts.device == "cpu" else -1
         models, threads = (self._model, self._context), self.facts.threads
-        found = kind.load(
+        found = load_head(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
-        self._give_states_by(kind.states)
+        self._give_states_by(FORMS[found.form].states)
         return found
 
-    def load_mtp(self, *, context_length: int | None = None) -> MtpHead:
-        """The model's multi-token prediction layers as a head; close it first. Raises as `mtp_of`."""
+    def load_mtp(self, *, context_length: int | None = None) -> Head:
+        """The model's multi-token prediction layers as a head; close it first. Raises as `own_layers`."""
         self._require_open()
         length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
-        found = mtp_of(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
+        found = own_layers(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
         self._give_states_by(AllStates)
         return found
 

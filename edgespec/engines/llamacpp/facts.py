@@ -15,11 +15,11 @@ from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.proof import PREFIX
-from edgespec.engines.widths import METHOD, fastest_facts, is_known_free, packs_alike, pinned_facts
+from edgespec.engines.widths import METHOD, fastest_facts, packs_alike, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import a_record, file_key, flag, key_of
+from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.types import Batch, Logits
 
 # llama.cpp's llama_pooling_type, as a file has it
@@ -67,15 +67,16 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
     facts = replace(engine.facts, kv_bytes_per_token=per_token)
     if settings.reproducible is False:
         return facts
-    engine.facts = facts
+    engine.facts, key = facts, _widths_key(path, settings)
+    if not settings.reproducible:
+        return fastest_facts(engine, key)
     advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
-    key = _widths_key(path, settings)
-    facts = pinned_facts(engine, key, widest=settings.widest, reproducible=settings.reproducible, advice=advice)
-    if not settings.streams or facts.pinned_class is None:
+    facts = pinned_facts(engine, key, widest=settings.widest, advice=advice)
+    if not settings.streams:
         return facts
     # A pass over several streams is split into parts of equal widths, which padding cannot bring into a class.
     engine.facts = replace(facts, can_pack=False)
-    can_pack = facts.pinned_class[0] == 1 and packs_alike(engine, key)
+    can_pack = facts.pinned_class is not None and facts.pinned_class[0] == 1 and packs_alike(engine, key)
     return replace(facts, can_pack=can_pack)
 
 
@@ -101,11 +102,11 @@ def _facts_with_state(
     facts = engine.facts if settings.reproducible is False else fastest_facts(engine, key)
     if not facts.rollback_rows:
         return facts
-    kept = disk_cache.get("rollbacks", key, a_record({"holds": flag}))
-    if kept is None:
-        kept = {"holds": _drops_rows(engine)}
-        disk_cache.put("rollbacks", key, kept)
-    if kept["holds"]:
+    holds = disk_cache.get("rollbacks", key, bool)
+    if holds is None:
+        holds = _drops_rows(engine)
+        disk_cache.put("rollbacks", key, holds)
+    if holds:
         return facts
     return replace(facts, rollback_rows=0, why_no_speculation="llama.cpp does not roll this model back correctly")
 
@@ -127,13 +128,6 @@ def _drops_rows(engine: Engine) -> bool:
 
     one, other, never = after_dropping(second), after_dropping(third), after_dropping()
     return bool(np.array_equal(one, other) and np.abs(one - never).max() <= _ROUNDING * np.ptp(never))
-
-
-def will_be_reproducible(path: Path, settings: ContextSettings) -> bool:
-    """Whether a model loaded with `settings` will use a width class, as far as can be said before it is measured."""
-    if settings.reproducible is None:
-        return is_known_free(_widths_key(path, settings), settings.widest)
-    return settings.reproducible
 
 
 def _widths_key(path: Path, settings: ContextSettings) -> str:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 
-from edgespec.engines.footprint import Footprint
-from edgespec.engines.llamacpp.placement import EMBEDDINGS, HEAD, LayerSizes
+from edgespec.engines.llamacpp.devices import EMBEDDINGS, HEAD, LayerSizes
 from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, RunningState, recurrent_layers
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
@@ -24,10 +23,11 @@ from edgespec.engines.llamacpp.settings import (
     choose_context_length,
     has_streams,
 )
-from edgespec.engines.model_use import MAX_BATCH, ModelUse
+from edgespec.engines.model_use import MAX_BATCH, Footprint, ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
+from edgespec.formats.gguf.heads import read_head
 from edgespec.platform.machine import instruction_sets, lacks_dot_products
 
 _CACHE_BLOCK = 32
@@ -117,15 +117,7 @@ def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> Co
     if state is not None:
         return settings.with_state()
     settings = replace(settings, gpu_layers=use.gpu_layers, devices=use.devices)
-
-    def is_reproducible() -> bool:
-        if use.reproducible is None and use.endpoints:
-            return False  # what is known depends on the servers, which a plan does not ask
-        from edgespec.engines.llamacpp.facts import will_be_reproducible  # imports numpy
-
-        return will_be_reproducible(path, settings)
-
-    if has_streams(settings, has_window=_has_window(header), is_reproducible=is_reproducible):
+    if has_streams(settings, has_window=_has_window(header)):
         return replace(settings, max_branches=0, streams=True)
     return settings
 
@@ -138,12 +130,12 @@ def _has_window(header: GgufHeader) -> bool:
 def _mtp_bytes(shape: Shape, context: int) -> int:
     """The context of a multi-token prediction layer: its cache, logits twice, and the hidden states that it reads."""
     from edgespec.engines.features import WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.head_context import widest_step
-    from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
+    from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, layers_sizes, pass_bytes
 
-    cache = min(context, DEFAULT_CONTEXT) * 2 * shape.width * CACHE_BYTES["f16"]
-    logits = 2 * 4 * widest_step(shape.vocabulary) * shape.vocabulary
-    return int(cache) + logits + _feature_bytes(shape.width, min(context, WINDOW))
+    sizes = layers_sizes(shape.width, shape.vocabulary, min(context, DEFAULT_CONTEXT))
+    return (
+        cache_bytes(sizes, sizes.context_length) + pass_bytes(sizes) + _feature_bytes(shape.width, min(context, WINDOW))
+    )
 
 
 def _feature_bytes(width: int, window: int) -> int:
@@ -169,12 +161,9 @@ def _check_cache(path: Path, header: GgufHeader, kinds: list[str]) -> None:
 def head_footprint(path: Path, use: ModelUse) -> Footprint:
     """The memory of a head with a file of its own, beside its target. Raises as `footprint`."""
     from edgespec.engines.features import WINDOW  # imports numpy
-    from edgespec.engines.llamacpp.head_file import DEFAULT_CONTEXT
-    from edgespec.engines.llamacpp.heads import head_class
+    from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT, cache_bytes, pass_bytes
 
-    head, header = head_class(path), check_gguf(path)
-    assert head is not None  # the caller has asked
-    sizes = head.read(path)
+    header, sizes = check_gguf(path), read_head(path)
     context = min(sizes.context_length, use.context_length or DEFAULT_CONTEXT)
     features = _feature_bytes(sizes.feature_width, min(context, WINDOW))
     packed = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
@@ -182,8 +171,8 @@ def head_footprint(path: Path, use: ModelUse) -> Footprint:
         mapped=path.stat().st_size,
         read_once=packed,
         packed=packed,
-        cache=use.max_sequences * head.cache_bytes(sizes, context),
-        compute=use.max_sequences * (head.pass_bytes(sizes) + features),
+        cache=use.max_sequences * cache_bytes(sizes, context),
+        compute=use.max_sequences * (pass_bytes(sizes) + features),
         vocabulary=_HEAD_VOCABULARY_BYTES * sizes.vocabulary_size,
         context_length=context,
     )

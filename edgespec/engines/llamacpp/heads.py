@@ -1,26 +1,453 @@
-"""The kinds of heads in GGUF files, by what a file's header says."""
+"""Draft heads in llama.cpp: each has a context of its own, which may share weights or a cache with its target's.
+
+| form | reads of the target | a pass | its cache holds |
+|---|---|---|---|
+| eagle3 | inputs of three layers, fused by `llama_encode` | pairs of a state and the token behind it | pairs |
+| mtp | hidden states, as they are (arXiv 2412.19437, 2.2) | the same | pairs |
+| dflash | inputs of layers, projected into the cache | the last token and mask tokens behind it | tokens |
+| gemma4 | the last token's hidden state | a token and a state, at the last token's position | nothing |
+
+An mtp layer lies in a file of its own or in the target's, over whose model the context then is. A DSpark head moves the
+scores of each row of a block by the likeliest token of the row before, so that they are those of the greedy chain;
+where a draft takes another token, fewer of the tokens behind it are accepted, and the text stays the target's.
+
+Two properties of llama-cpp-python 0.3.36 matter here. The graphs of eagle3 and dflash compute logits of all rows, of
+which the library copies as many as were requested from the first one on, so either all rows are requested or none. And
+a pass that encodes needs positions as if it decoded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from edgespec.engines.llamacpp.dflash import DFlashHead
-from edgespec.engines.llamacpp.eagle3 import Eagle3Head
-from edgespec.engines.llamacpp.gemma4_drafter import Gemma4Drafter
-from edgespec.engines.llamacpp.head_file import HeadOfFile
-from edgespec.engines.llamacpp.mtp import MtpFileHead
-from edgespec.formats.gguf.check import HeadKind, is_gemma4_drafter
-from edgespec.formats.gguf.head_reader import head_kind_of
-from edgespec.formats.gguf.header import read_header
+import numpy as np
 
-KINDS: Mapping[HeadKind, type[HeadOfFile[Any]]] = {"eagle3": Eagle3Head, "dflash": DFlashHead, "mtp": MtpFileHead}
+from edgespec.closing import closed_on_failure
+from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
+from edgespec.engines.llamacpp.library import (
+    ABORTED,
+    END,
+    NO_ROOM,
+    CancelFlag,
+    complaints,
+    forget_complaints,
+    library,
+    open_model,
+)
+from edgespec.engines.llamacpp.rows import PairRows
+from edgespec.engines.llamacpp.settings import CACHE_TYPES, CELLS_MULTIPLE, ON, new_context
+from edgespec.engines.llamacpp.states import AllStates, HiddenStates, OutputStates, extension
+from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
+from edgespec.engines.model_use import MAX_BRANCHES
+from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError
+from edgespec.formats.gguf.heads import HALF_BYTES, NAMES, HeadForm, HeadSizes, read_head
+from edgespec.types import Logits, TokenIds
+from edgespec.vocabulary import Vocabulary, check_same_vocabulary
+
+DEFAULT_CONTEXT = 2048
+LOGITS_BYTES = 16 << 20
+WIDEST = 64  # rows per pass, where their logits fit LOGITS_BYTES
+_MTP_CONTEXT = 1  # LLAMA_CONTEXT_TYPE_MTP
+_TRIED_CONTEXT = 16
+_MARKOV_COPIES = 6
 
 
-def head_class(path: Path) -> type[HeadOfFile[Any]] | None:
-    """What opens the head in a file; None for a model. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
-    kind = head_kind_of(path)
-    if kind == "mtp" and is_gemma4_drafter(read_header(path)):
-        return Gemma4Drafter
-    return None if kind is None else KINDS[kind]
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How heads of one form are opened and read."""
+
+    states: type[HiddenStates] | None = None  # how the target gives hidden states; None: in the way of every model
+    is_mtp: bool = False  # a context of that type, over a model whose multi-token prediction layers are loaded
+    last_only: bool = False  # the library computes logits of the last row of a pass alone
+
+
+FORMS: dict[HeadForm, Form] = {
+    "eagle3": Form(),
+    "dflash": Form(),
+    "mtp": Form(states=AllStates, is_mtp=True, last_only=True),
+    "gemma4": Form(states=OutputStates, is_mtp=True, last_only=True),
+}
+
+
+class Head(DraftHead):
+    """Owns a context, and the model where `owned_model` is one. Make it with `load_head` or `own_layers`.
+
+    `new_context` makes a context that a flag cancels; `another` has one of its own.
+    """
+
+    def __init__(
+        self, new_context: Callable[[CancelFlag], Any], sizes: HeadSizes, facts: HeadFacts, owned_model: Any = None
+    ) -> None:
+        self._cancel, self._new_context = CancelFlag(), new_context
+        self._sizes, self._form, self.facts, self._model = sizes, FORMS[sizes.form], facts, owned_model
+        self._context = new_context(self._cancel)
+        self._others: list[Head] = []
+        self._memory = library().llama_get_memory(self._context)
+        self._target_memory: Any = None  # of a gemma4's
+        self.start = self.end = 0
+        self._step = widest_pass(sizes)
+        self._rows = PairRows(self._step)
+        self._block_ids = np.full(sizes.block_size, sizes.mask_id, np.int32)
+        if sizes.block_size:
+            library().llama_set_causal_attn(self._context, sizes.is_causal)
+        if not sizes.block_size or sizes.has_confidence:  # a block's graph gives confidences in the place of states
+            # Masked: states of the rows with logits. Otherwise a pass without any would still copy its states.
+            extension("set_states")(self._context, True, sizes.form != "mtp")
+
+    @property
+    def form(self) -> HeadForm:
+        return self._sizes.form
+
+    # -- passes
+
+    def encode(self, features: States) -> States:
+        self._require_open()
+        self._check_features(features)
+        if self._form.is_mtp:  # the target's hidden states are the head's own
+            return features
+        self._trim()
+        states = np.empty((len(features), self.facts.width), np.float32)
+        for start in range(0, len(features), self._step):
+            part = np.ascontiguousarray(features[start : start + self._step], np.float32)
+            self._rows.fill(self.end, None, part, outputs=True)
+            self._run(library().llama_encode, len(part))
+            states[start : start + len(part)] = self._states(len(part))
+        return states
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        self._require_open()
+        self._check_pairs(token_ids, states)
+        self._trim()
+        count, last_only = int(token_ids.size), self._form.last_only
+        for start in range(0, count, self._step):
+            stop = min(start + self._step, count)
+            part = np.ascontiguousarray(states[start:stop], np.float32)
+            is_last = stop == count
+            self._rows.fill(self.end + start, token_ids[start:stop], part, outputs=is_last, last_only=last_only)
+            self._run(library().llama_decode, stop - start)
+        self.end += count
+        last = (count - 1) % self._step
+        row = 0 if last_only else last
+        return self._logits(row + 1)[row], self._states(last + 1)[last]
+
+    def inject(self, features: States) -> None:
+        self._require_open()
+        self._check_features(features)
+        self._check_room(len(features), "tokens")
+        self._trim()
+        for start in range(0, len(features), self._step):
+            part = np.ascontiguousarray(features[start : start + self._step], np.float32)
+            self._rows.fill(self.end, None, part, outputs=False)
+            self._run(library().llama_decode, len(part))
+            self.end += len(part)
+
+    def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
+        self._require_open()
+        self._check_tokens(token_id)
+        self._trim()
+        sizes = self._sizes
+        self._block_ids[0] = token_id
+        self._rows.fill_tokens(self.end, self._block_ids)
+        try:
+            self._run(library().llama_decode, sizes.block_size)
+            logits = self._logits(sizes.block_size)[sizes.first_row :]
+        finally:
+            self._trim()  # the rows of the block are guesses
+        return logits, self._states(sizes.block_size)[sizes.first_row :, 0] if sizes.has_confidence else None
+
+    def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
+        self._require_open()
+        if state.shape != (self.facts.width,):
+            raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
+        self._check_tokens(token_id)
+        llama = library()
+        # A padded pass left rows behind the target's text, and llama.cpp takes the next position alone.
+        if llama.llama_memory_seq_pos_max(self._target_memory, sequence) >= position:
+            llama.llama_memory_seq_rm(self._target_memory, sequence, position, END)
+        row, ids = np.ascontiguousarray(state[np.newaxis], np.float32), np.array([token_id], np.int32)
+        self._rows.fill(position, ids, row, outputs=True, last_only=True, sequence=sequence)
+        self._run(llama.llama_decode, 1)
+        return self._logits(1)[0], self._states(1)[0]
+
+    def _run(self, function: Any, width: int) -> None:
+        """One pass over the first `width` rows."""
+        if self._cancel.is_set:
+            self._cancel.clear()
+            raise Cancelled("the head's pass was cancelled before it began; its cache is as before")
+        forget_complaints()
+        if result := function(self._context, self._rows.struct):
+            self._raise_failed(result, width)
+
+    def _raise_failed(self, result: int, width: int) -> NoReturn:
+        if result == ABORTED:
+            self._cancel.clear()
+            raise Cancelled("the head's pass was cancelled; its cache is as before")
+        if result == NO_ROOM:
+            raise ContextFull(f"no room for {width} more rows in the head's cache")
+        raise EngineError(f"llama.cpp failed on a head's pass of {width} rows (result {result}): {complaints()}")
+
+    def _logits(self, count: int) -> Logits:
+        pointer = library().llama_get_logits(self._context)
+        return np.ctypeslib.as_array(pointer, (count, self._sizes.vocabulary_size))
+
+    def _states(self, count: int) -> States:
+        return np.ctypeslib.as_array(extension("get_states")(self._context), (count, self.facts.width))
+
+    def _check_features(self, features: States) -> None:
+        if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
+            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
+
+    def _check_pairs(self, token_ids: TokenIds, states: States) -> None:
+        if token_ids.size == 0 or states.shape != (token_ids.size, self.facts.width):
+            raise BatchError(
+                f"one state of width {self.facts.width} per token and at least one token are needed, got "
+                f"{token_ids.size} tokens and states {states.shape}"
+            )
+        self._check_tokens(int(token_ids.min()), int(token_ids.max()))
+        self._check_room(token_ids.size, "pairs")
+
+    def _check_room(self, count: int, of_what: str) -> None:
+        room = self.facts.context_length - (self.end - self.start)
+        if count > room:
+            raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more {of_what}")
+
+    def _check_tokens(self, *token_ids: int) -> None:
+        size = self._sizes.vocabulary_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise BatchError(f"token id {token_id} is outside the head's vocabulary 0..{size - 1}")
+
+    def is_sound(self) -> bool:
+        """Run it on arbitrary numbers: whether its results are numbers, which those of damaged weights are not."""
+        if self._sizes.form == "gemma4":  # without a text in the target's cache there is nothing to attend to
+            return True
+        features = np.ones((1, self.facts.feature_width), np.float32)
+        if self._sizes.block_size:
+            self.inject(features)
+            logits, confidences = self.block(0)
+            sound = [np.isfinite(logits.max(axis=1)).all(), confidences is None or np.isfinite(confidences).all()]
+        else:
+            row, state = self.decode(np.zeros(1, np.int32), self.encode(features))
+            sound = [np.isfinite(state).all(), np.isfinite(row.max())]
+        self.restart(0)
+        return all(sound)
+
+    # -- the cache
+
+    def _trim(self) -> None:
+        """Remove what an unfinished call left behind."""
+        if library().llama_memory_seq_pos_max(self._memory, 0) >= self.end:
+            library().llama_memory_seq_rm(self._memory, 0, self.end, END)
+
+    def rollback(self, to_end: int) -> None:
+        self._check_position(to_end)
+        self.end = to_end
+        self._trim()
+
+    def drop_before(self, start: int) -> None:
+        self._check_position(start)
+        if start > self.start:
+            self._trim()
+            library().llama_memory_seq_rm(self._memory, 0, 0, start)
+            self.start = start
+
+    def restart(self, position: int) -> None:
+        self._require_open()
+        self.start = self.end = position
+        library().llama_memory_seq_rm(self._memory, 0, -1, END)
+
+    def _check_position(self, position: int) -> None:
+        self._require_open()
+        if not self.start <= position <= self.end:
+            raise BatchError(f"the head's cache holds entries {self.start}..{self.end}, {position} is outside")
+
+    # -- its life
+
+    def another(self) -> Head:
+        self._require_open()
+        found = Head(self._new_context, self._sizes, self.facts)
+        self._others.append(found)
+        return found
+
+    def set_threads(self, threads: int) -> None:
+        self._require_open()
+        for head in (self, *(other for other in self._others if other._context is not None)):
+            library().llama_set_n_threads(head._context, threads, threads)
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+    def clear_cancel(self) -> None:
+        self._cancel.clear()
+
+    def close(self) -> None:
+        if self._context is None:
+            return
+        for other in self._others:
+            other.close()
+        library().llama_free(self._context)
+        if self._model is not None:
+            library().llama_model_free(self._model)
+        self._context = self._model = None
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise EngineError("this head is closed; load the model again")
+
+
+def load_head(
+    path: Path,
+    target: tuple[Any, Any],
+    vocabulary: Vocabulary,
+    *,
+    threads: int,
+    context_length: int | None = None,
+    gpu_layers: int = 0,
+) -> Head:
+    """The head `path` for a loaded `target` (model, context), which must outlive it, with its `vocabulary`.
+
+    `context_length`: most tokens it attends to, None for the trained number (at most DEFAULT_CONTEXT). Raises
+    ModelNotFound, ModelFileError, VocabularyMismatch, and CapabilityError for a head of another target or of a
+    variant that is not supported.
+    """
+    llama, sizes = library(), read_head(path)
+    sizes.check_fits(
+        path.name, llama.llama_model_n_embd(target[0]), llama.llama_model_n_layer(target[0]), vocabulary.size
+    )
+    length = min(context_length or DEFAULT_CONTEXT, sizes.context_length)
+    return _open(path, sizes, length, threads, gpu_layers, target[1], vocabulary)
+
+
+def try_head(path: Path) -> None:
+    """Load what needs no target, and run it if that is the whole head. Raises as `load_head`."""
+    sizes = read_head(path)
+    if sizes.shares_weights:
+        model = open_model(path, check_tensors=True, has_mtp=FORMS[sizes.form].is_mtp)
+        library().llama_model_free(model)
+    else:
+        _open(path, sizes, min(_TRIED_CONTEXT, sizes.context_length), 1, 0, None, None).close()
+
+
+def own_layers(model: Any, vocabulary: Vocabulary, *, threads: int, context_length: int = DEFAULT_CONTEXT) -> Head:
+    """The multi-token prediction layer of a `model` that was loaded with it and must outlive it.
+
+    It attends to `context_length` pairs. Raises CapabilityError for a model without such layers.
+    """
+    sizes = layers_sizes(int(library().llama_model_n_embd(model)), vocabulary.size, context_length)
+    make = partial(_context_over, model, "of its own layers", sizes, context_length, threads, None)
+    return Head(make, sizes, _facts(sizes, context_length, vocabulary))
+
+
+def layers_sizes(width: int, vocabulary_size: int, context_length: int) -> HeadSizes:
+    """Of such a layer in the target's own file: keys and values are at most as wide as the model."""
+    kv_bytes = 2 * width * HALF_BYTES
+    return HeadSizes("mtp", width, width, vocabulary_size, vocabulary_size, context_length, 0, kv_bytes)
+
+
+def _open(
+    path: Path,
+    sizes: HeadSizes,
+    length: int,
+    threads: int,
+    gpu_layers: int,
+    target_context: Any,
+    vocabulary: Vocabulary | None,
+) -> Head:
+    is_mtp = FORMS[sizes.form].is_mtp
+    model = open_model(path, gpu_layers=gpu_layers, check_tensors=vocabulary is None, has_mtp=is_mtp)
+    other = target_context if sizes.shares_weights else None
+    try:
+        if vocabulary is not None:
+            check_same_vocabulary(vocabulary, LlamaCppVocabulary(model))
+        make = partial(_context_over, model, path.name, sizes, length, threads, other)
+        head = Head(make, sizes, _facts(sizes, length, vocabulary), model)
+    except BaseException:
+        library().llama_model_free(model)
+        raise
+    with closed_on_failure(head):
+        if not head.is_sound():
+            raise ModelFileError(
+                f"{path} is not a usable {NAMES[sizes.form]}: its results are not numbers. Download or export it again"
+            )
+    if sizes.form == "gemma4":
+        head._target_memory = library().llama_get_memory(target_context)
+    return head
+
+
+def _context_over(
+    model: Any, name: str, sizes: HeadSizes, length: int, threads: int, other: Any, cancel: CancelFlag
+) -> Any:
+    """A llama_context over `model` for `length` tokens of text, which `cancel` ends.
+
+    `other`: a context that it shares weights or a cache with. Raises CapabilityError with the library's reason when it
+    refuses, and EngineError where the cache that it would share holds a text: all of it would be dropped.
+    """
+    llama = library()
+    length, rows, sequences, is_unified = length + sizes.block_size, widest_pass(sizes), 1, True
+    if sizes.form == "gemma4":  # one over the target's cache: for as many entries and sequences
+        sequences, length = int(llama.llama_n_seq_max(other)), int(llama.llama_n_ctx(other))
+        memory = llama.llama_get_memory(other)
+        if any(llama.llama_memory_seq_pos_max(memory, each) >= 0 for each in range(sequences)):
+            raise EngineError(f"{name} must be loaded before its target has read a text")
+        is_unified = sequences == 1 or int(llama.llama_n_ctx_seq(other)) == length
+        rows = sequences  # one is needed, but llama.cpp reserves one for each sequence and else ends the process
+    params = llama.llama_context_default_params()
+    params.n_ctx = length
+    params.n_batch = params.n_ubatch = params.n_outputs_max = rows
+    params.n_seq_max = sequences
+    params.n_threads = params.n_threads_batch = threads
+    params.type_k = params.type_v = CACHE_TYPES["f16"]
+    params.flash_attn_type = ON
+    params.kv_unified = is_unified
+    params.swa_full = True  # as in the target's, where it shares that one's cache
+    params.no_perf = True
+    params.ctx_type = _MTP_CONTEXT if FORMS[sizes.form].is_mtp else 0
+    params.ctx_other = other
+    context = new_context(model, params, cancel, requires_flash=False)
+    if not context:
+        raise CapabilityError(f"llama.cpp refused a context of {length} entries for head {name}: {complaints()}")
+    return context
+
+
+def _facts(sizes: HeadSizes, length: int, vocabulary: Vocabulary | None) -> HeadFacts:
+    return HeadFacts(
+        context_length=length,
+        layers=sizes.layers,
+        feature_width=sizes.feature_width,
+        width=sizes.width,
+        end_ids=vocabulary.end_ids if vocabulary else frozenset(),
+        num_bytes=sizes.weight_bytes + cache_bytes(sizes, length) + pass_bytes(sizes),
+        most_drafted=sizes.most_drafted,
+    )
+
+
+def widest_pass(sizes: HeadSizes) -> int:
+    """Rows: the library keeps logits of the whole vocabulary for all of them; a block cannot be divided."""
+    return max(min(max(LOGITS_BYTES // (4 * sizes.vocabulary_size), 1), WIDEST), sizes.block_size)
+
+
+def cache_bytes(sizes: HeadSizes, context_length: int) -> int:
+    """Of a cache for `context_length` tokens of text, and a block."""
+    cells = context_length
+    if sizes.block_size:
+        cells = -(-(context_length + sizes.block_size) // CELLS_MULTIPLE) * CELLS_MULTIPLE
+    return cells * sizes.kv_bytes_per_token
+
+
+def pass_bytes(sizes: HeadSizes) -> int:
+    """What the widest pass works with: logits in the graph and copies of them, and activations of a layer."""
+    rows, row_bytes = widest_pass(sizes), 4 * sizes.vocabulary_size
+    if sizes.form == "mtp":
+        return 2 * rows * row_bytes
+    if sizes.form == "gemma4":  # a row for each sequence id of the target, as llama.cpp reserves them, and a copy
+        return (MAX_BRANCHES + 3) * row_bytes
+    if sizes.form == "eagle3":
+        return rows * (2 * row_bytes + 4 * (sizes.num_drafted + sizes.feature_width + 8 * sizes.width))
+    # A Markov head works on copies of the block's logits: the number is what was measured.
+    in_graph = max(rows, _MARKOV_COPIES * sizes.block_size if sizes.has_markov else 0) * row_bytes
+    activations = 4 * rows * (sizes.feature_width + 4 * sizes.width + 3 * sizes.inner_width)
+    return in_graph + sizes.block_size * row_bytes + activations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from edgespec.engines.llamacpp.library import (
     require_threads,
     uninterrupted,
 )
-from edgespec.engines.llamacpp.rpc_probe import RpcServer
+from edgespec.engines.llamacpp.rpc import RpcServer
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.platform.machine import default_threads
@@ -180,7 +179,7 @@ class ContextSettings:
         return min(max(affordable, 64, self.sequence_ids), max(self.batch_capacity, self.sequence_ids))
 
 
-def has_streams(settings: ContextSettings, *, has_window: bool, is_reproducible: Callable[[], bool]) -> bool:
+def has_streams(settings: ContextSettings, *, has_window: bool) -> bool:
     """Whether each sequence of a model gets cells of its own, with its final settings but for that.
 
     `has_window`: in cells that sequences share llama.cpp may overwrite those behind a sliding window, to which a
@@ -188,7 +187,7 @@ def has_streams(settings: ContextSettings, *, has_window: bool, is_reproducible:
     """
     if settings.max_sequences == 1 or settings.keeps_state:
         return False
-    return has_window or not settings.max_branches or is_reproducible()
+    return has_window or not settings.max_branches or bool(settings.reproducible)
 
 
 def choose_context_length(path: Path, trained: int | None, asked: int | None, default: int = DEFAULT_CONTEXT) -> int:

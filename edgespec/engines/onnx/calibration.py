@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
 from edgespec.engines.onnx.rewriting import CacheScales
-from edgespec.platform.disk_cache import Schema, a_list, a_record, number
 from edgespec.types import TokenIds
 
 MARGIN = 1.25  # values are clipped at this multiple of the largest one seen
@@ -42,11 +41,16 @@ def measure_scales(passes: SharedPasses, graph: Graph, token_ids: TokenIds) -> d
     }
 
 
-def scales_schema(graph: Graph, head_size: int) -> Schema:
-    """Schema of `measure_scales`: a plausible scale for every channel of every head."""
-    scale = number(0.99 * _LEAST_VALUE * MARGIN / 127, _MOST_VALUE * MARGIN / 127)
-    head = a_list(scale, size=head_size)
-    return a_record({entry.past: a_list(head, size=entry.heads) for entry in graph.cache})
+def are_plausible(measured: Mapping[str, Sequence[Sequence[float]]], graph: Graph, head_size: int) -> bool:
+    """Whether there is a possible scale for every channel of every head of `graph`."""
+    if measured.keys() != {entry.past for entry in graph.cache}:
+        return False
+    shapes = all(
+        len(measured[entry.past]) == entry.heads and all(len(head) == head_size for head in measured[entry.past])
+        for entry in graph.cache
+    )
+    low, high = 0.99 * _LEAST_VALUE * MARGIN / 127, _MOST_VALUE * MARGIN / 127
+    return shapes and all(low <= scale <= high for heads in measured.values() for head in heads for scale in head)
 
 
 def as_scales(measured: dict[str, Sequence[Sequence[float]]]) -> CacheScales:

@@ -16,7 +16,7 @@ from edgespec.engines.onnx.library import device_identity, version
 from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.errors import CapabilityError
 from edgespec.platform import disk_cache
-from edgespec.platform.disk_cache import a_record, file_key, flag, key_of, whole
+from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.types import NO_PARENT, Logits, TokenIds
 
 METHOD = 1  # increase it when more is tried
@@ -24,7 +24,6 @@ NARROW = 8  # rows of the passes that wider ones are compared with
 GAP = 3  # cells that no token sees
 TOLERANCE = 0.02  # in standard deviations of the logits
 WIDTHS = (16, 31, 64, 128, 256, 512)
-_LIMITS = a_record({"widest": whole(1, 1 << 31), "keeps_positions": flag})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,11 @@ def device_limits(
         return DeviceLimits(min(rows, NARROW), keeps_positions=False)
     measured = (provider, version(), device_identity(provider), rows, type(passes).__name__, exit_layer)
     key = key_of("device", METHOD, measured, *map(file_key, files))
-    known = disk_cache.get("devices", key, _LIMITS)
-    if known is None:
-        limits = _Trial(passes, vocabulary, rows).limits()
-        disk_cache.put("devices", key, {"widest": limits.widest, "keeps_positions": limits.keeps_positions})
-        return limits
-    return DeviceLimits(**known)
+    known: DeviceLimits | None = disk_cache.get("devices", key, DeviceLimits)
+    if known is None or known.widest < 1:
+        known = _Trial(passes, vocabulary, rows).limits()
+        disk_cache.put("devices", key, known)
+    return known
 
 
 class _Trial:

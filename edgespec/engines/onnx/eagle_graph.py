@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.formats.head_file import HeadFile, Matrix
-from edgespec.formats.head_manifest import PROJECT, HeadManifest
+from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.graph import tensor_in_memory
 from edgespec.formats.onnx.tiles import DOMAIN, PRODUCT, q8_0

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.envelope import StateStamp
-from edgespec.engines.held import HeldFiles
+from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import cuda
 from edgespec.engines.onnx.caches import Caches, SeparateCaches
@@ -27,7 +26,7 @@ from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.library import device_identity, first_choice, run_options, version
+from edgespec.engines.onnx.library import device_identity, run_options, version
 from edgespec.engines.onnx.opening import cache_scales, open_passes, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses, cache_name
@@ -36,7 +35,7 @@ from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.engines.widths import fastest_facts, is_known_free, packs_alike, pinned_facts
+from edgespec.engines.widths import fastest_facts, packs_alike, pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
@@ -107,9 +106,8 @@ class OnnxEngine(BookedEngine):
     ) -> OnnxEngine | KernelEngine:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `changes`: of `use`. `opened` is called when the graph is open and before its tokenizer is. For several
-        sequences a width class that costs nothing is used only if an earlier load found it. Where each has a cache of
-        its own in the fastest mode, only single rows share a pass, and no drafts.
+        `changes`: of `use`. `opened` is called when the graph is open and before its tokenizer is. Where
+        each sequence has a cache of its own in the fastest mode, only single rows share a pass, and no drafts.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -126,9 +124,6 @@ class OnnxEngine(BookedEngine):
             return _load_on_kernels(source, graph, settings, config, use, opened)
         widest, reproducible = settings.measured_widths, use.reproducible
         gives = use.state_layers or use.hidden_states
-        key = "" if reproducible is False else widths_key(source, settings, first_choice(use.provider), widest, gives)
-        if reproducible is None and is_known_free(key, widest):
-            settings = replace(settings, reproducible=True)  # each sequence gets a cache of its own
         cells = settings.cells(graph)
         read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
         is_short = graph.max_positions is not None and graph.max_positions < cells
@@ -144,20 +139,20 @@ class OnnxEngine(BookedEngine):
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
-        if reproducible is None and engine.facts.can_pack and not settings.reproducible:
+        if reproducible:
+            engine._pin(key, widest)
+        elif reproducible is None:
             engine.facts = fastest_facts(engine, key)
-        elif reproducible is not False:
-            engine._pin(key, widest, reproducible)
         return engine
 
-    def _pin(self, key: str, widest: int, reproducible: bool | None) -> None:
+    def _pin(self, key: str, widest: int) -> None:
         """Keep to a width class, where there is one. Raises CapabilityError where one was asked for and there is none.
 
         Sequences then share passes where a test finds that each has the bits that it has alone.
         """
         advice, shares = "Use --no-reproducible, or another export (w8a8, int8, int4)", self.facts.can_pack
         self.facts = replace(self.facts, can_pack=False)
-        self.facts = pinned_facts(self, key, widest=widest, reproducible=reproducible, advice=advice)
+        self.facts = pinned_facts(self, key, widest=widest, advice=advice)
         if self.facts.pinned_class is None:
             self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
             return

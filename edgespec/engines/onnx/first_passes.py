@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.engines.base import Engine
-from edgespec.engines.checks import fault_of
+from edgespec.engines.rows import fault_of
 from edgespec.errors import EngineError, ModelFileError
 from edgespec.types import Batch, packed
 

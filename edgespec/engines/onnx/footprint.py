@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines.footprint import Footprint
-from edgespec.engines.model_use import ModelUse
+from edgespec.engines.model_use import Footprint, ModelUse
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.head import attribute

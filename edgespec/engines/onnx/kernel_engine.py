@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.envelope import StateStamp
-from edgespec.engines.held import HeldFiles
+from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import run_options, translated, version
@@ -85,7 +84,6 @@ class KernelEngine(BookedEngine):
             threads=settings.threads,
             can_pack=slots > 1,
             own_cells=True,
-            is_exact=True,
         )
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgespec.engines.onnx.calibration import TEXT, as_scales, measure_scales, scales_schema
+from edgespec.engines.onnx.calibration import TEXT, are_plausible, as_scales, measure_scales
 from edgespec.engines.onnx.concatenated import ConcatenatedPasses
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.exits import ExitPasses
@@ -101,12 +101,11 @@ def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheS
     if not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
     key = key_of("cache scales", TEXT, *map(file_key, source.files), version())
-    schema = scales_schema(graph, settings.head_size)
-    measured = disk_cache.get("cache-scales", key, schema)
-    if measured is None:
+    measured = disk_cache.get("cache-scales", key, dict[str, list[list[float]]])
+    if measured is None or not are_plausible(measured, graph, settings.head_size):
         measured = _measured_scales(source, graph, settings)
         return_freed_memory()  # a whole session was freed, and another one is made next
-        if not schema(measured):
+        if not are_plausible(measured, graph, settings.head_size):
             raise ModelFileError(
                 f"the keys and values of {source.path} are not plausible numbers: export the model again"
             )

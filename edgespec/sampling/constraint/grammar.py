@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from edgespec.config import GenerateOptions
+from edgespec.config.options import GenerateOptions
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import ConfigError
 from edgespec.installation import install_command, is_importable

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.formats.head_file import HeadFile, Matrix
-from edgespec.formats.head_manifest import PROJECT, HeadManifest
+from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
 from expansion.model import Expansion, shares_of
 
 Indices = NDArray[np.intp]

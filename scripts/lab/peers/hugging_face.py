@@ -11,7 +11,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError
 from peers.base import Answer, Arrivals, Files, Library, Peer, Request, Slots
-from peers.files import ROLES
+from peers.field import ROLES
 
 INSTALL = "pip install 'transformers>=5' torch"
 LIBRARY = Library("transformers", "transformers", INSTALL)

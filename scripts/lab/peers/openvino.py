@@ -18,7 +18,7 @@ from typing import Any
 from edgespec.errors import CapabilityError
 from edgespec.platform.files import atomic_folder
 from peers.base import Answer, Arrivals, Files, Library, Peer, Request, Slots
-from peers.files import ROLES
+from peers.field import ROLES
 
 INSTALL = "in an environment of its own (--python openvino-genai=PATH): pip install openvino-genai optimum-intel nncf"
 LIBRARY = Library("openvino_genai", "openvino-genai", INSTALL)

@@ -12,7 +12,7 @@ from typing import cast
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.config import EngineName
+from edgespec.config.values import EngineName
 from peers.base import Answer, Files, Peer, Request, Slots
 
 

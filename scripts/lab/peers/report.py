@@ -10,9 +10,8 @@ from statistics import mean, quantiles, stdev
 from typing import Any
 
 from peers.base import Answer
-from peers.competition import show
+from peers.competition import Answers, Journal, show
 from peers.field import Contestant
-from peers.journal import Answers, Journal
 
 Quartiles = tuple[float, float, float]
 """Lower quartile, median, upper quartile."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from asgi_client import Client
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.app import create_app
+from edgespec.server.service import Service
 from edgespec.server.web import NOTES
+from waiting import reached
 
 CHAT = "/v1/chat/completions"
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
@@ -278,3 +285,203 @@ def test_a_prediction_is_drafted_from(client: TestClient):
 def test_a_prediction_that_is_none(client: TestClient, prediction: Any):
     answered = client.post(CHAT, json={"messages": QUESTION, "prediction": prediction})
     assert answered.status_code == 400 and "prediction" in answered.json()["error"]["param"]
+
+
+# -- Conversations that end with an assistant's message, in every chat protocol: the answer goes on from its text
+
+
+BEGUN = [*QUESTION, {"role": "assistant", "content": "Sure. What "}]
+NO_ARGUMENTS = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
+    return model.chat(BEGUN, greedy, plain).result()
+
+
+def post_to(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
+    answered = client.post(path, json={"model": "demo"} | fields)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+def test_every_protocol_goes_on_with_the_last_message(client: TestClient, expected: Any) -> None:
+    assert expected.text and not expected.text.startswith("Sure")
+    chat = post_to(client, "/v1/chat/completions", messages=BEGUN, max_tokens=24, temperature=0)
+    assert chat["choices"][0]["message"]["content"] == expected.text
+    assert chat["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    message = post_to(client, "/v1/messages", messages=BEGUN, max_tokens=24, temperature=0)
+    assert message["content"] == [{"type": "text", "text": expected.text}]
+    options = {"temperature": 0, "num_predict": 24}
+    ollama = client.post("/api/chat", json={"model": "demo", "messages": BEGUN, "stream": False, "options": options})
+    assert ollama.json()["message"]["content"] == expected.text
+    response = post_to(client, "/v1/responses", input=BEGUN, max_output_tokens=24, temperature=0)
+    assert response["output"][0]["content"][0]["text"] == expected.text
+
+
+def test_a_streamed_answer_holds_the_new_text_only(client: TestClient, expected: Any) -> None:
+    body = {"messages": BEGUN, "max_tokens": 24, "temperature": 0, "stream": True}
+    lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected.text
+
+
+def test_the_begun_text_counts_as_prompt(client: TestClient, expected: Any) -> None:
+    counted = post_to(client, "/v1/messages/count_tokens", messages=BEGUN)
+    assert counted == {"input_tokens": len(expected.prompt_token_ids)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"grammar": 'start: "a"'},
+        {"tools": [NO_ARGUMENTS], "tool_choice": "required"},
+    ],
+)
+def test_what_cannot_hold_for_both_parts_is_refused(client: TestClient, fields: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    answered = client.post("/v1/chat/completions", json={"messages": BEGUN, "max_tokens": 4} | fields)
+    assert answered.status_code == 400
+    assert "Leave out that message" in answered.json()["error"]["message"]
+
+
+def test_calls_may_follow_a_begun_text(client: TestClient) -> None:
+    chat = post_to(client, "/v1/chat/completions", messages=BEGUN, max_tokens=4, tools=[NO_ARGUMENTS])
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+
+
+# -- Conversations that hold what a text model cannot read, or what a model wrote wrongly, go on in every protocol
+
+
+BROKEN = '{"a": 2, "b'
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
+def chat(**result: Any) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": BROKEN}}
+    return {"max_tokens": 1, "messages": [
+        {"role": "user", "content": "Add."}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", **result}]}  # fmt: skip
+
+
+def claude(content: Any) -> dict[str, Any]:
+    return {"max_tokens": 1, "messages": [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": content}]}]}  # fmt: skip
+
+
+def response(*items: Any) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": BROKEN}
+    return {"max_output_tokens": 1, "input": [{"role": "user", "content": "Add."}, call, *items]}
+
+
+def llama(message: dict[str, Any]) -> dict[str, Any]:
+    looked = [{"role": "user", "content": "Look.", "images": ["AAAA"]}, {"role": "assistant", "content": "A cat."}]
+    return {"options": {"num_predict": 1}, "stream": False, "messages": [*looked, message]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "noted"),
+    [
+        ("/v1/chat/completions", chat(content=None), ""),
+        ("/v1/chat/completions", chat(), ""),
+        ("/v1/chat/completions", chat(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
+        ("/v1/messages", claude(None), ""),
+        ("/v1/messages", claude([{"type": "text", "text": "a"}, IMAGE]), "image"),
+        ("/v1/messages", claude([{"type": "document", "source": {"type": "base64", "data": "AAAA"}}]), "document"),
+        ("/v1/responses", response({"type": "function_call_output", "call_id": "c", "output": None}), ""),
+        ("/v1/responses", response({"type": "function_call_output", "call_id": "c", "output": [
+            {"type": "input_image"}]}), "input_image"),
+        ("/v1/responses", response({"type": "web_search_call", "id": "w", "action": {"query": "x"}}), ""),
+        ("/v1/responses", response({"type": "message", "role": "assistant", "content": [
+            {"type": "refusal", "refusal": "No."}]}, {"role": "user", "content": "Why?"}), ""),
+        ("/api/chat", llama({"role": "user", "content": "Why?"}), "image"),
+        ("/api/chat", llama({"role": "tool", "content": "x", "images": ["AAAA"]}), "image"),
+    ],
+)  # fmt: skip
+def test_it_goes_on(client: TestClient, path: str, body: dict[str, Any], noted: str) -> None:
+    answered = client.post(path, json=body)
+    assert answered.status_code == 200, answered.text
+    assert (f"{noted} left out" in answered.headers.get(NOTES, "")) == bool(noted)
+
+
+def test_the_model_sees_what_was_written(client: TestClient) -> None:
+    assert BROKEN in client.post("/apply-template", json={"messages": chat(content="no")["messages"]}).json()["prompt"]
+
+
+def test_a_result_of_null_is_an_empty_one(client: TestClient) -> None:
+    shown = [
+        client.post("/apply-template", json={"messages": chat(content=each)["messages"]}).json() for each in ("", None)
+    ]
+    assert shown[0] == shown[1]
+
+
+# -- `return_progress`: how much of the prompt is read, told in a stream while it is
+
+
+LONG = "one two three four five six seven eight nine ten " * 100
+LONG_CHAT = {"messages": [{"role": "user", "content": LONG}]}
+
+
+def parts(client: TestClient, path: str, **fields: Any) -> list[dict[str, Any]]:
+    answered = client.post(path, json={"max_tokens": 4, "temperature": 0, "stream": True} | fields)
+    assert answered.status_code == 200, answered.text
+    *events, _done, _rest = answered.text.split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def text_of(part: dict[str, Any]) -> str:
+    choice = part["choices"][0]
+    return choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", LONG_CHAT),
+        ("/v1/completions", {"prompt": "A list: " + LONG}),
+    ],
+)
+def test_the_passes_of_a_prompt_are_told(client: TestClient, path: str, fields: dict[str, Any]):
+    found = parts(client, path, return_progress=True, **fields)
+    told = [part["prompt_progress"] for part in found if "prompt_progress" in part]
+    total, cached = found[-1]["timings"]["prompt_n"] + told[0]["cache"], told[0]["cache"]
+    assert [(each["total"], each["cache"]) for each in told] == [(total, cached)] * len(told)
+    assert told[-1]["processed"] == total and len(told) > 1
+    assert all(one["processed"] < other["processed"] for one, other in pairwise(told))
+    assert all(one["time_ms"] <= other["time_ms"] for one, other in pairwise(told))
+    assert not any(text_of(part) for part in found if "prompt_progress" in part) and any(map(text_of, found))
+    again = parts(client, path, return_progress=True, **fields)
+    told = [part["prompt_progress"] for part in again if "prompt_progress" in part]
+    assert told[-1]["cache"] == total - 1 and told[-1]["processed"] == total  # nearly all of it is cached now
+    plain = parts(client, path, **fields)
+    assert not any("prompt_progress" in part for part in plain)
+    assert "".join(map(text_of, plain)) == "".join(map(text_of, again))
+
+
+def test_without_a_stream_it_has_no_effect(client: TestClient):
+    answered = client.post("/v1/chat/completions", json=LONG_CHAT | {"max_tokens": 4, "return_progress": True})
+    assert answered.status_code == 200 and "prompt_progress" not in answered.json()
+
+
+def test_it_is_sent_while_the_prompt_is_read(service: Service, model: Model, monkeypatch: pytest.MonkeyPatch):
+    """And a client that leaves then ends its generation."""
+
+    async def main() -> None:
+        client = Client(create_app(service), messages=LONG_CHAT["messages"], return_progress=True, stream=True)
+        await reached(lambda: b"prompt_progress" in client.body)
+        client.leave()
+        await client.task
+        await reached(lambda: service.require().scheduler.num_running == 0)
+        assert service.metrics.finished == {"cancelled": 1} and service.metrics.new_tokens == 0
+
+    forward = model.target.forward
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.3)
+        return forward(*given)
+
+    monkeypatch.setattr(model.target, "forward", slow)
+    asyncio.run(main())

@@ -1,0 +1,202 @@
+"""Draft heads that an engine runs: they draft a chain from the target's states of the text.
+
+EAGLE-3 (arXiv 2503.01840) reads pairs of a state, made of the inputs of several of the target's layers, and the token
+behind it. Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2) is the same with the target's last hidden state
+alone, and a layer that was trained as part of the target. For the text the states come from the target's passes; within
+a draft the head's own last state replaces what the target has not computed yet, and the next draft removes those pairs.
+
+DFlash (arXiv 2602.06036) drafts a whole block in one pass: the last token and mask tokens behind it, all of which are
+denoised at once. A row does not know what was drawn for the rows before it; DSpark (arXiv 2607.05147) adds to its
+scores how well its tokens follow the likeliest token of the row before. Either changes how many tokens are accepted,
+never the text. A draft costs one pass over the whole block, whatever its length: with fewer masks the rows would see
+other neighbours than in training.
+
+Gemma 4's drafter goes on from the target's last hidden state and the target's own keys and values: it reads nothing of
+the text itself, so that a draft costs its passes alone however the text has changed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+
+from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
+from edgespec.engines.head import BYTES_PER_FEATURE, DraftHead, States
+from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
+
+
+class HeadDrafter(Drafter):
+    """Drafts with `head`, which it closes if it owns it. A request has features of at most `max_features` tokens.
+
+    When the head's window is full, the older half of the entries is dropped. The head skips text whose features are no
+    longer available (the beginning of a long prompt, a part that was read for another drafter).
+    """
+
+    prior = CHAIN_PRIOR
+
+    def __init__(self, head: DraftHead, max_features: int, *, owns_head: bool = True) -> None:
+        self._head, self._max_features, self._owns_head = head, max_features, owns_head
+        self._known = np.empty(0, np.int32)  # the text whose entries are cached
+        self.wants_layers = head.facts.layers
+
+    def begin(self, prompt_ids: TokenIds) -> None:
+        # Entries that the prompt shares with the last text are kept; the others are read with the first draft.
+        pass
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
+        features = request.features if self.wants_features else request.layer_inputs
+        most = self._most(request)
+        if most < 1 or features is None or not len(features):
+            return EMPTY_DRAFT
+        chain = DrawnChain(request, most, self._head.facts.end_ids)
+        try:
+            self._draw(chain, features)
+        except BaseException:
+            self._known = self._known[:0]  # its progress is unknown: the next draft reads its entries again
+            raise
+        return chain.as_draft()
+
+    @abstractmethod
+    def _most(self, request: DraftRequest) -> int:
+        """Tokens to draft at most."""
+
+    @abstractmethod
+    def _draw(self, chain: DrawnChain, features: States) -> None:
+        """Add tokens to the chain behind the text, whose last `features` [n, feature width] are known."""
+
+    def _keep(self, shared: int, first_known: int, end: int, room: int) -> int:
+        """Drop what is not the text's or does not fit; up to where the cache then holds the entries before `end`.
+
+        `shared`: up to where it holds the text's own; features are known from `first_known` on; `room`: entries that
+        must remain free behind `end`.
+        """
+        head = self._head
+        kept = min(shared, head.end)
+        goes_on = kept > head.start and kept >= first_known
+        start = head.start if goes_on else first_known
+        length = head.facts.context_length
+        if end + room - start > length:
+            start = end - length // 2
+        if goes_on and start < kept:
+            head.rollback(kept)
+            head.drop_before(start)
+            return kept
+        head.restart(start)
+        return start
+
+    def _shared_tokens(self, token_ids: TokenIds) -> int:
+        """How many first tokens the text shares with the one in the cache."""
+        limit = min(self._known.size, token_ids.size)
+        differs = np.flatnonzero(self._known[:limit] != token_ids[:limit])
+        return int(differs[0] if differs.size else limit)
+
+    def another(self, sequence: int) -> Drafter | None:
+        head = self._head.another()
+        return None if head is None else type(self)(head, self._max_features)
+
+    @property
+    def bytes_used(self) -> int:
+        facts = self._head.facts
+        own = facts.num_bytes if self._owns_head else 0
+        return own + self._max_features * facts.feature_width * BYTES_PER_FEATURE
+
+    def set_threads(self, threads: int) -> None:
+        self._head.set_threads(threads)
+
+    def cancel(self) -> None:
+        self._head.cancel()
+
+    def clear_cancel(self) -> None:
+        self._head.clear_cancel()
+
+    def close(self) -> None:
+        if self._owns_head:
+            self._head.close()
+
+
+class Eagle3Drafter(HeadDrafter):
+    """Drafts token by token. An entry of the head's cache is a pair, so that the last token is in the last of them."""
+
+    name = "eagle3"
+
+    def _most(self, request: DraftRequest) -> int:
+        return min(request.max_tokens, self._head.facts.context_length // 4)
+
+    def _draw(self, chain: DrawnChain, features: States) -> None:
+        """The pairs that the cache lacks are read first."""
+        head, token_ids = self._head, chain.request.token_ids
+        end = token_ids.size - 1  # pairs there are
+        first_known = end - len(features)
+        kept = self._keep(min(self._shared_tokens(token_ids), end) - 1, first_known, end, chain.most)
+        logits, state = head.decode(token_ids[kept + 1 :], head.encode(features[kept - first_known :]))
+        self._known = token_ids.copy()
+        chain.add(logits)
+        while chain.is_open:
+            logits, state = head.decode(np.array(chain.token_ids[-1:], np.int32), state[np.newaxis].copy())
+            chain.add(logits)
+
+    def num_uncached(self, token_ids: TokenIds) -> int:
+        return min(token_ids.size - max(self._shared_tokens(token_ids) - 1, 0), self._max_features)
+
+
+class MtpDrafter(Eagle3Drafter):
+    """Drafts with the multi-token prediction layer of the target."""
+
+    name = "mtp"
+    wants_features = True
+
+
+class DFlashDrafter(HeadDrafter):
+    """Drafts a block at once. The head's cache has an entry for each token of the text but the last one.
+
+    A DSpark head's own confidence in a token joins the evidence from its scores; how much it says is learnt.
+    """
+
+    name = "dflash"
+    costs_once = True
+
+    def _most(self, request: DraftRequest) -> int:
+        return min(request.max_tokens, self._head.facts.most_drafted)
+
+    def _draw(self, chain: DrawnChain, features: States) -> None:
+        head, token_ids = self._head, chain.request.token_ids[:-1]
+        end = token_ids.size
+        first_known = end - len(features)
+        kept = self._keep(self._shared_tokens(token_ids), first_known, end, 0)
+        head.inject(features[kept - first_known :])
+        self._known = token_ids.copy()
+        logits, confidences = head.block(int(chain.request.token_ids[-1]))
+        while chain.is_open:
+            row = len(chain.token_ids)
+            chain.add(logits[row], None if confidences is None else float(confidences[row]))
+
+    def num_uncached(self, token_ids: TokenIds) -> int:
+        return min(token_ids.size - self._shared_tokens(token_ids), self._max_features)
+
+
+class Gemma4Drafter(HeadDrafter):
+    """Drafts token by token for one `sequence` of the target; all sequences share the head."""
+
+    name = "mtp"
+    wants_features = True
+
+    def __init__(self, head: DraftHead, max_features: int, *, sequence: int = 0, owns_head: bool = True) -> None:
+        super().__init__(head, max_features, owns_head=owns_head)
+        self._sequence = sequence
+
+    def _most(self, request: DraftRequest) -> int:
+        return request.max_tokens
+
+    def _draw(self, chain: DrawnChain, features: States) -> None:
+        token_ids, state = chain.request.token_ids, features[-1]
+        position, token_id = token_ids.size - 1, int(token_ids[-1])
+        while chain.is_open:
+            logits, state = self._head.step(token_id, state, position, self._sequence)
+            chain.add(logits)
+            token_id = chain.token_ids[-1] if chain.token_ids else token_id
+
+    def another(self, sequence: int) -> Drafter:
+        return type(self)(self._head, self._max_features, sequence=sequence, owns_head=False)

@@ -1,0 +1,481 @@
+"""What the header of a draft head in GGUF says, checked: llama.cpp ends the process on much that does not fit.
+
+EAGLE-3 (arXiv 2503.01840): one Llama layer over a token's embedding and three of the target's layers. DFlash
+(2602.06036): Qwen3 layers that denoise a block of mask tokens at once, over projected inputs of the target's layers;
+DSpark (2607.05147) adds a Markov head, which moves the scores of a token by the one before it, and may add a confidence
+head. A multi-token prediction layer names the architecture of its model (Qwen3.5) and holds, of all tensors, the
+layer's own, embeddings, final norm and head (llama.cpp's mtp-*.gguf). Gemma 4's drafter
+(google/gemma-4-*-it-assistant) has a few layers without keys and values of their own: they attend to those of the
+target's last two layers.
+
+Heads may lack embeddings and output, which are then the target's own, and may know a part of the vocabulary alone,
+which the tensor `d2t` lists.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.gguf.check import HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
+from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, GgufStrings, Scalar, TensorInfo, Value, read_header
+
+HeadForm = Literal["eagle3", "dflash", "mtp", "gemma4"]
+NAMES: Mapping[HeadForm, str] = {
+    "eagle3": "EAGLE-3 head",
+    "dflash": "DFlash head",
+    "mtp": "multi-token prediction layer",
+    "gemma4": "Gemma 4 drafter",
+}
+EAGLE3 = "eagle3"  # the architecture
+EAGLE3_LAYERS = 3  # of the target that an EAGLE-3 head reads: llama.cpp knows no other number
+GEMMA4 = "gemma4"  # the architecture of the targets
+HALF_BYTES = 2  # per cached number
+EMBEDDINGS, OUTPUT, DRAFTED = "token_embd.weight", "output.weight", "d2t"
+MAX_BLOCK = 64  # tokens that a DFlash head denoises at once
+_MARKOV_FROM, _MARKOV_TO, _CONFIDENCE = "markov_w1.weight", "markov_w2.weight", "conf_proj.weight"
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+# Nodes of llama.cpp's graph at most, which ends the process when it is full: of the Markov head for one token of the
+# block, of a layer, and of the rest. It makes room for _LEAST_NODES, or _TENSOR_NODES per tensor if that is more.
+_MARKOV_NODES, _LAYER_NODES, _OTHER_NODES = 24, 70, 40
+_LEAST_NODES, _TENSOR_NODES = 1024, 8
+_SLIDING = "attention.sliding_window_pattern"
+_FIX = "give the head that was trained for it"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Sizes of a sound head, in bytes and tokens."""
+
+    form: HeadForm
+    width: int  # of its states
+    target_width: int  # of what it reads of the target, for each layer
+    vocabulary_size: int  # tokens of its embeddings
+    num_drafted: int  # of them it can propose
+    context_length: int  # it was trained for
+    weight_bytes: int
+    kv_bytes_per_token: int = 0  # of a cache of its own
+    layers: tuple[int, ...] = ()  # of the target whose inputs it reads; none: it reads the last hidden state
+    shares_weights: bool = False  # embeddings or output are the target's
+    target_layers: int = 0  # that the target must have; 0: any number
+    # of a head that drafts a block
+    block_size: int = 0  # tokens that are denoised at once, the last token of the text first
+    first_row: int = 0  # of the block, the first one that proposes a token
+    mask_id: int = 0  # the token that stands for an unknown one
+    inner_width: int = 0
+    is_causal: bool = True  # a row does not see those after it
+    has_markov: bool = False
+    has_confidence: bool = False
+
+    @property
+    def feature_width(self) -> int:
+        """The width of what it reads for one token: the inputs of its layers side by side, or the hidden state."""
+        return (len(self.layers) or 1) * self.target_width
+
+    @property
+    def most_drafted(self) -> int:
+        """Tokens of the longest draft of a block."""
+        return self.block_size - self.first_row
+
+    def check_fits(self, name: str, target_width: int, num_layers: int, vocabulary_size: int) -> None:
+        """Raise CapabilityError unless the head `name` can read a target of these sizes."""
+        if self.target_width != target_width:
+            raise CapabilityError(
+                f"head {name} reads a target of width {self.target_width}, this target has {target_width}: {_FIX}"
+            )
+        if max(self.layers, default=0) >= num_layers:
+            raise CapabilityError(
+                f"head {name} reads layer {max(self.layers)} of its target, this one has 0..{num_layers - 1}: {_FIX}"
+            )
+        if self.vocabulary_size != vocabulary_size:
+            raise CapabilityError(
+                f"head {name} was made for {self.vocabulary_size} tokens, this target has {vocabulary_size}: {_FIX}"
+            )
+        if self.form == "eagle3" and self.shares_weights and self.width != target_width:
+            raise CapabilityError(
+                f"head {name} is {self.width} wide and lacks embeddings or head, which its target has {target_width} "
+                f"wide: {_FIX}"
+            )
+        if self.target_layers not in (0, num_layers):
+            raise CapabilityError(
+                f"head {name} was made for a target of {self.target_layers} layers, this one has {num_layers}: {_FIX}"
+            )
+
+
+def head_kind_of(path: Path) -> HeadKind | None:
+    """What head a file holds; None for a model or no GGUF. Raises ModelNotFound, ModelFileError for a damaged GGUF."""
+    return head_kind(read_header(path)) if path.suffix == ".gguf" else None
+
+
+def read_head(path: Path) -> HeadSizes:
+    """Raises ModelNotFound, CapabilityError for a variant that is not supported, and ModelFileError naming what is
+    wrong with the file or is no head."""
+    return _Reader(path, check_gguf(path)).read()
+
+
+def check_cache(name: str, drafter: GgufHeader, target: GgufHeader) -> None:
+    """Raise CapabilityError unless the keys and values of `target` have the shape that a Gemma 4 `drafter` reads.
+
+    llama.cpp would end the process.
+    """
+    if target.architecture != GEMMA4:
+        raise CapabilityError(f"head {name} drafts for a Gemma 4, and this target is a {target.architecture!r}: {_FIX}")
+    last = _num_layers(target) - 1
+    read = {True: last - 1, False: last}  # by whether a layer attends to a window only
+    for layer in range(_num_layers(drafter)):
+        is_sliding = _is_sliding(drafter, layer)
+        own, its = _cache_shape(drafter, layer), _cache_shape(target, read[is_sliding])
+        if own != its or _is_sliding(target, read[is_sliding]) != is_sliding:
+            raise CapabilityError(
+                f"head {name} reads keys and values of the shape {own}, layer {read[is_sliding]} of this target has "
+                f"{its}: {_FIX}"
+            )
+
+
+def _num_layers(header: GgufHeader) -> int:
+    found = header.metadata.get(f"{header.architecture}.block_count")
+    return found if isinstance(found, int) else 0
+
+
+def _cache_shape(header: GgufHeader, layer: int) -> tuple[object, ...]:
+    """(heads, numbers of a key, of a value) of a layer."""
+    ending = "_swa" if _is_sliding(header, layer) else ""
+    return (
+        _of_layer(header, "attention.head_count_kv", layer),
+        *(_of_layer(header, f"attention.{part}_length{ending}", layer) for part in ("key", "value")),
+    )
+
+
+def _is_sliding(header: GgufHeader, layer: int) -> bool:
+    return bool(_of_layer(header, _SLIDING, layer))
+
+
+def _of_layer(header: GgufHeader, name: str, layer: int) -> object:
+    """A number of all layers, or one of a list; None where there is none."""
+    found = header.metadata.get(f"{header.architecture}.{name}")
+    if isinstance(found, GgufNumbers):
+        return found.items[layer] if 0 <= layer < len(found.items) else None
+    return found
+
+
+class _Reader:
+    """A head's numbers and the shapes of its tensors, checked."""
+
+    def __init__(self, path: Path, header: GgufHeader) -> None:
+        self._path, self._header = path, header
+        self._tensors = {tensor.name: tensor for tensor in header.tensors}
+        self._form: HeadForm | None = "gemma4" if is_gemma4_drafter(header) else head_kind(header)
+        tokens = header.metadata.get("tokenizer.ggml.tokens")
+        self._vocabulary_size = len(tokens) if isinstance(tokens, GgufStrings) else 0
+
+    def read(self) -> HeadSizes:
+        readers = {"eagle3": self._eagle3, "dflash": self._dflash, "mtp": self._mtp, "gemma4": self._gemma4}
+        if self._form is None:
+            raise self._wrong(f"it is a {self._header.architecture!r}, and a draft head is needed")
+        return readers[self._form]()
+
+    @property
+    def _weight_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self._header.tensors)
+
+    # -- the forms
+
+    def _eagle3(self) -> HeadSizes:
+        if self._count("block_count") != 1:
+            raise self._wrong(f"it has {self._count('block_count')} layers, an EAGLE-3 head has one")
+        width, target_width = self._count("embedding_length"), self._count("target_hidden_size")
+        layers = self._target_layers(EAGLE3_LAYERS)
+        if self._count("embedding_length_out", width) != width:
+            raise self._wrong("its states and its embeddings differ in width")
+        num_drafted = self._num_drafted()
+        heads, kv_heads = self._count("attention.head_count"), self._count("attention.head_count_kv")
+        size = self._head_size(width, heads)
+        shapes = self._layer_shapes(width, (heads, kv_heads, size), pair=2 * width)
+        shapes |= {"attn_norm_2": (width,), "attn_v": (2 * width, kv_heads * size)}
+        self._check_shapes({f"blk.0.{name}.weight": shape for name, shape in shapes.items()})
+        self._check_shapes({"fc.weight": (len(layers) * target_width, width), "output_norm.weight": (width,)})
+        if self._value("norm_before_fc") is True:
+            self._check_shapes({"enc.output_norm.weight": (len(layers) * target_width,)})
+        self._check_ends(width, num_drafted)
+        return HeadSizes(
+            form="eagle3",
+            width=width,
+            target_width=target_width,
+            layers=layers,
+            vocabulary_size=self._vocabulary_size,
+            num_drafted=num_drafted,
+            context_length=self._count("context_length"),
+            shares_weights=EMBEDDINGS not in self._tensors or OUTPUT not in self._tensors,
+            weight_bytes=self._weight_bytes,
+            kv_bytes_per_token=2 * kv_heads * size * HALF_BYTES,
+        )
+
+    def _mtp(self) -> HeadSizes:
+        """llama.cpp checks the shapes."""
+        width = self._count("embedding_length")
+        self._check_shapes({EMBEDDINGS: (width, self._vocabulary_size)})
+        return HeadSizes(
+            form="mtp",
+            width=width,
+            target_width=width,
+            target_layers=main_layers(self._header),
+            vocabulary_size=self._vocabulary_size,
+            num_drafted=self._vocabulary_size,
+            context_length=self._count("context_length"),
+            weight_bytes=self._weight_bytes,
+            kv_bytes_per_token=2 * width * HALF_BYTES,  # at most: keys and values as wide as the model
+        )
+
+    def _gemma4(self) -> HeadSizes:
+        count = self._count("block_count")
+        if self._count("nextn_predict_layers") != count:
+            raise self._wrong(f"its nextn_predict_layers differ from its {count} layers")
+        if len(self._items(_SLIDING)) != count:
+            raise self._wrong(f"its {_SLIDING} has {len(self._items(_SLIDING))} entries for {count} layers")
+        for ending in ("", "_swa"):
+            size, rotated = self._count(f"attention.key_length{ending}"), self._value(f"rope.dimension_count{ending}")
+            if isinstance(rotated, int):
+                self._check_rotated(rotated, size)
+        self._check_shapes({EMBEDDINGS: (self._count("embedding_length"), self._vocabulary_size)})
+        width = self._count("embedding_length_out")  # of the states that it reads and gives: its target's
+        return HeadSizes(
+            form="gemma4",
+            width=width,
+            target_width=width,
+            vocabulary_size=self._vocabulary_size,
+            num_drafted=self._vocabulary_size,
+            context_length=self._count("context_length"),
+            shares_weights=True,
+            weight_bytes=self._weight_bytes,
+        )
+
+    def _dflash(self) -> HeadSizes:
+        for variant in self._unsupported():
+            raise CapabilityError(
+                f"{self._path.name} is {variant}, which edgespec does not run: give a DFlash or DSpark head for a text "
+                "model with its own layers, or a draft model"
+            )
+        width, num_layers, layers = self._count("embedding_length"), self._count("block_count"), self._target_layers()
+        num_drafted = self._num_drafted()
+        kv_width = self._check_block_layers(width, num_layers)
+        self._check_shapes({
+            "fc.weight": (len(layers) * width, width),
+            "enc.output_norm.weight": (width,),
+            "output_norm.weight": (width,),
+        })  # fmt: skip
+        for tensor in self._header.tensors:
+            if tensor.name.endswith((".scale", ".bias")) and tensor.kind != "F32":
+                raise self._wrong(f"its tensor {tensor.name!r} is {tensor.kind}, F32 is needed")
+        self._check_ends(width, num_drafted)
+        has_markov, has_confidence = self._markov(width, num_drafted)
+        has_table, has_output = EMBEDDINGS in self._tensors, OUTPUT in self._tensors
+        return HeadSizes(
+            form="dflash",
+            width=width,
+            target_width=width,
+            layers=layers,
+            vocabulary_size=self._vocabulary_size,
+            num_drafted=num_drafted,
+            mask_id=self._mask_id(),
+            block_size=self._block_size(num_layers, has_markov=has_markov),
+            first_row=0 if has_markov and self._flag("sample_from_anchor", default=True) else 1,
+            is_causal=self._flag("attention.causal", default=False),
+            has_markov=has_markov,
+            has_confidence=has_confidence,
+            shares_weights=not has_table or (DRAFTED in self._tensors and not has_output),
+            inner_width=self._count("feed_forward_length"),
+            context_length=self._count("context_length"),
+            weight_bytes=self._weight_bytes,
+            kv_bytes_per_token=2 * num_layers * kv_width * HALF_BYTES,
+        )
+
+    # -- of DFlash
+
+    def _unsupported(self) -> Iterator[str]:
+        """What kind of head it is that has the same architecture.
+
+        DFlash2 answers with a lattice of candidates, which has to be searched, and not with scores.
+        """
+        if self._value("hyper_connection.count"):
+            yield "a DSpark head with DeepSeek-V4's layers (hyper connections)"
+        keys = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+        names = ("selector_", "attn_conv_", "ffn_conv_")
+        if any(self._value(key) for key in keys) or any(
+            name.removeprefix("blk.").lstrip("0123456789.").startswith(names) for name in self._tensors
+        ):
+            yield "a DFlash2 head (with convolutions and a selector)"
+        if self._value("rope.dimension_sections") is not None and any(self._items("rope.dimension_sections") or (1,)):
+            yield "a head for a target that also reads images (with rotary sections)"
+
+    def _mask_id(self) -> int:
+        found = self._header.metadata.get("tokenizer.ggml.mask_token_id")
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < self._vocabulary_size:
+            raise self._wrong(
+                f"its tokenizer.ggml.mask_token_id is {found!r:.60}, a token of 0..{self._vocabulary_size - 1} is "
+                "needed"
+            )
+        return found
+
+    def _block_size(self, num_layers: int, *, has_markov: bool) -> int:
+        size = self._count("block_size")
+        if not 2 <= size <= MAX_BLOCK:
+            raise self._wrong(f"its block_size is {size}, 2..{MAX_BLOCK} is possible")
+        room = max(_LEAST_NODES, _TENSOR_NODES * len(self._tensors)) - _LAYER_NODES * num_layers - _OTHER_NODES
+        if has_markov and size > room // _MARKOV_NODES:
+            raise CapabilityError(
+                f"{self._path.name} is a DSpark head with blocks of {size} tokens; llama.cpp has room for "
+                f"{room // _MARKOV_NODES} with its {num_layers} layers: give a head with smaller blocks"
+            )
+        return size
+
+    def _check_block_layers(self, width: int, num_layers: int) -> int:
+        """Check its own layers; the width of a layer's keys."""
+        heads = self._count("attention.head_count")
+        kv_heads = self._count("attention.head_count_kv", heads)
+        size = self._head_size(width, heads)
+        self._check_window(num_layers, size)
+        needed = self._layer_shapes(width, (heads, kv_heads, size), pair=width)
+        needed |= {"attn_q_norm": (size,), "attn_k_norm": (size,)}
+        optional = {
+            "attn_v": (width, kv_heads * size),
+            "attn_sinks": (heads,),
+            "post_attention_norm": (width,),
+            "post_ffw_norm": (width,),
+            "layer_output_scale": (1,),
+        }
+        for layer in range(num_layers):
+            self._check_shapes({f"blk.{layer}.{name}.weight": shape for name, shape in needed.items()})
+            self._check_shapes({f"blk.{layer}.{name}.weight": at for name, at in optional.items()}, may_lack=True)
+        activation = self._value("hidden_activation")
+        if activation is not None and activation not in _ACTIVATIONS:
+            raise self._wrong(f"its hidden_activation is {activation!r:.60}, known are {', '.join(_ACTIVATIONS)}")
+        return kv_heads * size
+
+    def _check_window(self, num_layers: int, size: int) -> None:
+        """Layers with a sliding window have the sizes of the others, since the graph takes one for all."""
+        for key in ("attention.key_length_swa", "attention.value_length_swa"):
+            if self._count(key, size) != size:
+                raise self._wrong("its layers with a sliding window have heads of another size")
+        if not self._value("attention.sliding_window"):
+            return
+        self._count("attention.sliding_window")
+        pattern = self._items(_SLIDING)
+        if len(pattern) != num_layers or any(isinstance(item, float) or item not in (0, 1) for item in pattern):
+            raise self._wrong("its sliding_window_pattern does not say for each layer whether it has a window")
+        if not any(pattern):  # llama.cpp ends the process
+            raise self._wrong("it names a sliding window, and none of its layers has one")
+
+    def _markov(self, width: int, num_drafted: int) -> tuple[bool, bool]:
+        """Whether there are a Markov and a confidence head."""
+        first = self._tensors.get(_MARKOV_FROM)
+        if first is None:
+            if _MARKOV_TO in self._tensors or _CONFIDENCE in self._tensors:
+                raise self._wrong(f"it has a part of a Markov head and no {_MARKOV_FROM}")
+            return False, False
+        rank = first.shape[0]
+        self._check_shapes({_MARKOV_FROM: (rank, self._vocabulary_size), _MARKOV_TO: (rank, num_drafted)})
+        found = self._tensors.get(_CONFIDENCE)
+        if found is not None and found.shape not in ((width + rank,), (width + rank, 1)):
+            raise self._wrong(f"its tensor {_CONFIDENCE!r} has the shape {found.shape}, {(width + rank, 1)} is needed")
+        return True, found is not None
+
+    # -- of several
+
+    def _target_layers(self, wanted: int = 0) -> tuple[int, ...]:
+        """The target's layers that it reads, `wanted` of them; 0: any number."""
+        items = self._items("target_layers")
+        layers = tuple(item for item in items if isinstance(item, int) and 0 <= item < 1 << 16)
+        if not layers or len(set(layers)) != len(items) or (wanted and len(layers) != wanted):
+            needed = f"{wanted} different ones are" if wanted else "one or more different ones are"
+            raise self._wrong(f"its target_layers are {list(items)!r:.60}, {needed} needed")
+        return layers
+
+    def _layer_shapes(self, width: int, heads: tuple[int, int, int], pair: int) -> dict[str, tuple[int, ...]]:
+        """What a layer of any form has. `heads`: queries, keys, the size of one; `pair`: what attention reads."""
+        (queries, keys, size), hidden = heads, self._count("feed_forward_length")
+        return {
+            "attn_norm": (width,),
+            "attn_q": (pair, queries * size),
+            "attn_k": (pair, keys * size),
+            "attn_output": (queries * size, width),
+            "ffn_norm": (width,),
+            "ffn_gate": (width, hidden),
+            "ffn_up": (width, hidden),
+            "ffn_down": (hidden, width),
+        }
+
+    def _check_ends(self, width: int, num_drafted: int) -> None:
+        self._check_shapes({EMBEDDINGS: (width, self._vocabulary_size), OUTPUT: (width, num_drafted)}, may_lack=True)
+
+    def _num_drafted(self) -> int:
+        """How many tokens it can propose; what lists them is read, since a wrong id would end the process."""
+        tensor = self._tensors.get(DRAFTED)
+        if tensor is None:
+            return self._vocabulary_size
+        if tensor.kind != "I64" or len(tensor.shape) != 1:
+            raise self._wrong(f"its {DRAFTED} is {tensor.kind} {tensor.shape}, a list of I64 is needed")
+        if OUTPUT not in self._tensors:
+            raise self._wrong(f"it has {DRAFTED} but no {OUTPUT} of that many tokens")
+        ids = self._listed(tensor)
+        if min(ids) < 0 or max(ids) >= self._vocabulary_size or len(set(ids)) < len(ids):
+            raise self._wrong(f"its {DRAFTED} must name different tokens of 0..{self._vocabulary_size - 1}")
+        return len(ids)
+
+    def _listed(self, tensor: TensorInfo) -> tuple[int, ...]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._header.data_start + tensor.offset)
+                data = file.read(8 * tensor.shape[0])
+        except OSError as exc:
+            raise ModelFileError(f"{self._path} cannot be read: {exc.strerror}") from exc
+        return struct.unpack(f"<{len(data) // 8}q", data)
+
+    def _head_size(self, width: int, heads: int) -> int:
+        """Numbers of a key and of a value of one attention head."""
+        size = self._count("attention.key_length", width // heads)
+        if self._count("attention.value_length", width // heads) != size:
+            raise self._wrong("keys and values of its heads differ in width")
+        self._check_rotated(self._count("rope.dimension_count", size), size)
+        return size
+
+    def _check_rotated(self, rotated: int, size: int) -> None:
+        if rotated > size or rotated % 2:
+            raise self._wrong(f"it rotates {rotated} of {size} numbers of a head")
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], *, may_lack: bool = False) -> None:
+        """`shapes` in GGUF order, fastest dimension first."""
+        for name, shape in shapes.items():
+            found = self._tensors.get(name)
+            if found is None and not may_lack:
+                raise self._wrong(f"it lacks the tensor {name!r}")
+            if found is not None and found.shape != shape:
+                raise self._wrong(f"its tensor {name!r} has the shape {found.shape}, {shape} is needed")
+
+    def _value(self, name: str) -> Value | None:
+        return self._header.metadata.get(f"{self._header.architecture}.{name}")
+
+    def _items(self, name: str) -> tuple[Scalar, ...]:
+        found = self._value(name)
+        return found.items if isinstance(found, GgufNumbers) else ()
+
+    def _flag(self, name: str, *, default: bool) -> bool:
+        found = self._value(name)
+        if found is not None and not isinstance(found, bool):
+            raise self._wrong(f"its {name} is {found!r:.60}, true or false is needed")
+        return default if found is None else found
+
+    def _count(self, name: str, default: int = 0) -> int:
+        """A number above 0; `default` where there is none."""
+        found = self._value(name)
+        value = default if found is None else found
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._wrong(f"its {name} is {found!r:.60}, a number above 0 is needed")
+        return value
+
+    def _wrong(self, reason: str) -> ModelFileError:
+        what = NAMES[self._form] if self._form else "draft head"
+        return ModelFileError(f"{self._path} is not a usable {what}: {reason}. Download or export it again")

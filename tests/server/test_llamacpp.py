@@ -1,0 +1,751 @@
+"""Requests as llama.cpp's page and its clients send them: what asks for nothing else is accepted, the rest refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import edgespec
+from asgi_client import Client
+from demo import TEST_THREADS
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.app import create_app
+from edgespec.server.completions import fill_prompt, read_completion
+from edgespec.server.native import File, end_of_block, fitted, read_infill, read_native
+from edgespec.server.ollama import read_generate_request
+from edgespec.server.scheduler import Scheduler
+from edgespec.server.service import Limits, Loaded, Service
+from edgespec.server.web import NOTES
+from edgespec.vocabulary import FimTokens
+from serving import BASE_URL
+from tiny_gguf import SPECIALS, Shape, write_model
+from waiting import reached
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
+BODIES = {CHAT: {"messages": QUESTION}, COMPLETION: {"prompt": "Once"}}
+# What llama-server's own page sends with its settings untouched.
+PAGE: dict[str, Any] = {
+    "stream": False, "reasoning_format": "auto", "backend_sampling": False, "temperature": 0.8, "max_tokens": -1,
+    "dynatemp_range": 0, "dynatemp_exponent": 1, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "xtc_probability": 0,
+    "xtc_threshold": 0.1, "typ_p": 1, "repeat_last_n": 64, "repeat_penalty": 1, "presence_penalty": 0,
+    "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
+    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    "timings_per_token": True, "return_progress": True, "cache_prompt": True,
+}  # fmt: skip
+
+
+def post(client: TestClient, path: str, **fields: Any) -> Any:
+    answered = client.post(path, json=BODIES[path] | {"max_tokens": 4, "temperature": 0} | fields)
+    assert answered.status_code == 200, answered.text
+    return answered
+
+
+def test_what_the_page_sends(client: TestClient):
+    answered = post(client, CHAT, **PAGE | {"max_tokens": 4})
+    assert "samplers" in answered.headers[NOTES] and answered.headers[NOTES].count(":") == 1
+    assert client.post(CHAT, json={"messages": QUESTION} | PAGE | {"seed": 1}).status_code == 200  # without a limit
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("fields", "noted"),
+    [
+        ({"cache_prompt": True, "id_slot": -1, "stop": "", "n_keep": 0, "xtc_probability": 0.0}, ""),
+        ({"cache_prompt": False}, "cache_prompt"),
+        ({"id_slot": 0}, "id_slot"),
+        ({"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}, ""),
+        ({"samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"]}, "samplers"),
+        ({"samplers": "edkypmxt"}, "samplers"),
+        ({"samplers": "etkpm", "adaptive_target": -1.0, "adaptive_decay": 0.9}, ""),
+    ],
+)
+def test_fields_that_change_nothing(client: TestClient, path: str, fields: dict[str, Any], noted: str):
+    plain, answered = post(client, path), post(client, path, **fields)
+    assert NOTES not in plain.headers
+    assert answered.headers.get(NOTES, "").partition(":")[0] == noted
+    assert text_of(answered.json()) == text_of(plain.json())
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"mirostat": 2}, "mirostat", "0 turns it off"),
+        ({"typical_p": 0.9}, "typical_p", "1 turns it off"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier", "not built in"),
+        ({"samplers": ["top_k", "temperature"]}, "samplers", "in this order: penalties, temperature"),
+        ({"samplers": "kfypmt"}, "samplers", "must be a list"),
+        ({"samplers": "kt"}, "samplers", "in this order: penalties, temperature"),
+        ({"adaptive_target": 0.5}, "adaptive_target", "-1 turns it off"),
+        ({"id_slot": 1}, "id_slot", "from -1 to 0"),
+        ({"cache_prompt": "yes"}, "cache_prompt", "true or false"),
+        ({"n_predict": 5}, "max", "give one"),
+    ],
+)
+def test_fields_that_would(client: TestClient, path: str, fields: dict[str, Any], param: str, words: str):
+    answered = client.post(path, json=BODIES[path] | {"max_tokens": 4} | fields)
+    error = answered.json()["error"]
+    assert answered.status_code == 400 and words in error["message"] and param in error["param"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_n_predict_is_the_limit(client: TestClient, path: str):
+    answer = post(client, path, max_tokens=None, n_predict=2).json()
+    assert answer["usage"]["completion_tokens"] == 2 and answer["choices"][0]["finish_reason"] == "length"
+    assert post(client, path, n_predict=-1).json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "n_predict"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_a_limit_of_0_only_reads_the_prompt(client: TestClient, path: str, limit: str):
+    """llama.vscode sends a chat ahead with n_predict 0, so that the next request finds it in the cache."""
+    text = f"A prompt that nothing sent before: {path}, {limit}."
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    read = post(client, path, **body | {"max_tokens": None, limit: 0}).json()
+    usage, choice = read["usage"], read["choices"][0]
+    assert (text_of(read), choice["finish_reason"], usage["completion_tokens"]) == ("", "length", 0)
+    assert read["timings"]["predicted_n"] == 0 < usage["prompt_tokens"] == usage["total_tokens"]
+    assert post(client, path, **body).json()["timings"]["cache_n"] >= usage["prompt_tokens"] - 1
+    sent = {"max_tokens": None, "stream": True, limit: 0, "logprobs": True if path == CHAT else 1}
+    *events, _done, _rest = post(client, path, **body | sent).text.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert parts[-1]["finish_reason"] == "length"
+    assert not any(part.get("text") or part.get("delta", {}).get("content") or part["logprobs"] for part in parts)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_timings_come_with_every_part(client: TestClient, path: str):
+    *events, _done, _rest = post(client, path, timings_per_token=True, stream=True).text.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    counts = [part["timings"]["predicted_n"] for part in parts if part["choices"][0].get("text")]
+    assert counts == sorted(counts) and (counts or path == CHAT)
+
+
+def test_a_schema_of_a_json_object(client: TestClient):
+    schema = {"type": "object", "properties": {"n": {"enum": [2, 4]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_object", "schema": schema}
+    assert json.loads(text_of(post(client, CHAT, response_format=form, max_tokens=30).json()))["n"] in (2, 4)
+    wrong = client.post(CHAT, json={"messages": QUESTION, "response_format": {**form, "schema": {"type": "x"}}})
+    assert wrong.json()["error"]["param"] == "response_format.schema"
+
+
+def test_a_model_that_never_reasons_need_not_be_told(client: TestClient):
+    off = post(client, CHAT, chat_template_kwargs={"enable_thinking": False}).json()
+    assert off["usage"]["prompt_tokens"] == post(client, CHAT).json()["usage"]["prompt_tokens"]
+    on = post(client, CHAT, chat_template_kwargs={"enable_thinking": True})
+    assert on.json()["usage"] == off["usage"] and "enable_thinking" in on.headers[NOTES]
+
+
+def test_fields_that_change_nothing_are_accepted(client: TestClient):
+    others = {"session_id": "s", "provider": {"order": ["x"]}, "draft_model": "small", "post_sampling_probs": True}
+    found = post(client, CHAT, **others, add_generation_prompt=True, continue_final_message=False)
+    assert text_of(found.json()) == text_of(post(client, CHAT).json()) and "draft_model" in found.headers[NOTES]
+    timings = found.json()["timings"]
+    assert timings["predicted_per_token_ms"] * timings["predicted_per_second"] == pytest.approx(1000)
+    assert timings["prompt_per_token_ms"] * timings["prompt_n"] == pytest.approx(timings["prompt_ms"])
+
+
+def test_where_the_prompt_ends_is_as_in_vllm_and_llama_server(client: TestClient):
+    def prompt(**fields: Any) -> str:
+        return client.post("/apply-template", json=fields).json()["prompt"]
+
+    begun = [*QUESTION, {"role": "assistant", "content": "Sure, I"}]
+    opening = "<|im_start|>assistant\n"
+    assert prompt(messages=QUESTION).removesuffix(opening) == prompt(messages=QUESTION, add_generation_prompt=False)
+    assert prompt(messages=begun).endswith(f"{opening}Sure, I")
+    assert prompt(messages=begun, continue_final_message=True, add_generation_prompt=False) == prompt(messages=begun)
+    assert prompt(messages=begun, continue_final_message=False).endswith(f"Sure, I<|im_end|>\n{opening}")
+    counted = [
+        client.post(path, json={"messages": begun, "continue_final_message": False}).json()["input_tokens"]
+        for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
+    ]
+    chat = post(client, CHAT, messages=begun, continue_final_message=False).json()
+    assert counted == [chat["usage"]["prompt_tokens"]] * 2
+    for wrong in ({"messages": begun, "add_generation_prompt": True}, {"messages": QUESTION}):
+        answered = client.post(CHAT, json=wrong | {"continue_final_message": True})
+        assert answered.status_code == 400 and "continue_final_message" in answered.json()["error"]["message"]
+
+
+def test_responses_are_answered_without_v1_too(client: TestClient):
+    body = {"input": "Hi", "max_output_tokens": 2, "temperature": 0}
+    with_v1, without = (client.post(path, json=body).json() for path in ("/v1/responses", "/responses"))
+    assert with_v1["output"][0]["content"] == without["output"][0]["content"]
+    assert client.post("/responses/input_tokens", json={"input": "Hi"}).json()["input_tokens"] > 0
+    *_, last = client.post("/responses", json=body | {"stream": True}).text.strip().split("\n\n")
+    assert last.startswith("event: response.")
+
+
+def test_a_prompt_that_does_not_fit_is_told_in_numbers(client: TestClient):
+    error = client.post(CHAT, json={"messages": [{"role": "user", "content": "x " * 5000}]}).json()["error"]
+    assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
+    assert error["n_prompt_tokens"] > error["n_ctx"] == 2048
+
+
+# -- llama-server's own paths: /completion, /apply-template, and those without /v1
+
+
+MESSAGES = [{"role": "user", "content": "Find a hotel in Paris."}]
+GREEDY = {"temperature": 0, "n_predict": 24}
+
+
+def native(client: TestClient, path: str = "/completion", **fields: Any) -> dict[str, Any]:
+    answered = client.post(path, json=fields)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+@pytest.fixture
+def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
+    return model.generate("The capital of", greedy, plain)
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+def test_a_completion(client: TestClient, expected: Any, path: str):
+    answer = native(client, path, prompt="The capital of", return_tokens=True, cache_prompt=True, **GREEDY)
+    assert (answer["content"], answer["tokens"]) == (expected.text, list(expected.token_ids))
+    assert (answer["stop"], answer["truncated"], answer["prompt"]) == (True, False, "The capital of")
+    assert answer["stop_type"] == {"length": "limit", "stop": "eos"}[expected.finish_reason]
+    assert answer["tokens_predicted"] == len(expected.token_ids) == answer["timings"]["predicted_n"]
+    assert answer["tokens_evaluated"] == len(expected.prompt_token_ids)
+    assert answer["generation_settings"]["n_predict"] == 24 and answer["model"] == "demo"
+
+
+def events(client: TestClient, **fields: Any) -> Iterator[dict[str, Any]]:
+    text = client.post("/completion", json=fields | {"stream": True}).text
+    assert "[DONE]" not in text
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        yield json.loads(event.removeprefix("data: "))
+
+
+def test_a_streamed_completion(client: TestClient, expected: Any):
+    *parts, last = events(client, prompt="The capital of", n_probs=2, timings_per_token=True, **GREEDY)
+    assert "".join(part["content"] for part in parts) == expected.text
+    assert [part["stop"] for part in (*parts, last)] == [False] * len(parts) + [True]
+    assert [token for part in parts for token in part["tokens"]] == list(expected.token_ids)
+    assert all(part["timings"]["predicted_n"] for part in parts)
+    probs = [each for part in parts for each in part["completion_probabilities"]]
+    whole = native(client, prompt="The capital of", n_probs=2, **GREEDY)
+    assert probs == whole["completion_probabilities"] and len(probs[0]["top_logprobs"]) == 2
+    assert probs[0]["id"] == expected.token_ids[0] == probs[0]["top_logprobs"][0]["id"]
+    assert last["content"] == "" and last["timings"]["predicted_n"] == len(expected.token_ids)
+
+
+def test_an_applied_template_can_be_continued(client: TestClient, model: Model, greedy: Sampling):
+    expected = model.chat(MESSAGES, greedy, GenerateOptions(max_tokens=24, drafter="none")).result()
+    prompt = native(client, "/apply-template", messages=MESSAGES)["prompt"]
+    assert MESSAGES[0]["content"] in prompt and "<|im_start|>" in prompt
+    answer = native(client, prompt=prompt, **GREEDY)
+    assert answer["content"] == expected.text
+    assert answer["tokens_evaluated"] == len(expected.prompt_token_ids)
+    begun = [*MESSAGES, {"role": "assistant", "content": "There is one "}]
+    assert native(client, "/apply-template", messages=begun)["prompt"] == prompt + "There is one "
+    tools = [{"type": "function", "function": {"name": "GetWeather", "parameters": {"type": "object"}}}]
+    assert "GetWeather" in native(client, "/apply-template", messages=MESSAGES, tools=tools)["prompt"]
+    assert client.post("/apply-template", json={"messages": []}).status_code == 400
+
+
+def test_a_prompt_of_texts_and_ids(client: TestClient, model: Model, expected: Any):
+    ids = list(expected.prompt_token_ids)
+    assert native(client, prompt=ids, **GREEDY)["content"] == expected.text
+    assert native(client, prompt=["The capital of"], **GREEDY)["content"] == expected.text
+    mixed = native(client, prompt=[ids[0], model.decode(ids[1:])], **GREEDY)
+    assert mixed["content"] == expected.text and mixed["prompt"] == "The capital of"
+
+
+def test_biases_as_pairs(client: TestClient, expected: Any):
+    first = expected.token_ids[0]
+    biased = native(client, prompt="The capital of", logit_bias=[[first, False]], return_tokens=True, **GREEDY)
+    assert biased["tokens"][0] != first
+
+
+def test_biases_as_texts_and_as_an_object(client: TestClient, model: Model, expected: Any):
+    """As in llama-server: the bias of a text is that of each of its tokens, and those of a token add up."""
+    first = expected.token_ids[0]
+    text = model.target.vocabulary.piece(first).decode()
+    assert model.target.vocabulary.encode(text) == [first]
+    given: tuple[Any, ...] = ([[text, False]], {text: -50}, {str(first): False}, [[first, -25], [text, -25]])
+    for biases in given:
+        biased = native(client, prompt="The capital of", logit_bias=biases, return_tokens=True, **GREEDY)
+        assert first not in biased["tokens"], biases
+    undone = native(client, prompt="The capital of", logit_bias=[[first, -50], [text, 50]], **GREEDY)
+    assert undone["content"] == expected.text
+
+
+def test_several_prompts_have_an_answer_each(client: TestClient, model: Model, expected: Any):
+    ids = list(expected.prompt_token_ids)
+    found: Any = native(client, prompt=["One two", ids, ["The capital", " of"]], **GREEDY)
+    assert [each["index"] for each in found] == [0, 1, 2]
+    assert found[0]["content"] == native(client, prompt="One two", **GREEDY)["content"]
+    assert found[1]["content"] == found[2]["content"] == expected.text
+    assert [each["prompt"] for each in found] == ["One two", "The capital of", "The capital of"]
+    drawn = {"prompt": "One two", "n_predict": 12, "temperature": 1, "seed": 7, "ignore_eos": True}
+    first, second = native(client, n_cmpl=2, **drawn)
+    assert first["content"] != second["content"] == native(client, **drawn | {"seed": 8})["content"]
+    some = [each["generation_settings"]["seed"] for each in native(client, n_cmpl=3, **drawn | {"seed": -1})]
+    assert some == [some[0], some[0] + 1, some[0] + 2]
+
+
+def test_what_a_client_gets_that_hangs_up(service: Service, scheduler: Scheduler):
+    """Both answers end: the one that runs and the one that waits."""
+
+    async def main() -> None:
+        fields = {"prompt": "Once", "n_cmpl": 2, "ignore_eos": True, "n_indent": 2, "t_max_predict_ms": 60_000}
+        for is_stream in (True, False):
+            client = Client(create_app(service), "/completion", messages=None, stream=is_stream, **fields)
+            await reached(lambda: scheduler.num_running == 1)
+            client.leave()
+            await client.task
+            await reached(lambda: scheduler.num_running == scheduler.num_waiting == 0)
+
+    asyncio.run(main())
+
+
+# What SillyTavern sends to llama-server with its settings untouched but for the temperature and the length.
+SILLYTAVERN: dict[str, Any] = {
+    "prompt": "The capital of", "max_new_tokens": 24, "max_tokens": 24, "logprobs": 10, "temperature": 0, "top_p": 1,
+    "typical_p": 1, "typical": 1, "min_p": 0, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0,
+    "top_k": 0, "skew": 0, "min_tokens": 0, "add_bos_token": True, "smoothing_factor": 0, "smoothing_curve": 1,
+    "dry_allowed_length": 2, "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": ["\n", ":"],
+    "dry_penalty_last_n": 0, "max_tokens_second": 0, "stopping_strings": ["\nUser:"], "stop": ["\nUser:"],
+    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    "truncation_length": 8192, "ban_eos_token": False, "skip_special_tokens": True, "include_reasoning": True,
+    "top_a": 0, "tfs": 1, "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1, "custom_token_bans": "",
+    "banned_strings": [], "api_type": "llamacpp", "api_server": "http://127.0.0.1:8080", "xtc_threshold": 0.1,
+    "xtc_probability": 0, "nsigma": 0, "top_n_sigma": 0, "min_keep": 0, "adaptive_target": -0.01,
+    "adaptive_decay": 0.9, "rep_pen": 1, "rep_pen_range": 0, "repetition_penalty_range": 0, "guidance_scale": 1,
+    "negative_prompt": "", "repeat_penalty": 1, "repeat_last_n": 0, "n_predict": 24, "num_predict": 24,
+    "num_ctx": 8192, "mirostat": 0, "ignore_eos": False, "n_probs": 10, "rep_pen_slope": 1, "n": 1, "logit_bias": [],
+    "grammar": "", "cache_prompt": True, "model": "", "stream": False,
+}  # fmt: skip
+
+
+def test_what_sillytavern_sends(client: TestClient, expected: Any):
+    answered = client.post("/completion", json=SILLYTAVERN)
+    assert answered.status_code == 200, answered.text
+    assert answered.json()["content"] == expected.text and answered.headers[NOTES].startswith("samplers: ")
+    assert len(answered.json()["completion_probabilities"][0]["top_logprobs"]) == 10
+    banned = client.post("/completion", json=SILLYTAVERN | {"banned_strings": ["Paris"]})
+    assert "banned_strings: as in llama-server there is no such setting" in banned.headers[NOTES]
+    longer = client.post("/completion", json=SILLYTAVERN | {"max_new_tokens": 25})
+    assert longer.status_code == 400 and "use n_predict" in longer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": ["a", ""]}, "prompt must not be empty"),
+        ({"prompt": ["a", None]}, "prompt must be one prompt"),
+        ({"prompt": ["a"] * 17}, "at most 16 are allowed"),
+        ({"prompt": ["a"] * 9, "n_cmpl": 2}, "at most 16 answers"),
+        ({"prompt": [True]}, "prompt must be one prompt"),
+        ({"prompt": None}, "prompt is missing: give a string or a list"),
+        ({"prompt": {"prompt_string": "x"}}, "prompt must be a string or a list"),
+        ({"prompt": "x", "n_probs": 99}, "n_probs must be"),
+        ({"prompt": "x", "mirostat": 2}, "mirostat is not supported"),
+        ({"prompt": "x", "typical_p": 0.5}, "typical_p is not supported"),
+        ({"prompt": "x", "logit_bias": [[1]]}, "logit_bias must be a list of pairs"),
+        ({"prompt": "x", "n_predcit": 4}, "did you mean 'n_predict'"),
+    ],
+)
+def test_refusals(client: TestClient, fields: dict[str, Any], words: str):
+    answered = client.post("/completion", json=fields)
+    assert answered.status_code == 400 and words in answered.json()["error"]["message"]
+
+
+def test_paths_without_a_version(client: TestClient):
+    fields = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    one, other = (client.post(f"{root}/chat/completions", json=fields).json() for root in ("", "/v1"))
+    assert one["choices"] == other["choices"]
+    assert client.get("/models").json() == client.get("/v1/models").json()
+    assert client.get("/v1/health").json() == client.get("/health").json()
+
+
+def test_input_tokens_are_counted(client: TestClient, model: Model):
+    fields = {"input": MESSAGES[0]["content"], "instructions": "Be brief."}
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    counted = native(client, "/v1/responses/input_tokens", **fields)
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(model.encode_chat(messages))}
+
+
+def test_the_health_path_needs_no_key(service: Service):
+    service.api_key = "secret"
+    client = TestClient(create_app(service), base_url=BASE_URL)
+    assert client.get("/v1/health").status_code == 200
+    assert client.get("/props").status_code == client.post("/completion", json={}).status_code == 401
+
+
+def test_a_prompt_that_is_read_tells_its_progress(client: TestClient):
+    fields = {"prompt": "one two three " * 100, "return_progress": True, "stream": True, "samplers": [], **GREEDY}
+    events = client.post("/completion", json=fields).text.removesuffix("\n\n").split("\n\n")
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    told = [part["prompt_progress"] for part in parts if "prompt_progress" in part]
+    assert told[-1]["processed"] == told[-1]["total"] == parts[-1]["tokens_evaluated"] and len(told) > 1
+    assert all(part["content"] == "" for part in parts[: len(told)])
+
+
+# -- Filling gaps, as editors ask for it: `suffix` of completions, `/infill`; and control tokens in raw prompts
+
+
+pytest.importorskip("llguidance")
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
+BEFORE, AFTER = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
+GAP: dict[str, Any] = {"input_prefix": BEFORE, "input_suffix": AFTER}
+
+
+@pytest.fixture(scope="module")
+def coder_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = write_model(tmp_path_factory.mktemp("fim") / "coder.gguf", Shape(specials=(*SPECIALS, *FIM)))
+    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def loaded(coder_model: Model) -> Iterator[Loaded]:
+    service = Service("coder", Limits(max_queued=4, timeout_s=60.0))
+    service.use(coder_model)
+    yield service.require()
+    service.require().scheduler.close()
+
+
+@pytest.fixture
+def coder(coder_model: Model) -> Iterator[TestClient]:
+    service = Service("coder", Limits(max_queued=4, timeout_s=60.0))
+    service.use(coder_model)
+    yield TestClient(create_app(service), base_url=BASE_URL)
+    service.require().scheduler.close()
+
+
+def writing(text: str) -> str:
+    """A grammar of exactly one answer."""
+    return f"start: {json.dumps(text)}"
+
+
+def shown(coder_model: Model, ids: list[int]) -> str:
+    """A prompt with its control tokens spelled out."""
+    vocabulary = coder_model.target.vocabulary
+    pieces = (vocabulary.piece(token_id) or vocabulary.token_name(token_id).encode() for token_id in ids)
+    return b"".join(pieces).decode()
+
+
+def control(coder_model: Model, ids: list[int]) -> list[str]:
+    vocabulary = coder_model.target.vocabulary
+    return [vocabulary.token_name(token_id) for token_id in ids if not vocabulary.piece(token_id)]
+
+
+# -- prompts
+
+
+def test_the_vocabulary_names_its_tokens(coder_model: Model) -> None:
+    vocabulary = coder_model.target.vocabulary
+    ids = [vocabulary.encode(name, parse_special=True)[0] for name in FIM]
+    assert vocabulary.fim == FimTokens(*ids[:5])
+    assert set(ids[3:]) <= vocabulary.end_ids, "a model that goes on with the next file has filled the gap"
+
+
+def test_a_suffix_makes_a_gap(loaded: Loaded, coder_model: Model) -> None:
+    read = read_completion(loaded, {"prompt": BEFORE, "suffix": AFTER}, [])
+    assert shown(coder_model, read.jobs[0].prompt_ids) == f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
+    ids = coder_model.encode(BEFORE)
+    assert read_completion(loaded, {"prompt": ids, "suffix": AFTER}, []).jobs[0].prompt_ids == read.jobs[0].prompt_ids
+    two = read_completion(loaded, {"prompt": [BEFORE, "x"], "suffix": "y"}, [])
+    assert shown(coder_model, two.jobs[1].prompt_ids) == f"{FIM[0]}x{FIM[1]}y{FIM[2]}"
+    first = read_completion(loaded, {"prompt": "", "suffix": AFTER}, [])
+    assert shown(coder_model, first.jobs[0].prompt_ids) == f"{FIM[0]}{FIM[1]}{AFTER}{FIM[2]}"
+    for is_raw in (True, False):
+        body = {"model": "coder", "prompt": BEFORE, "suffix": AFTER, "raw": is_raw}
+        assert read_generate_request(loaded, body, []).jobs[0].prompt_ids == read.jobs[0].prompt_ids
+
+
+def test_texts_around_a_gap_hold_no_control_tokens(loaded: Loaded, coder_model: Model) -> None:
+    read = read_completion(loaded, {"prompt": f"a{FIM[2]}", "suffix": f"{FIM[0]}b<|end|>"}, [])
+    assert control(coder_model, read.jobs[0].prompt_ids) == [*FIM[:3]]
+
+
+def test_control_tokens_of_a_raw_prompt_are_read(loaded: Loaded, coder_model: Model) -> None:
+    """Editors write the tokens themselves, and other programs the marks of a chat template."""
+    text = f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}"
+    (job,) = read_completion(loaded, {"prompt": text}, []).jobs
+    assert control(coder_model, job.prompt_ids) == [*FIM[:3]]
+    raw = read_generate_request(loaded, {"model": "coder", "prompt": text, "raw": True}, [])
+    assert raw.jobs[0].prompt_ids == job.prompt_ids
+    chat = read_generate_request(loaded, {"model": "coder", "prompt": text}, [])
+    assert not {*control(coder_model, chat.jobs[0].prompt_ids)} & {*FIM}, "a chat's message is text"
+
+
+def test_a_prompt_that_begins_the_text_itself_has_one_begin(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "bos.gguf", metadata={"tokenizer.ggml.add_bos_token": True})
+    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as opened:
+        service = Service("bos", Limits())
+        service.use(opened)
+        plain, spelled = (read_completion(service.require(), {"prompt": p}, []) for p in ("hi", "<|end|>hi"))
+        assert plain.jobs[0].prompt_ids == spelled.jobs[0].prompt_ids == opened.encode("hi")
+        native = read_native(service.require(), {"prompt": "<|end|>hi"}, [])
+        assert native.jobs[0].prompt_ids == opened.encode("hi")
+        service.require().scheduler.close()
+
+
+def test_other_files_come_first(loaded: Loaded, coder_model: Model) -> None:
+    extra = [{"filename": "a.py", "text": "import b"}, {"filename": "b.py", "text": f"x = 1{FIM[2]}\n"}]
+    (job,) = read_infill(loaded, GAP | {"input_extra": extra, "prompt": "a +"}, []).jobs
+    assert control(coder_model, job.prompt_ids) == [FIM[3], FIM[4], FIM[4], FIM[4], *FIM[:3]]
+    assert shown(coder_model, job.prompt_ids) == (
+        f"{FIM[3]}repository\n{FIM[4]}a.py\nimport b\n{FIM[4]}b.py\nx = 1{FIM[2]}\n{FIM[4]}file\n"
+        f"{FIM[0]}{BEFORE}a +{FIM[1]}{AFTER}{FIM[2]}"
+    )
+
+
+def test_a_model_without_tokens_for_files_gets_lines_between_them(coder_model: Model) -> None:
+    tokens = FimTokens(1, 2, 3)
+    ids, is_cut = fitted(coder_model.target.vocabulary, tokens, [7], [8], [File(filename="a.py", text="x")], 100)
+    assert not is_cut and ids[-5:] == [1, 7, 2, 8, 3]
+    assert coder_model.decode(ids[:-5]) == "\n\n--- snippet ---\n\nx"
+
+
+@pytest.mark.parametrize("room", range(40, 250, 7))
+def test_what_is_nearest_to_the_gap_is_kept(coder_model: Model, room: int) -> None:
+    vocabulary = coder_model.target.vocabulary
+    tokens = vocabulary.fim
+    assert tokens is not None
+    before, after = [*range(100)], [*range(100, 150)]
+    files = [File(filename=name, text="xyz" * 5) for name in ("far", "near")]
+    ids, is_cut = fitted(vocabulary, tokens, before, after, files, room)
+    assert len(ids) <= room and is_cut == (room < len(fitted(vocabulary, tokens, before, after, files, 999)[0]))
+    start, middle = ids.index(tokens.prefix), ids.index(tokens.suffix)
+    kept_before, kept_after = ids[start + 1 : middle], ids[middle + 1 : -1]
+    assert before[100 - len(kept_before) :] == kept_before and after[: len(kept_after)] == kept_after
+    if len(kept_before) + len(kept_after) < 150:
+        assert len(ids) == room and start == 0
+        assert len(kept_before) == 100 or len(kept_before) >= 0.7 * (room - 3)
+    text = coder_model.decode(ids[:start])
+    assert "near" in text or "far" not in text
+    assert ("far" in text) is not is_cut
+
+
+# -- answers
+
+
+def fill(client: TestClient, path: str = "/infill", **fields: Any) -> dict[str, Any]:
+    answered = client.post(path, json=fields)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+def test_an_answer_in_llama_servers_form(coder: TestClient) -> None:
+    answer = fill(coder, **GAP, grammar=writing("a + b"), n_predict=32, seed=-1, samplers=["infill"], cache_prompt=True)
+    assert (answer["content"], answer["stop"], answer["stop_type"]) == ("a + b", True, "eos")
+    assert answer["tokens_evaluated"] > 20 and answer["tokens_predicted"] >= 5
+    assert not answer["truncated"] and not answer["has_new_line"] and answer["timings"]["predicted_n"] >= 5
+    cut = fill(coder, **GAP, grammar=writing("a + b"), n_predict=2)
+    assert cut["stop_type"] == "limit" and "a + b".startswith(cut["content"])
+    word = fill(coder, **GAP, grammar=writing("a + b"), stop=[" +"])
+    assert (word["content"], word["stop_type"], word["stopping_word"]) == ("a", "word", " +")
+
+
+def test_llama_servers_fields_mean_what_they_do_elsewhere(coder: TestClient) -> None:
+    off = {"min_keep": 0, "mirostat": 0, "dry_multiplier": 0, "n_keep": 0, "t_max_prompt_ms": 500}
+    answered = coder.post("/infill", json=GAP | off | {"n_predict": 1, "cache_prompt": False})
+    assert answered.status_code == 200 and "cache_prompt" in answered.headers["X-Edgespec-Note"]
+    for wrong in ({"mirostat": 2}, {"id_slot": 99}):
+        assert coder.post("/infill", json=GAP | wrong).status_code == 400
+
+
+def test_drafting_is_told(coder: TestClient) -> None:
+    drafting = {"drafter": "ngram", "draft_length": 4}  # what auto does depends on how quick passes are
+    timings = fill(coder, **GAP, grammar=writing("a" * 40), speculative=drafting)["timings"]
+    assert timings["draft_n"] > 0 and sum(timings["draft_n_by_drafter"].values()) == timings["draft_n"]
+
+
+def test_chosen_fields_and_a_prompt_that_is_only_read(coder: TestClient) -> None:
+    """llama.vim asks for a few fields, and sends its other files ahead with n_predict 0."""
+    fields = ["content", "timings/prompt_n", "timings/nothing", "nothing"]
+    answer = fill(coder, **GAP, grammar=writing("a"), response_fields=fields)
+    assert {*answer} == {"content", "timings/prompt_n"} and answer["content"] == "a"
+    read = fill(coder, **GAP, n_predict=0)
+    assert (read["content"], read["tokens_predicted"]) == ("", 0)
+    assert read["tokens_evaluated"] > 20
+
+
+FORMS: dict[str, dict[str, Any]] = {"/completion": {"prompt": "a = "}, "/infill": GAP}
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_both_paths_take_the_same_fields_and_answer_in_one_form(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"grammar": writing("a + b"), "seed": 5, "n_predict": 32, "lora": [], "t_max_prompt_ms": 500}
+    body |= {"n_probs": 2, "return_tokens": True, "logit_bias": [[5, -1.5]], "post_sampling_probs": False, "n_cmpl": 1}
+    whole = coder.post(path, json=body)
+    assert whole.headers[NOTES].startswith("t_max_prompt_ms: the whole prompt is read")
+    answer = whole.json()
+    parts = streamed(coder, path, **body, timings_per_token=True)
+    probs, tokens = answer.pop("completion_probabilities"), answer["tokens"]
+    assert answer.keys() == parts[-1].keys() and answer["generation_settings"] == parts[-1]["generation_settings"]
+    assert len(probs) == len("a + b") and all(len(each["top_logprobs"]) == 2 for each in probs)
+    same = [each for part in parts[:-1] for each in part["completion_probabilities"]]
+    assert [each["id"] for each in same] == [each["id"] for each in probs]
+    sent = [token for part in parts[:-1] for token in part["tokens"]]
+    assert sent == tokens[: len(sent)] and [each["id"] for each in probs] == tokens[: len(probs)]
+    assert all(part["timings"]["predicted_n"] for part in parts)
+    shown = answer["generation_settings"]
+    assert (shown["seed"], shown["n_predict"], shown["n_probs"], shown["repeat_last_n"]) == (5, 32, 2, 64)
+    assert answer["prompt"] == FORMS[path].get("prompt", f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}")
+
+
+def streamed(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = client.post(path, json=body | {"stream": True}).text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_both_paths_only_read_a_prompt(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"n_predict": 0, "return_tokens": True, "n_probs": 1}
+    answer = fill(coder, path, **body)
+    said = ("content", "tokens", "tokens_predicted", "completion_probabilities", "stop_type", "stopping_word")
+    assert [answer[name] for name in said] == ["", [], 0, [], "limit", ""]
+    assert answer["generation_settings"]["n_predict"] == 0 == answer["timings"]["predicted_n"]
+    assert answer["tokens_evaluated"] > 3 and not answer["truncated"]
+    again = streamed(coder, path, **body, return_progress=True)
+    assert [part["stop"] for part in again] == [False] * (len(again) - 1) + [True]
+    assert all("prompt_progress" in part and part["content"] == "" for part in again[:-1])
+    assert again[-1]["tokens_cached"] >= answer["tokens_evaluated"] - 1, "the next request finds it in the cache"
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_both_paths_end_with_a_block_and_choose_fields(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"grammar": writing("a\n    b\nc"), "n_indent": 4, "response_fields": ["content", "stop_type"]}
+    assert fill(coder, path, **body) == {"content": "a\n    b\n", "stop_type": "limit"}
+    *parts, last = streamed(coder, path, **body)
+    assert "".join(part["content"] for part in parts) == "a\n    b\n"
+    assert last == {"content": "", "stop_type": "limit"}
+    long = FORMS[path] | {"grammar": writing("a\n" + "b" * 200), "t_max_predict_ms": 1}
+    answer = fill(coder, path, **long)
+    assert len(answer["content"]) < 200 and (answer["stop_type"], answer["truncated"]) == ("limit", False)
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_several_answers_are_a_list(coder: TestClient, path: str) -> None:
+    body = FORMS[path] | {"n_cmpl": 2, "seed": 7, "grammar": writing("a + b")}
+    found: Any = fill(coder, path, **body)
+    assert [(each["index"], each["content"], each["generation_settings"]["seed"]) for each in found] == [
+        (0, "a + b", 7),
+        (1, "a + b", 8),
+    ]
+    parts = streamed(coder, path, **body)
+    for index in (0, 1):
+        assert "".join(part["content"] for part in parts if part["index"] == index) == "a + b"
+    assert [part["index"] for part in parts if part["stop"]] == [0, 1]
+
+
+@pytest.mark.parametrize("path", FORMS)
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora is not supported: this server applies no adapters"),
+        ({"lora": {}}, "lora is not supported"),
+        ({"post_sampling_probs": 1}, "post_sampling_probs must be true or false"),
+        ({"n_predict": -3}, "n_predict must be a whole number from -2"),
+        ({"n_predict": 1.5}, "n_predict must be"),
+        ({"n_predict": False}, "n_predict must be"),
+        ({"n_predict": 2**63}, "n_predict must be"),
+        ({"n_predict": 4, "max_tokens": 5}, "the same setting"),
+        ({"n_probs": True}, "n_probs must be"),
+        ({"n_cmpl": 0}, "n_cmpl must be"),
+        ({"n_cmpl": 17}, "n_cmpl must be"),
+        ({"t_max_predict_ms": 2**40}, "t_max_predict_ms must be a whole number from -1 to"),
+        ({"t_max_prompt_ms": "soon"}, "t_max_prompt_ms must be"),
+        ({"n_indent": -1}, "n_indent must be"),
+        ({"response_fields": "content"}, "response_fields must be a list"),
+        ({"return_tokens": "yes"}, "return_tokens must be"),
+        ({"logit_bias": 5}, "logit_bias must be a list"),
+        ({"logit_bias": [["a", True]]}, "a number or false"),
+        ({"logit_bias": {"5": None}}, "a number or false"),
+        ({"logit_bias": [[True, 1]]}, "a number or false"),
+        ({"logit_bias": [[-1, 1]]}, "token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "token ids"),
+        ({"logit_bias": [[5, 1]] * 1025}, "at most 1024"),
+        ({"suffix": "b"}, "unknown field 'suffix'"),
+        ({"return_token": True}, "did you mean 'return_tokens'"),
+        ({"rep_pen": 1.2}, "rep_pen is not supported: use repeat_penalty"),
+    ],
+)
+def test_both_paths_refuse_the_same(coder: TestClient, path: str, fields: dict[str, Any], said: str) -> None:
+    answered = coder.post(path, json=FORMS[path] | fields)
+    assert answered.status_code == 400 and said in answered.json()["error"]["message"], answered.text
+
+
+def test_an_answer_ends_with_its_block(coder: TestClient) -> None:
+    body = GAP | {"grammar": writing("a\n    b\n\n      c\n  d\n    e"), "n_indent": 4}
+    answer = fill(coder, **body)
+    assert (answer["content"], answer["stop_type"]) == ("a\n    b\n\n      c\n  ", "limit")
+    streamed = coder.post("/infill", json=body | {"stream": True}).text.split("\n\n")
+    parts = [json.loads(line.removeprefix("data: ")) for line in streamed if line]
+    assert "".join(part["content"] for part in parts) == answer["content"]
+    assert fill(coder, **body | {"n_indent": 0})["content"].endswith("d\n    e")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"), [("a", None), ("a\n", None), ("a\n  ", None), ("a\n  b", 4), ("a\n    b\n\n", None), ("\nb", 1)]
+)
+def test_where_a_block_ends(text: str, end: int | None) -> None:
+    assert end_of_block(text, 4) == end and end_of_block(text, 0) is None
+    assert end_of_block(text, 4, text.rfind("\n") + 1) == end  # the lines before it have none
+
+
+def test_an_answer_may_have_a_limit_of_time_once_it_has_a_line(coder: TestClient) -> None:
+    long = writing("a\n" + "b" * 200)
+    assert len(fill(coder, **GAP, grammar=long, t_max_predict_ms=1)["content"]) < 200
+    assert len(fill(coder, **GAP, grammar=writing("b" * 100), t_max_predict_ms=1)["content"]) == 100
+    assert len(fill(coder, **GAP, grammar=long, t_max_predict_ms=-1)["content"]) == 202
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"input_prefix": "a"}, "input_suffix is missing"),
+        ({"input_suffix": "a"}, "input_prefix is missing"),
+        (GAP | {"input_extra": ["a"]}, "input_extra.0"),
+        (GAP | {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
+        (GAP | {"input_extra": [{"text": "a", "path": "b"}]}, "input_extra.0.path"),
+        (GAP | {"response_fields": [1]}, "response_fields"),
+    ],
+)
+def test_a_wrong_request_names_its_field(coder: TestClient, fields: dict[str, Any], said: str) -> None:
+    answered = coder.post("/infill", json=fields)
+    assert answered.status_code == 400 and said in answered.json()["error"]["message"]
+
+
+def test_ollama_names_the_capability(coder: TestClient, client: TestClient) -> None:
+    assert "insert" in fill(coder, "/api/show", model="coder")["capabilities"]
+    body = {"model": "coder", "prompt": BEFORE, "suffix": AFTER, "stream": False, "options": {"num_predict": 3}}
+    assert fill(coder, "/api/generate", **body)["done_reason"] in ("length", "stop")
+    refused = coder.post("/api/generate", json=body | {"system": "Be brief."})
+    assert refused.status_code == 400 and "system" in refused.json()["error"]
+
+
+def test_other_models_refuse_by_name(client: TestClient) -> None:
+    for path, body in (
+        ("/infill", GAP),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}),
+        ("/api/generate", {"model": "demo", "prompt": "a", "suffix": "b"}),
+    ):
+        answered = client.post(path, json=body)
+        assert answered.status_code == 501, answered.text
+        assert "Qwen2.5-Coder" in json.dumps(answered.json())
+    assert client.post("/v1/completions", json={"prompt": "a", "suffix": "", "max_tokens": 1}).status_code == 200
+
+
+def test_the_prompt_is_the_documented_order(coder_model: Model) -> None:
+    tokens = coder_model.target.vocabulary.fim
+    assert tokens is not None
+    expected = [tokens.prefix, 1, tokens.suffix, 2, tokens.middle]
+    assert fill_prompt(coder_model.target.vocabulary, tokens, [1], [2]) == expected
