@@ -55,7 +55,7 @@ from edgespec.formats.architectures import (
     read_sizes,
     rotary_settings,
 )
-from edgespec.formats.checkpoint import PREFIXES, Checkpoint, Config, Weights, head_config
+from edgespec.formats.checkpoint import NESTED, PREFIXES, Checkpoint, Config, Weights
 from edgespec.formats.gguf.heads import DRAFTED, EAGLE3, EAGLE3_LAYERS
 from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file, write_head_file
 from edgespec.types import Batch
@@ -116,6 +116,17 @@ class HeadPlan:
         if not np.isfinite(weights).all():
             raise ModelFileError(f"{self.checkpoint.tensors[source].file}: tensor {source} contains infinity or NaN")
         return weights
+
+
+def head_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """All settings on one level. Raises ModelFileError if the folder is not an EAGLE-3 head."""
+    nested = config.get(NESTED)
+    found = {**config, **nested} if isinstance(nested, dict) else dict(config)
+    if "draft_vocab_size" not in config or found.get("num_hidden_layers") != 1:
+        raise ModelFileError(
+            f"{folder} is not an EAGLE-3 head: its config.json has no draft_vocab_size or more than one layer"
+        )
+    return found
 
 
 def plan_head(folder: Path, target_folder: Path) -> HeadPlan:

@@ -29,7 +29,7 @@ from tiny_gguf import write_model
 
 TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
-HEAVY = ("torch", "transformers", "safetensors", "onnxruntime_genai")
+HEAVY = ("torch", "transformers", "safetensors")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,7 +27,7 @@ from tiny_checkpoints import write_checkpoint
 TARGET, DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
 ROTATED = {"rope_type": "default", "rope_theta": 5000.0}
-HEAVY = ("torch", "transformers", "safetensors", "onnxruntime_genai", "onnxscript")
+HEAVY = ("torch", "transformers", "safetensors")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
