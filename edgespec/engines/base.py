@@ -83,12 +83,10 @@ class EarlyExit(ABC):
     """The first layers and the head of a loaded target as a draft, over the target's own weights and cache.
 
     The target's next pass reuses what these layers computed; the target's cache is never changed. `bytes_used`: memory
-    of the states that are passed on; it uses `layers` of the target's `num_layers`.
+    of the states that are passed on.
     """
 
     bytes_used: int
-    layers: int
-    num_layers: int
 
     @abstractmethod
     def follow(self, token_ids: TokenIds) -> int | None:

@@ -25,13 +25,19 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.onnx.forms import WholeNumbers
 from edgespec.formats.onnx.llama import rotary_tables, write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.w8a8 import quantise_columns, quantise_rows
+from edgespec.formats.onnx.w8a8 import quantise_rows
 from edgespec.types import Batch
 from llama_graph import LlamaGraph
 from plain_demo import plain_demo
 
 SHIPPED = DEMO / "onnx" / "target"
 LAYERS = 9
+
+
+def quantise_columns(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Codes [K, N] and scales [N] of weights [K, N]."""
+    scales = np.abs(weights).max(axis=0) / np.float32(127)
+    return np.rint(weights / scales).astype(np.int8), scales
 
 
 class Quantised:

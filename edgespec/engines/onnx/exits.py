@@ -50,8 +50,8 @@ class Partition:
 def partition(graph: Graph, path: Path, layers: int) -> Partition:
     """`graph`, as `read_graph` rewrote it, cut after layer `layers`.
 
-    Raises ConfigError for a number of layers outside 1..all but one, CapabilityError for a graph that
-    neither edgespec nor onnxruntime-genai's model builder wrote.
+    Raises ConfigError for a number of layers outside 1..all but one, CapabilityError for a graph whose layers have not
+    the names that edgespec gives.
     """
     import onnx  # not before a graph is cut
 
@@ -205,7 +205,6 @@ class ExitPasses(Passes):
     def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
         cut = partition(graph, source.path, layers)
         self.capacity = settings.cells(graph)
-        self.layers, self.num_layers = layers, len(graph.cache) // 2
         self.least_rows, self.edge = 1, settings.edge
         self._parts: list[Part] = []
         self.device: Device
@@ -302,7 +301,6 @@ class OnnxExit(EarlyExit):
         self._ids = np.zeros(passes.capacity, np.int32)
         self._end = 0
         self.bytes_used = passes.bytes_used
-        self.layers, self.num_layers = passes.layers, passes.num_layers
 
     def follow(self, token_ids: TokenIds) -> int | None:
         length = self._lengths[0]

@@ -35,18 +35,6 @@ CONSTANTS = {
 }
 
 
-def quantise_columns(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Codes [K, N] and scales [N] of weights [K, N]; a column of zeros has the scale 1."""
-    codes = np.empty(weights.shape, np.int8)
-    scales = np.empty(weights.shape[1], np.float32)
-    for start in range(0, weights.shape[1], COLUMNS):
-        part = np.ascontiguousarray(weights[:, start : start + COLUMNS])
-        scale = scales_of(np.abs(part).max(axis=0))
-        codes[:, start : start + COLUMNS] = np.clip(np.rint(part / scale), -LARGEST, LARGEST)
-        scales[start : start + COLUMNS] = scale
-    return codes, scales
-
-
 def quantise_rows(rows: NDArray[np.float32], size: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Codes [N, K], 128 for zero, and scales [N, K / size] of rows [N, K]."""
     codes = np.empty(rows.shape, np.uint8)
