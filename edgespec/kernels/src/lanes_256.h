@@ -12,7 +12,7 @@ struct Two { __m256i a, b; };
 struct TwoFloats { __m256 a, b; };
 
 struct Lanes {
-  static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 4096;
+  static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 8192;
   using Bytes = Two;
   using Int = Two;
   using Part = Two;
