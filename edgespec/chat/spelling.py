@@ -56,10 +56,6 @@ def _whole_number(text: str) -> int | float:
     return Spelled(text) if text == "-0" else int(text)
 
 
-DECODER = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=no_constant)
-"""Reads JSON with its numbers as they are spelled. Raises ValueError, and RecursionError for a value nested deeply."""
-
-
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
