@@ -396,8 +396,9 @@ EXPORT int64_t edgespec_cache_bytes(int32_t type, const int32_t* sizes, int64_t 
   }
   return __builtin_mul_overflow(cell * kChunk, slots * chunks, &bytes) ? -1 : bytes;
 }
-// The number of a cache in `memory`, of as many bytes as above, for graphs; 0 without memory. It must outlive all passes.
+// The number of a cache in `memory`, of as many bytes as above, for graphs; 0 if there cannot be one, or without memory. It must outlive all passes.
 EXPORT int64_t edgespec_hold_cache(uint8_t* memory, int32_t type, const int32_t* sizes, int64_t count, int64_t slots, int64_t chunks) {
+  if (edgespec_cache_bytes(type, sizes, count, slots, chunks) < 0) return 0;
   Cache* c = static_cast<Cache*>(malloc(sizeof(Cache) + size_t(count) * (sizeof(int64_t) + sizeof(int32_t))));
   if (!c) return 0;
   int64_t* starts = reinterpret_cast<int64_t*>(c + 1);
@@ -418,10 +419,10 @@ EXPORT void edgespec_drop_cache(int64_t number) {
   for (Cache** each = &caches; *each; each = &(*each)->next) if ((*each)->number == number) { Cache* gone = *each; *each = gone->next; free(gone); return; }
 }
 // Copies `count` cells of a slot to (or from) `flat`, which is, for each head, its keys and its values as a chunk of `room`
-// (a multiple of 16) cells has them. -1: nobody holds the cache, or something is outside it.
+// (a multiple of 16, at most a slot's) cells has them. -1: nobody holds the cache, or something is outside it.
 EXPORT int32_t edgespec_copy_cells(int64_t number, int32_t into_cache, int64_t slot, const int32_t* cells, int64_t count, uint8_t* flat, int64_t room) {
   const Cache* c = find_cache(number);
-  if (!c || slot < 0 || slot >= c->slots || count < 0 || room % kLanes || count > room) return -1;
+  if (!c || slot < 0 || slot >= c->slots || count < 0 || room % kLanes || count > room || room > c->chunks * kChunk) return -1;
   for (int64_t i = 0; i < count; i++) if (cells[i] < 0 || cells[i] >= c->chunks * kChunk) return -1;
   for (int64_t h = 0; h < c->heads; h++) {
     const int64_t bytes = room * vector_bytes(c->type, c->sizes[h]);
