@@ -119,7 +119,11 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to(drafts, opens)
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     request = DraftRequest(text, 9, sampler, layer_inputs=features_of(text[:-1]))
     whole = drafter.draft(request)
-    assert whole.num_tokens == (5 if opens is OpenBlock else 9) and whole.evidence is not None and whole.distributions is None
+    assert (
+        whole.num_tokens == (5 if opens is OpenBlock else 9)
+        and whole.evidence is not None
+        and whole.distributions is None
+    )
     heard: list[int] = []
 
     def two(num_drafted: int, evidence: tuple[float, ...]) -> bool:
