@@ -348,19 +348,17 @@ class Model(Closing):
         return self._pool.names
 
     @contextmanager
-    def measuring(self, *, keeps_text: bool = False) -> Iterator[tuple[Engine, Engine | None]]:
+    def measuring(self) -> Iterator[tuple[Engine, Engine | None]]:
         """Exclusive use of the target's engine and the draft model's (None without one), with empty caches.
 
-        `keeps_text`: a conversation that continues afterwards is not read again, where that saves time.
         No generation runs within the block. Raises Busy and StateError.
         """
         with self._executor.exclusive() as pool:
-            clear = self._executor.set_aside if keeps_text else self._executor.forget
-            clear()
+            self._executor.forget()
             try:
                 yield self.target, pool.draft_engine
             finally:
-                clear()
+                self._executor.forget()
 
     @property
     def draft_engine(self) -> Engine | None:

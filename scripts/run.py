@@ -64,12 +64,9 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {
     "test": ["test"],
     "lint": ["lint"],
-    "chat": ["convert"],
     "serve": ["server"],
     "export": ["export"],
     "bench": ["bench"],
-    "distill": ["train"],
-    "train-heads": ["train"],
 }
 # Commands that read a GGUF themselves, if at all.
 ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
@@ -153,7 +150,7 @@ def main(arguments: list[str]) -> int:
         build_kernels()
         keep_bytecode()
         return run_python("-m", "pytest", *IN_PARALLEL, *(arguments[1:] or ["-q"]))
-    start_kernels()
+    start_kernels(waits=arguments == ["chat"])  # which offers a real model where one would run
     return run_python("-m", "edgespec", *arguments)
 
 
@@ -356,8 +353,11 @@ def build_kernels_quietly() -> None:
         raise
 
 
-def start_kernels() -> None:
-    """Compile the kernels in a process of its own, if that is due. A failure is told once, and hinders nothing."""
+def start_kernels(*, waits: bool = False) -> None:
+    """Compile the kernels, if that is due, in a process of its own unless this one `waits` for them.
+
+    A failure is told once, and hinders nothing.
+    """
     builder = kernels_builder()
     if os.environ.get("EDGESPEC_KERNELS") or builder.find_library(KERNELS):
         return
@@ -370,6 +370,12 @@ def start_kernels() -> None:
                 f"{Path(sys.executable).name} {Path(__file__)} kernels"
             )
         if failed.removesuffix(TOLD) == builder.source_hash():
+            return
+        if waits:
+            try:
+                build_kernels()
+            except SystemExit:  # it has said why
+                KERNELS_FAILED.write_text(builder.source_hash(), encoding="utf-8")
             return
         with KERNELS_LOCK.open("a+b") as lock:
             if not try_lock(lock):

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from demo import DEMO, TEST_THREADS
-from demo_training import corpus
 from edgespec.bench import prompts as datasets
 from edgespec.installation import has_engine
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
+from trainlib import demo_texts as corpus
 from workers import Turns, wanted_processes
 
 os.environ.setdefault("OMP_NUM_THREADS", str(TEST_THREADS))  # of torch, which reads it when it is first imported
@@ -149,7 +149,7 @@ def q4_k_m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
     if not has_engine("llamacpp"):
         pytest.skip("quantises with llama.cpp, which is not installed")
-    from edgespec.export.gguf import export_gguf
+    from edgespec.export.gguf.quantise import export_gguf
 
     path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
     export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
@@ -166,7 +166,7 @@ def onnx_path() -> Path:
 def tiny_graph_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny_path` as a float32 ONNX graph with attention over a shared cache, as a conversion writes it."""
     pytest.importorskip("gguf", reason="a conversion needs the package gguf")
-    from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+    from edgespec.export.onnx.writer import convert_gguf, open_gguf
 
     return convert_gguf(open_gguf(tiny_path), tmp_path_factory.mktemp("graph"), "fp32", None)
 

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from edgespec.cli import FilePath, as_typed
-from edgespec.cli.converted_model import offer_conversion, with_converted
 from edgespec.cli.dialogue import Chat, SavedChat
 from edgespec.cli.first_model import CHOSEN_HERE, first_model
 from edgespec.cli.main import exit_code
@@ -53,7 +52,6 @@ def command(
     if (name := first_model(settings)) is not None:
         settings = resolve_settings(given, name, config_file)
         settings = Settings(settings.values, {**settings.sources, "model": CHOSEN_HERE})
-    settings = with_converted(settings)
     saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)
@@ -68,7 +66,7 @@ def command(
         finally:
             saved.end(chat)
     finally:
-        chat.session.model.close()  # not always the one that was opened first
+        session.model.close()
 
 
 def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first: str | None = None) -> int:
@@ -76,11 +74,8 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first:
 
     The exit code of a pipe is that of its last failed message.
     """
-    code, may_offer = 0, True
+    code = 0
     while True:
-        if may_offer and chat.totals.num_generations:  # the user reads the first answer
-            may_offer = False
-            _offer(chat)
         try:
             if first is not None:
                 message, is_command, first = first, False, None
@@ -113,11 +108,3 @@ def _next_message(chat: Chat, read_line: ReadLine) -> tuple[str, bool]:
     finally:
         if chat.edited is not None and (found is None or found[1] or not found[0].strip()):
             chat.end_edit()
-
-
-def _offer(chat: Chat) -> None:
-    """Go on with the model converted, where that is faster and the user agrees."""
-    found = offer_conversion(chat.session)
-    if found is not chat.session:
-        chat.session = found
-        show_beginning(found)

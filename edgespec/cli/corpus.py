@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.bench.own_text import ANSWER_TOKENS, QUESTION_TOKENS, OwnText
 from edgespec.cli import FilePath, printable, say
-from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
-from edgespec.config.options import REMEMBERING, LoadOptions
+from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
 from edgespec.corpus.database import (
     MAX_BUDGET_BYTES,
-    MAX_NAME_LENGTH,
     Corpus,
     CorpusText,
     Documents,
@@ -36,12 +30,10 @@ from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, StateError
 from edgespec.loading.opening import open_vocabulary
 from edgespec.platform.files import resolved
-from edgespec.runtime import load
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
 _MIB = 1 << 20
-OWN_CONTEXT = 2 * (ANSWER_TOKENS + QUESTION_TOKENS)  # tokens, the chat template included
 _MODEL = click.option(
     "-m", "--model", metavar="MODEL", help="Model that the texts are for, and all with its vocabulary.  [default: demo]"
 )
@@ -53,7 +45,7 @@ def command(context: click.Context) -> None:
     """Texts on this disk to draft from. They change the speed of an answer, never its words.
 
     There are two kinds, each stored per vocabulary in the folder `texts` of EDGESPEC_HOME or of your data folder:
-    what you add here or let the model write (used by drafter suffix), and the answers of chat and generate with --learn
+    what you add here (used by drafter suffix), and the answers of chat and generate with --learn
     (used by drafter cache), the latest 262144 tokens of the last 180 days. Without --learn no answer is stored; prompts
     never are. `edgespec corpus rm --learnt` deletes stored answers.
     """
@@ -87,44 +79,6 @@ def add(paths: tuple[Path, ...], model: str | None, name: str | None, budget: in
                 note(f"left out: {_reasons(documents)}")
             say(f"added for {_name_of(model)}: {_described(added)}")
     return 0
-
-
-@command.command("write")
-@_MODEL
-@click.option(
-    "--minutes", type=click.FloatRange(0, 100_000, min_open=True), default=20.0, show_default=True, help="How long."
-)
-@click.option("--name", help="Name of the text; more is added to it.  [default: written by MODEL]")
-@click.option(
-    "-np", "--parallel", type=click.IntRange(1, 64), default=8, show_default=True, help="Texts written at once."
-)
-def write(model: str | None, minutes: float, name: str | None, parallel: int) -> int:
-    """Let the model write: it makes up questions and answers them, and later answers draft from that.
-
-    Nothing is trained. What is written is kept after every batch of answers, and Ctrl-C ends it. Run it again for more.
-    """
-    if name is not None:
-        check_name(name)
-    given = {"model": model, "context_length": OWN_CONTEXT, "reproducible": False}
-    settings = resolve(given).without(REMEMBERING)  # nobody asked these questions
-    options = LoadOptions(**settings.part("load") | {"parallel": parallel})
-    with load(options) as loaded:
-        vocabulary = loaded.target.vocabulary
-        corpus, source = Corpus(vocabulary_key(vocabulary), vocabulary.size), f"written by {loaded.pair.name}"
-        name = name or source[:MAX_NAME_LENGTH]
-        corpus.check_is_free(name, source)
-        batches, added = OwnText(loaded, seed=secrets.randbits(30)).batches(), None  # other texts than before
-        end_s, total_s = monotonic() + 60 * minutes, 60 * minutes
-        code = 0
-        try:
-            with waiting("writing (seconds)") as on_progress:
-                while (left_s := end_s - monotonic()) > 0:
-                    on_progress(int(total_s - left_s), int(total_s), "writing (seconds)")
-                    added = corpus.add(name, source, next(batches), is_more=True)
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-    say(f"kept: {_described(added)}" if added else "nothing was written: give it more --minutes")
-    return code
 
 
 @command.command("ls")

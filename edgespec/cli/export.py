@@ -19,9 +19,8 @@ from edgespec.cli.terminal import note
 from edgespec.platform.files import exists, expanded, resolved
 
 if TYPE_CHECKING:
-    from edgespec.export.pair import Exported
+    from edgespec.export.pair import Exported, Reporter
     from edgespec.export.request import ExportRequest
-    from edgespec.export.stages import Reporter
     from edgespec.types import Progress
 
 LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were made
@@ -37,14 +36,14 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     multiple=True,
     metavar="Q",
     help="Type of the weights, such as q4_k_m, int8 or w8a8; for both formats give it twice, or as gguf=Q and onnx=Q. "
-    "ONNX: q8_0 and q4_k_m run on edgespec's own processor kernels; int8, w8a8, int4, fp16 and fp32 on any ONNX "
-    "Runtime, int8, int4 and fp16 also on GPUs.  [default: q8_0 and int8]",
+    "ONNX: q8_0 and q4_k_m run on edgespec's own processor kernels; int8, w8a8, int4 and fp32 on any ONNX Runtime, all "
+    "but w8a8 also on GPUs.  [default: q8_0 and int8]",
 )
 @click.option(
     "--draft",
     metavar="HF",
-    help="Folder or hub id of a draft with the same vocabulary, or of an EAGLE-3 head made for SOURCE; for a "
-    "SOURCE.gguf another .gguf. Or HEADS.npz of train-heads; none: not those that edgespec has for SOURCE either.",
+    help="Folder or hub id of a draft with the same vocabulary; for a SOURCE.gguf another .gguf. Or HEADS.npz trained "
+    "for SOURCE; none: not those that edgespec has for SOURCE either.",
 )
 @click.option(
     "--draft-quant",
@@ -69,24 +68,10 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     "added.",
 )
 @click.option(
-    "--derive",
-    metavar="HOW:LAYERS",
-    help="Make a draft of the target's own layers: early-exit:5 takes the first five and shares their weights with "
-    "the target, early-exit:auto chooses the number by measuring on its own text; prune:0-3,8 keeps the layers listed "
-    "(counted from 0) in files of its own.",
-)
-@click.option(
     "--group-size",
     type=int,
     metavar="N",
-    help="ONNX: weights per scale; at 128 or more, int8 is not reproducible.  [default: int8 and w8a8 64, int4 32]",
-)
-@click.option(
-    "--in-groups",
-    "grouped",
-    metavar="LIST",
-    help="w8a8: matrices that keep a scale per 64 weights, such as down_proj,lm_head, or none: more of them lose less "
-    "of the model and make passes over many tokens slower.  [default: down_proj]",
+    help="ONNX: weights per scale; at 128 or more, int8 is not reproducible.  [default: int8 64, int4 32]",
 )
 @click.option(
     "--imatrix",
@@ -95,7 +80,11 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     help="GGUF: text from which the importance of weights is measured before they are quantised.",
 )
 @click.option(
-    "--exporter", default="auto", metavar="NAME", help="ONNX: auto, edgespec, builder, transformers or optimum."
+    "--exporter",
+    default="edgespec",
+    metavar="NAME",
+    help="ONNX: edgespec, or optimum for models that it does not know; that needs torch and makes slower graphs.  "
+    "[default: edgespec]",
 )
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a hub id.")
 @click.option("--name", metavar="NAME", help="Name of the pair.  [default: the source's; of a GGUF with its new type]")
@@ -137,31 +126,19 @@ def _request(
     quants: tuple[str, ...],
     draft: str | None,
     draft_quants: tuple[str, ...],
-    derive: str | None,
-    grouped: str | None,
     no_check: bool,
     **rest: Any,
 ) -> ExportRequest:
-    from edgespec.export.request import (
-        DEFAULT_QUANTS,
-        Derivation,
-        ExportRequest,
-        parse_formats,
-        parse_grouped,
-        parse_quants,
-    )
+    from edgespec.export.request import DEFAULT_QUANTS, ExportRequest, parse_formats, parse_quants
     from edgespec.loading.engine_choice import GAINING, shipped_heads
 
     formats = parse_formats(to)
     if output is None:
         output = Path(f"{re.sub(r'[.]gguf$', '', resolved(expanded(source)).name) or 'model'}-pair")
     source = _weights_of(source)
-    if derive == "early-exit:auto":
-        derive = _chosen_exit(expanded(source), rest["threads"])
-    derivation = None if derive is None else Derivation.parse(derive)
     chosen = {wanted: DEFAULT_QUANTS[wanted] for wanted in formats} | parse_quants("--quant", quants, formats)
     heads = expanded(draft) if draft is not None and draft.lower().endswith(".npz") else None
-    gains = draft is None and derivation is None and chosen.get("onnx") in GAINING
+    gains = draft is None and chosen.get("onnx") in GAINING
     if gains and (heads := shipped_heads(expanded(source))):
         note("with the heads that edgespec has for this file, which draft for it (--draft none leaves them out)")
     return ExportRequest(
@@ -171,8 +148,6 @@ def _request(
         heads=heads,
         quants=chosen,
         draft_quants=parse_quants("--draft-quant", draft_quants, formats),
-        derivation=derivation,
-        grouped=None if grouped is None else parse_grouped(grouped),
         check=not no_check,
         made_by=f"edgespec {__version__}",
         **rest,
@@ -191,24 +166,9 @@ def _weights_of(source: str) -> str:
     return str(resolve(source, engine="llamacpp").target)
 
 
-def _chosen_exit(folder: Path, threads: int | None) -> str:
-    """The early exit with the highest expected gain; each one is measured and shown."""
-    from edgespec.export.exit_choice import best_exit, exits_of
-
-    exits = exits_of(folder, threads)
-    for found in exits:
-        note(
-            f"exit after layer {found.layers}: matches {found.acceptance:.1%} of the target's tokens, expected "
-            f"{found.speedup:.2f}x with drafts of {found.length}"
-        )
-    best = best_exit(exits)
-    note(f"chosen: early-exit:{best.layers}")
-    return f"early-exit:{best.layers}"
-
-
 def _print(request: ExportRequest, done: Exported) -> None:
     from edgespec.cli.shell import run_command
-    from edgespec.export.resources import human
+    from edgespec.export.room import human
     from edgespec.formats.manifest import read_pair
 
     click.echo(f"{done.folder}")

@@ -54,8 +54,6 @@ _SECTIONS = {
     },
     "Make models": {
         "export": "Convert a Hugging Face model to GGUF or ONNX, with a draft.",
-        "distill": "Train a small draft model for a target.",
-        "train-heads": "Train Medusa or EAGLE heads for a target.",
     },
 }
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module

@@ -57,21 +57,9 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     return 0
 
 
-def fetched(
-    model: str,
-    *,
-    name: str = "",
-    draft: str = "",
-    wants_draft: bool = True,
-    revision: str = "",
-    is_converted: bool = False,
-) -> ModelPair:
-    """Pull a model and show how far it is. Raises as `edgespec.loading.pull.pull`.
-
-    `is_converted`: it is not to be run as it is, so that nothing is said of the engine that it would need.
-    """
-    with _progress() as (on_bytes, say):
-        on_note = _ignore if is_converted else say
+def fetched(model: str, *, name: str = "", draft: str = "", wants_draft: bool = True, revision: str = "") -> ModelPair:
+    """Pull a model and show how far it is. Raises as `edgespec.loading.pull.pull`."""
+    with _progress() as (on_bytes, on_note):
         return pull_model(model, on_bytes, on_note, name=name, draft=draft, wants_draft=wants_draft, revision=revision)
 
 
@@ -108,7 +96,3 @@ def _progress() -> Iterator[tuple[OnBytes, OnNote]]:
                 note(text)
 
         yield on_bytes, say
-
-
-def _ignore(_text: str) -> None:
-    """Takes notes that do not concern the user."""

@@ -103,15 +103,3 @@ def report_progress(text: str) -> bool:
         return False
     _waiting[-1].on_progress(0, 0, text)
     return True
-
-
-class Stages:
-    """The reporter of an export that is a part of something else: shows what takes long, and nothing else."""
-
-    def note(self, text: str) -> None:
-        """What only the command `export` says."""
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[OnProgress]:
-        with waiting(title) as on_progress:
-            yield on_progress

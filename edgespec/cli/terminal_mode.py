@@ -12,11 +12,11 @@ from types import FrameType
 
 
 @contextmanager
-def typed_unseen(*, by_key: bool = False) -> Iterator[None]:
+def typed_unseen() -> Iterator[None]:
     """Within the block, what is typed does not appear in what is printed, and waits to be read.
 
-    `by_key`: each key can be read at once, not only whole lines. After Ctrl-Z the shell sets the terminal back, so this
-    is done again when the program goes on in the foreground. Standard input must be a terminal, and not Windows'.
+    After Ctrl-Z the shell sets the terminal back, so this is done again when the program goes on in the foreground.
+    Standard input must be a terminal, and not Windows'.
     """
     assert sys.platform != "win32"
     import termios
@@ -24,7 +24,7 @@ def typed_unseen(*, by_key: bool = False) -> Iterator[None]:
     terminal = sys.stdin.fileno()
     usual = termios.tcgetattr(terminal)
     unseen = usual.copy()
-    unseen[3] &= ~(termios.ECHO | termios.ICANON) if by_key else ~termios.ECHO
+    unseen[3] &= ~termios.ECHO
 
     def set_unseen(_number: int = 0, _frame: FrameType | None = None) -> None:
         if _is_in_front(terminal):  # a change from the background would stop the program

@@ -2,7 +2,7 @@
 
 Each step reads a state and the token behind it, and predicts the next state, from which the reduced head scores the
 next token. For committed text it reads the target's own states, for its draft those that it predicted itself; only
-pairs of the former stay in the cache of keys and values. `edgespec train-heads --kind eagle` makes the head.
+pairs of the former stay in the cache of keys and values. `scripts/train/heads.py` makes the head.
 
 Reading a long prompt at once would take as long as one of the target's passes or several. So the first draft reads its
 end, and each one behind it a part before that: with one layer a pair's keys and values do not depend on others.

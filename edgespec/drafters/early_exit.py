@@ -1,8 +1,4 @@
-"""The target's first layers and head as its draft model, without weights of its own in memory.
-
-Either with an engine over the target's weights and its own cache, or with the target's engine itself, which keeps the
-states of the first layers so that the verifying pass starts behind them.
-"""
+"""The target's first layers and head as its draft model; the target's pass goes on behind the states they computed."""
 
 from __future__ import annotations
 
@@ -10,24 +6,13 @@ import numpy as np
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import DrawnChain
-from edgespec.drafters.model import ChainDrafter, ModelDrafter
+from edgespec.drafters.model import ChainDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import Passes
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
 
 
-class EarlyExitDrafter(ModelDrafter):
-    """Drafts with `engine`, which it owns and closes, over the target's weights in memory."""
-
-    name = "early-exit"
-
-    @property
-    def bytes_used(self) -> int:
-        facts = self._engine.facts
-        return facts.kv_bytes_per_token * facts.context_length
-
-
-class SharedStateDrafter(ChainDrafter):
+class EarlyExitDrafter(ChainDrafter):
     """Drafts with the early exit of the engine `target`, which it does not own: same cache, shared states.
 
     It follows the target's first sequence, which has read the text already: nothing to catch up with, and no window.

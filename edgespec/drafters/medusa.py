@@ -3,7 +3,7 @@
 A draft costs one multiplication by each head and one by the cut-down vocabulary for all of them together. A head knows
 the state and the token that was sampled from it, not what the heads before it propose: the tree of drafts (section
 2.1.2) has the same candidates at all nodes of a depth. The paper takes the same paths of that product for all texts;
-here each round takes the most probable ones. `edgespec train-heads --kind medusa` makes heads.
+here each round takes the most probable ones. `scripts/train/heads.py` makes heads.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class StateDrafter(Drafter):
             size = float(np.sqrt(np.mean(np.square(heads.vocabulary))))
         if not 0 < size < np.inf:
             raise ModelFileError(
-                f"the {self.name} heads' vocabulary has rows of mean size {size:g}: train them again (edgespec "
-                "train-heads), or leave them out"
+                f"the {self.name} heads' vocabulary has rows of mean size {size:g}: train them again "
+                "(scripts/train/heads.py), or leave them out"
             )
         self._size = np.float32(1.0 / size)
         self._rows, self._scored = rows, ScoredTokens(heads, vocabulary_size, rows)
@@ -202,7 +202,7 @@ class StateDrafter(Drafter):
         if not np.isfinite(scores).all():
             raise EngineError(
                 f"the {self.name} heads gave scores that are not finite: they are damaged, or overflow with this "
-                "target. Train them again (edgespec train-heads), or use another drafter"
+                "target. Train them again (scripts/train/heads.py), or use another drafter"
             )
         return self._scored.row(scores)
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from edgespec.errors import ModelFileError, ModelNotFound
+from edgespec.config.options import Sampling
+from edgespec.config.values import is_number
+from edgespec.errors import ModelFileError, ModelNotFound, SamplingError
 from edgespec.loading.hub import endpoint as hub_endpoint
 from edgespec.loading.hub import library, reason_of
 
@@ -204,3 +207,52 @@ def _foreign(hub: ModuleType) -> tuple[type[Exception], ...]:
     """The exceptions of huggingface_hub; its HTTP error class differs between releases."""
     http_error: type[Exception] = getattr(hub.errors, "HTTPError", OSError)
     return OSError, ValueError, http_error
+
+
+# what a folder says of its model
+
+# name in generation_config.json -> name in a manifest
+SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
+
+
+def card_licence(folder: Path) -> str:
+    """The licence named in a model card's front matter; empty if there is none."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    matter = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+    found = {key: _entry(matter.group(1), key) for key in ("license", "license_name")} if matter else {}
+    if found.get("license", "") in ("", "other"):
+        return found.get("license_name", "") or found.get("license", "")
+    return found["license"]
+
+
+def _entry(matter: str, key: str) -> str:
+    """A scalar of YAML front matter, or the first item of a list."""
+    found = re.search(rf"^{key}:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n]*)$", matter, re.MULTILINE)
+    return found.group(1).strip().strip("'\"[]") if found else ""
+
+
+def recommended_sampling(folder: Path) -> dict[str, float]:
+    """Sampling settings of generation_config.json, by their name in `Sampling`; empty if it does not sample."""
+    try:
+        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(settings, dict) or not settings.get("do_sample"):
+        return {}
+    chosen = {ours: settings[theirs] for theirs, ours in SAMPLING_NAMES.items() if is_number(settings.get(theirs))}
+    return {key: value for key, value in chosen.items() if _is_allowed(key, value)}
+
+
+def _is_allowed(key: str, value: float) -> bool:
+    try:
+        Sampling(**{key: value})  # type: ignore[arg-type]
+    except SamplingError:
+        return False
+    return True

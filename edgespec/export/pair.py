@@ -1,37 +1,88 @@
-"""The export: find the source, plan, convert, check, write the manifest, publish the pair folder.
+"""The export: find the sources, plan, convert, check, write the manifest, publish the pair folder.
 
-Every file is a stage in the workspace's journal, so that an interrupted export can be resumed. The folder gets its
-final name only after all files passed the check.
+Sources are checkpoints (a folder or a hub id), which become GGUFs and ONNX graphs, or GGUF files, which become graphs.
+Layout of a pair:
+
+    target-QUANT.gguf  draft-QUANT.gguf  onnx/target/model.onnx ...  onnx/draft/model.onnx ...  heads/eagle.npz
+
+What is finished is in the workspace's journal, so that an interrupted export can be resumed. The folder gets its final
+name only after all files passed the check.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from edgespec.config.values import EngineName
-from edgespec.errors import ConfigError
-from edgespec.export.file_checks import check_stages
-from edgespec.export.given_heads import STAGE as GIVEN_HEADS
-from edgespec.export.given_heads import check_fit, check_given_heads, heads_stages
-from edgespec.export.hub import find_source, source_here
-from edgespec.export.maker import Model, groups_note, stages_of
-from edgespec.export.manifest import card_licence, recommended_sampling, write_manifest
-from edgespec.export.onnx.convert import check_architecture, require_exporter
-from edgespec.export.plan import Facts, needs_of, read_facts
-from edgespec.export.reference import require_packages
-from edgespec.export.request import ExportRequest, Format
-from edgespec.export.resources import check_room, human
-from edgespec.export.stages import Artefact, Reporter, run_stages
-from edgespec.export.tokens import check_round_trip, check_same_tokens, token_names
-from edgespec.export.workspace import Workspace, check_output, opened
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import DrafterName, EngineName
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
+from edgespec.export.check import (
+    CHECK_CONTEXT,
+    FLOAT,
+    Checked,
+    ExportRefused,
+    Figures,
+    Made,
+    check_conversion,
+    compare,
+    limits_of,
+    open_engine,
+)
+from edgespec.export.hub import Source, card_licence, find_source, recommended_sampling, source_here
+from edgespec.export.reference import (
+    Reference,
+    check_round_trip,
+    check_same_names,
+    has_transformers,
+    reference_of,
+    require_packages,
+    token_names,
+)
+from edgespec.export.request import DEFAULT_GROUP_SIZES, ExportRequest, Format
+from edgespec.export.room import STRAIGHT_GGUF, Facts, check_room, facts_of_gguf, human, needs_of, read_facts
+from edgespec.export.workspace import Artefact, Workspace, check_output, opened, write_manifest
 from edgespec.formats.checkpoint import unsupported
-from edgespec.formats.manifest import read_pair
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.gguf.model import GgufModel
+from edgespec.formats.head_file import read_head_file
+from edgespec.formats.hub_folder import eagle3_fix
+from edgespec.formats.manifest import HEADS, read_pair
+from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.installation import has_engine, install_command, require_engine
+from edgespec.loading.opening import open_models
+from edgespec.platform.files import atomic_file, atomic_folder
+from edgespec.types import Progress
+
+if TYPE_CHECKING:
+    from edgespec.export.gguf.convert import OutputType
+    from edgespec.export.onnx.hub_model import HubModel
+    from edgespec.export.onnx.writer import DraftVocabulary
 
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
+GGUF_PACKAGES = ("gguf", "onnx", "tokenizers")
+EXACT_GGUF = "bf16"  # holds the range of any checkpoint
+OWN_TYPES: dict[str, OutputType] = {"BF16": "bf16", "F16": "f16"}
+HEADS_CONTEXT = 64  # tokens; the probe of a heads file has fewer
+_WRONG = (ExportRefused, ModelFileError, EngineError)  # a wrong model, or not a model
+
+
+class Reporter(Protocol):
+    """The interface for an export's progress messages; the command line implements it."""
+
+    def note(self, text: str) -> None:
+        """Show one message to the user."""
+
+    def stage(self, title: str) -> AbstractContextManager[Progress]:
+        """A stage of the work; the yielded function receives its progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,210 +94,526 @@ class Exported:
     figures: Mapping[str, Any]
 
 
+class ModelSource(ABC):
+    """A model that is converted."""
+
+    name: str
+    facts: Facts
+
+    @property
+    @abstractmethod
+    def identity(self) -> Any:
+        """A JSON value that changes whenever the weights may have changed."""
+
+    @abstractmethod
+    def token_names(self) -> list[str]:
+        """Token text by id."""
+
+    @abstractmethod
+    def config(self) -> LlamaConfig:
+        """What a graph is written from."""
+
+    @abstractmethod
+    def write_graph(
+        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
+    ) -> Path:
+        """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
+
+    @abstractmethod
+    def for_llamacpp(self, temporary: Path) -> AbstractContextManager[Path | None]:
+        """A GGUF of the same weights within the block; None where llama.cpp is missing or cannot read such a model."""
+
+    @abstractmethod
+    def describe(self, request: ExportRequest) -> dict[str, Any]:
+        """What the manifest says of a target."""
+
+
+class GgufFile(ModelSource):
+    """A GGUF file. Raises all errors that its header shows."""
+
+    def __init__(self, path: Path) -> None:
+        from edgespec.export.onnx.writer import open_gguf
+
+        self.model: GgufModel = open_gguf(path)
+        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
+
+    @property
+    def identity(self) -> Any:
+        facts = self.path.stat()
+        return [str(self.path.resolve()), facts.st_size, facts.st_mtime_ns]
+
+    def token_names(self) -> list[str]:
+        return [text.decode(errors="replace") for text in self.model.header.tokens]
+
+    def config(self) -> LlamaConfig:
+        return self.model.config
+
+    def write_graph(
+        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
+    ) -> Path:
+        from edgespec.export.onnx.writer import convert_gguf
+
+        return convert_gguf(self.model, folder, quant, group_size, progress, vocabulary=vocabulary)
+
+    @contextmanager
+    def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
+        yield self.path if has_engine("llamacpp") else None
+
+    def describe(self, request: ExportRequest) -> dict[str, Any]:
+        kinds = f"onnx {request.quants['onnx']}, made of GGUF"
+        found: dict[str, Any] = {
+            "name": request.name or f"{self.name}-{request.quants['onnx']}",  # those of one file can be told apart
+            "description": _description(self, kinds, request),
+            "licence": request.licence or str(self.model.header.metadata.get("general.license", "")),
+            "context_length": self.model.config.max_positions,
+        }
+        try:  # the manifest beside the file
+            pair = read_pair(self.path.parent, check_hashes=False)
+        except EdgespecError:
+            return found
+        if any(file.path == self.path for file in pair.files.values()) and pair.recommended:
+            found["sampling"] = dict(pair.recommended)
+        return found
+
+
+class Checkpoint(ModelSource):
+    """A Hugging Face folder, or what is known of one before its weights are fetched."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.name, self.facts = source, source.name, read_facts(source)
+        self.folder = source.folder
+
+    @property
+    def identity(self) -> Any:
+        return self.source.identity
+
+    def token_names(self) -> list[str]:
+        return token_names(self.folder)
+
+    def _opened(self) -> HubModel:
+        from edgespec.export.onnx.hub_model import open_hub
+
+        return open_hub(self.folder)
+
+    def config(self) -> LlamaConfig:
+        return self._opened().config
+
+    def write_graph(
+        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
+    ) -> Path:
+        from edgespec.export.onnx.writer import convert_hub
+
+        return convert_hub(self._opened(), folder, quant, group_size, progress, vocabulary=vocabulary)
+
+    @contextmanager
+    def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
+        """The weights in their own type. Only they are compared: a tokenizer that llama.cpp lacks is no fault."""
+        if not has_engine("llamacpp") or find_spec("gguf") is None:
+            yield None
+            return
+        from edgespec.export.gguf.convert import convert
+        from edgespec.formats.onnx.forms import EMBEDDING
+
+        model, path = self._opened(), temporary / "reference.gguf"
+        stored = model.checkpoint.tensors[model.tensors[EMBEDDING][0]].dtype
+        try:
+            found: Path | None = convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32")).path
+        except ModelFileError:
+            found = None
+        try:
+            yield found
+        finally:
+            path.unlink(missing_ok=True)
+
+    def describe(self, request: ExportRequest) -> dict[str, Any]:
+        kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
+        found: dict[str, Any] = {
+            "name": request.name or self.name,
+            "description": _description(self, kinds, request),
+            "licence": request.licence or card_licence(self.folder),
+        }
+        if self.facts.context_length:
+            found["context_length"] = self.facts.context_length
+        if sampling := recommended_sampling(self.folder):
+            found["sampling"] = sampling
+        return found
+
+
+def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
+    draft = f"; draft: {Path(request.draft).name}" if request.draft else ""
+    draft += f"; heads: {request.heads.name}" if request.heads else ""
+    draft += f" with {request.draft_vocab} tokens" if request.draft_vocab else ""
+    size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
+    return f"{target.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
+
+
 def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
     """Export the pair folder that `request` describes.
 
     Raises UsageError and its subclasses (source, options, output), VocabularyMismatch (draft of another family),
     CapabilityError (missing package, not enough disk or memory), ExportRefused (a file differs from its source).
     """
-    if is_gguf(request.source):
-        from edgespec.export.conversion import convert_pair
-
-        return Exported(request.output, *convert_pair(request, reporter))
-    source_here(request.source, request.revision)  # nobody shall install torch for a folder that cannot be used
-    if request.draft is not None:
-        source_here(request.draft)
-    require_packages(request.formats, torch=request.check or request.imatrix is not None)
-    _check_quants(request)
+    _require(request)
     check_output(request.output, replace=request.force)
-    with opened(request.output, replace=request.force) as workspace:
+    with keeping_headers(), opened(request.output, replace=request.force) as workspace:
         models = _found(request, reporter)
-        sources = {role: model.source.identity for role, model in models.items()}
-        if workspace.begin({**request.identity(), "models": sources}):
-            reporter.note(f"resuming an interrupted export: {len(workspace.finished_files)} files are finished")
+        identity = {**request.identity(), "models": {role: model.identity for role, model in models.items()}}
+        if finished := workspace.begin(identity):
+            reporter.note(f"resuming an interrupted export: {finished} files are finished")
         try:
             models = _fetched(request, models, workspace, reporter)
-            artefacts = run_stages(
-                [*stages_of(request, models, workspace), *heads_stages(request, workspace)], workspace, reporter
-            )
-            converted = [artefact for artefact in artefacts if artefact.stage != GIVEN_HEADS]
-            figures = check_stages(request, models, converted, workspace, reporter)
-            files = _described(request, models, artefacts, figures, workspace)
+            export = _Export(request, models, workspace, reporter)
+            artefacts = export.make()
+            figures = export.check(artefacts)
+            files = export.describe(artefacts, figures)
         finally:
             workspace.tidy()
         workspace.publish()
     return Exported(request.output, files, figures)
 
 
-def is_gguf(source: str) -> bool:
-    """Whether a source is a GGUF file rather than the folder or hub id of a checkpoint."""
-    return source.lower().endswith(".gguf") and not Path(source).expanduser().is_dir()
+# before work starts
 
 
-def _check_quants(request: ExportRequest) -> None:
-    """Raise ConfigError if a quantisation needs an importance matrix and none is given."""
-    if "gguf" in request.formats:
-        from edgespec.export.gguf.quantise import check_quant
+def _require(request: ExportRequest) -> None:
+    """Raise the errors of sources that cannot be used, then CapabilityError for what is missing."""
+    if request.is_gguf:
+        if missing := [name for name in GGUF_PACKAGES if find_spec(name) is None]:
+            raise CapabilityError(f"converting a GGUF needs {', '.join(missing)}: {install_command('convert')}")
+        if request.check:
+            require_engine("onnx", "checking the conversion")
+    else:
+        source_here(request.source, request.revision)  # nobody shall install torch for a folder that cannot be used
+        if request.draft is not None:
+            source_here(request.draft)
+        require_packages(request.formats, torch=request.check or request.imatrix is not None)
+    for role in request.roles:
+        if "gguf" in request.formats:
+            from edgespec.export.gguf.quantise import check_quant
 
-        for role in ("target", "draft"):
-            check_quant(request.quant_of(role, "gguf"), request.imatrix)
+            check_quant(request.quant_of(role, "gguf"), has_importance=request.imatrix is not None)
+        if "onnx" in request.formats and request.exporter == "edgespec":
+            from edgespec.export.onnx.writer import check_form
+
+            check_form(request.quant_of(role, "onnx"))
 
 
-def _found(request: ExportRequest, reporter: Reporter) -> dict[str, Model]:
-    """The models by role. Raises all errors that can be detected from the small files, before weights are fetched."""
-    sources = {"target": find_source(request.source, request.revision)}
-    if request.draft is not None:
-        sources["draft"] = find_source(request.draft)
-    models = {}
-    for role, source in sources.items():
-        if source.note:
-            reporter.note(source.note)
-        if request.output.resolve().is_relative_to(source.folder.resolve()):
-            raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
-        models[role] = Model(source, read_facts(source))
-        if role == "draft" and models[role].is_head:
-            _check_head(request)
-        else:
-            token_names(source.folder)
-            check_round_trip(source.folder)
-    check_architectures(request, models)
-    if request.derivation is not None:
-        request.derivation.check(models["target"].facts.num_layers)
+def _found(request: ExportRequest, reporter: Reporter) -> dict[str, ModelSource]:
+    """The models by role. Raises all errors that can be detected from headers, before weights are fetched."""
+    models: dict[str, ModelSource] = {}
+    for role in request.roles:
+        given = request.source if role == "target" else cast(str, request.draft)
+        models[role] = _gguf(request, given) if request.is_gguf else _checkpoint(request, role, given, reporter)
+        if (vocabulary := request.vocabulary_of(role)) is not None:
+            vocabulary.check(models[role].facts.vocabulary_size)
+    if "draft" in models:
+        check_same_names(models["target"].token_names(), models["draft"].token_names())
     if request.heads is not None:
-        check_given_heads(request.heads, models["target"].facts.num_layers, models["target"].facts.vocabulary_size)
-    if "draft" in models and not models["draft"].is_head:
-        check_same_tokens(models["target"].source.folder, models["draft"].source.folder)
+        check_given_heads(request.heads, models["target"].facts)
     return models
 
 
-def _check_head(request: ExportRequest) -> None:
-    """Raise ConfigError for a quantisation or a vocabulary that EAGLE-3 heads do not support."""
-    if "onnx" in request.draft_quants:
-        raise ConfigError(
-            f"--draft {request.draft} is an EAGLE-3 head, which an ONNX target reads in 8 bits: omit --draft-quant"
-        )
-    if request.draft_vocab is not None:
-        raise ConfigError(f"--draft {request.draft} is an EAGLE-3 head with its own tokens: omit --draft-vocab")
+def _gguf(request: ExportRequest, given: str) -> GgufFile:
+    if not given.lower().endswith(".gguf"):
+        other = f"--draft {given}: the draft of a GGUF must be a .gguf file, too, or trained heads (.npz)"
+        raise ConfigError(eagle3_fix(Path(given)) or other)
+    return GgufFile(Path(given).expanduser())
+
+
+def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> Checkpoint:
+    source = find_source(given, request.revision if role == "target" else None)
+    if source.note:
+        reporter.note(source.note)
+    if request.output.resolve().is_relative_to(source.folder.resolve()):
+        raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
+    if (fix := eagle3_fix(source.folder)) is not None:
+        raise ConfigError(fix)
+    found = Checkpoint(source)
+    found.token_names()
+    check_round_trip(source.folder)
+    architecture = found.facts.architecture
     if "gguf" in request.formats:
-        from edgespec.export.gguf.eagle3 import check_head_quant
+        from edgespec.formats.architectures import ARCHITECTURES
 
-        check_head_quant(request.quant_of("draft", "gguf"))
+        if architecture not in ARCHITECTURES:
+            raise unsupported(source.name, architecture, "GGUF", ARCHITECTURES)
+    if "onnx" in request.formats and request.exporter == "edgespec":
+        from edgespec.export.onnx.hub_model import check_config
+        from edgespec.export.onnx.writer import require_quantiser
 
-
-def check_architectures(request: ExportRequest, models: Mapping[str, Model]) -> None:
-    """Raise ModelFileError for an unsupported architecture, CapabilityError if the exporter's package is missing."""
-    for role, model in models.items():
-        if role == "draft" and model.is_head:
-            continue
-        name = model.facts.architecture
-        if "gguf" in request.formats:
-            from edgespec.export.gguf import ARCHITECTURES
-
-            if name not in ARCHITECTURES:
-                raise unsupported(model.source.name, name, "GGUF", ARCHITECTURES)
-        if "onnx" in request.formats:
-            _check_exporter(request, role, model)
-
-
-def _check_exporter(request: ExportRequest, role: str, model: Model) -> None:
-    """Raise CapabilityError for a missing package, ModelFileError for a model that edgespec cannot write."""
-    exporter = request.exporter_of(role, model.facts.architecture)
-    check_architecture(model.source.name, model.facts.architecture, request.exporter)
-    require_exporter(exporter)
-    if exporter == "edgespec":
-        from edgespec.export.onnx.hub_model import check_config, open_hub
-        from edgespec.export.onnx.tiled_weights import require_quantiser
-        from edgespec.export.onnx.writer import check_form
-
-        check_form(request.quant_of(role, "onnx"))
         require_quantiser(request.quant_of(role, "onnx"))
-        check_config(model.source.folder)
-        if not model.source.missing:
-            open_hub(model.source.folder)
-        if (vocabulary := request.vocabulary_of(role)) is not None:
-            vocabulary.check(model.facts.vocabulary_size)
-    elif role == "draft" and request.draft_vocab is not None:
+        check_config(source.folder)
+        if not source.missing:
+            found.config()
+    return found
+
+
+def check_given_heads(path: Path, target: Facts) -> None:
+    """Raises ModelNotFound and ModelFileError for a file that holds no heads, ConfigError for a larger target's."""
+    manifest = read_head_file(path).manifest
+    size, num_layers = target.vocabulary_size, target.num_layers
+    if manifest.vocabulary_size > size or max(manifest.layers, default=0) >= num_layers:
+        reads = f", layers {', '.join(map(str, manifest.layers))}" if manifest.layers else ""
         raise ConfigError(
-            f"--draft-vocab is for edgespec's own ONNX writer; {model.source.name} is made by the exporter {exporter!r}"
-        )
-    elif request.grouped is not None:
-        raise ConfigError(
-            f"--in-groups is for edgespec's own ONNX writer; {model.source.name} is made by the exporter {exporter!r}"
+            f"--draft {path} holds heads for another target ({manifest.target}: {manifest.vocabulary_size} tokens"
+            f"{reads}), and this one has {size} tokens and {num_layers} layers: give the file that was trained for it"
         )
 
 
 def _fetched(
-    request: ExportRequest, models: Mapping[str, Model], workspace: Workspace, reporter: Reporter
-) -> dict[str, Model]:
+    request: ExportRequest, models: Mapping[str, ModelSource], workspace: Workspace, reporter: Reporter
+) -> dict[str, ModelSource]:
     """The models with their weights fetched, after checking that disk and memory suffice."""
     finished = sum(facts["bytes"] for facts in workspace.file_facts().values())
-    planned = {role: (model.source, model.facts) for role, model in models.items()}
-    if request.derivation is not None and request.derivation.kind == "prune":
-        target = models["target"]
-        planned["draft"] = (target.source, pruned_facts(target.facts, len(request.derivation.kept)))
-    needs = needs_of(request, planned)
-    check_room(needs, request.output, models["target"].source.folder, finished)
+    checkpoints = [model for model in models.values() if isinstance(model, Checkpoint)]
+    download = sum(model.source.missing_bytes for model in checkpoints)
+    needs = needs_of(request, {role: model.facts for role, model in models.items()}, download)
+    check_room(needs, request.output, checkpoints[0].folder if checkpoints else None, finished)
+    target = models["target"]
     reporter.note(
-        f"{models['target'].source.name}: {models['target'].facts.architecture}, "
-        f"{models['target'].facts.num_parameters / 1e6:.1f} M parameters; the export needs "
-        f"{human(needs.output_bytes + needs.temporary_bytes)} of disk and {human(needs.memory_bytes)} of memory"
+        f"{target.name}: {target.facts.architecture}, {target.facts.num_parameters / 1e6:.1f} M parameters; the export "
+        f"needs {human(needs.output_bytes + needs.temporary_bytes)} of disk and {human(needs.memory_bytes)} of memory"
     )
-    if request.quants.get("onnx") == "w8a8" and (
-        request.exporter_of("target", models["target"].facts.architecture) == "edgespec"
-    ):
-        reporter.note(groups_note(request))
-    complete = {}
+    complete = dict(models)
     for role, model in models.items():
-        if model.source.missing:
+        if isinstance(model, Checkpoint) and model.source.missing:
             model.source.fetch(lambda name, size: reporter.note(f"fetching {name}, {human(size)}"))
-            source = dataclasses.replace(model.source, missing={})
-            model = Model(source, read_facts(source))
-        complete[role] = model
+            complete[role] = Checkpoint(dataclasses.replace(model.source, missing={}))
     return complete
 
 
-def pruned_facts(facts: Facts, num_kept: int) -> Facts:
-    """Estimated facts of a model pruned to `num_kept` layers."""
-    outside = min(facts.table_parameters, facts.num_parameters)
-    kept = (facts.num_parameters - outside) * num_kept // max(facts.num_layers, 1)
-    return dataclasses.replace(facts, num_parameters=outside + kept, num_layers=num_kept)
+@dataclass(frozen=True)
+class _Export:
+    """The work on one request in one workspace."""
 
+    request: ExportRequest
+    models: Mapping[str, ModelSource]
+    workspace: Workspace
+    reporter: Reporter
 
-def _described(
-    request: ExportRequest,
-    models: Mapping[str, Model],
-    artefacts: list[Artefact],
-    figures: Mapping[str, Any],
-    workspace: Workspace,
-) -> dict[str, int]:
-    """Write the manifest and check that it can be read; returns sizes in bytes by file."""
-    target = models["target"]
-    facts = workspace.file_facts()
-    values: dict[str, Any] = {
-        "name": request.name or target.source.name,
-        "description": _description(request, models),
-        "licence": request.licence or card_licence(target.source.folder),
-    }
-    if target.facts.context_length:
-        values["context_length"] = target.facts.context_length
-    for artefact in artefacts:
-        values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
-    if sampling := recommended_sampling(target.source.folder):
-        values["sampling"] = sampling
-    values["figures"] = {"check": dict(figures)}
-    write_manifest(workspace.pair, values)
-    for wanted in request.formats:
-        read_pair(workspace.pair, ENGINES[wanted])
-        check_fit(request, workspace.pair, ENGINES[wanted])
-    return {name: facts[name]["bytes"] for name in sorted(facts)}
+    # making the files
 
+    def make(self) -> list[Artefact]:
+        """All files; those that are finished are not made again."""
+        found = []
+        for wanted in self.request.formats:
+            write = self._gguf if wanted == "gguf" else self._onnx
+            for role in self.request.roles:
+                title = f"{role} to {wanted.upper()} {self.request.quant_of(role, wanted)}"
+                found.append(self._once(f"{wanted}.{role}", title, partial(write, role)))
+        if self.request.heads is not None:
+            kind = read_head_file(self.request.heads).manifest.kind
+            key = f"{self.request.formats[0]}.{kind}"
+            found.append(self._once(key, f"{kind} heads", partial(self._heads, self.request.heads, kind)))
+        return found
 
-def _description(request: ExportRequest, models: Mapping[str, Model]) -> str:
-    target = models["target"]
-    kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
-    draft_name = models["draft"].source.name if "draft" in models else request.derivation
-    draft = f"; draft: {draft_name}" if draft_name else ""
-    draft += f"; heads: {request.heads.name}" if request.heads else ""
-    draft += f" with {request.draft_vocab} tokens" if request.draft_vocab else ""
-    size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
-    return f"{target.source.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
+    def _once(self, key: str, title: str, write: Callable[[Progress], Artefact]) -> Artefact:
+        if (found := self.workspace.finished(key)) is not None:
+            return found
+        with self.reporter.stage(title) as progress:
+            found = write(progress)
+        self.workspace.finish(found)
+        return found
+
+    def _gguf(self, role: str, progress: Progress) -> Artefact:
+        quant, model = self.request.quant_of(role, "gguf"), self.models[role]
+        path = self.workspace.pair / f"{role}-{quant}.gguf"
+        self._write_gguf(role, quant, path, progress)
+        return Artefact("gguf", role, quant, path.name, (), model.facts.num_parameters)
+
+    def _write_gguf(self, role: str, quant: str, path: Path, progress: Progress) -> None:
+        from edgespec.export.gguf.quantise import export_gguf, measure_importance
+
+        request, model, importance = self.request, self.models[role], None
+        assert isinstance(model, Checkpoint)
+        if request.imatrix is not None:
+            importance = measure_importance(model.folder, request.imatrix, progress=progress)
+        name = request.name or self.models["target"].name
+        export_gguf(
+            model.folder,
+            path,
+            quant,
+            importance=importance,
+            name=name if role == "target" else f"{name} {role}",
+            licence=request.licence,
+            threads=request.threads,
+            progress=progress,
+        )
+
+    def _onnx(self, role: str, progress: Progress) -> Artefact:
+        quant, model = self.request.quant_of(role, "onnx"), self.models[role]
+        output = self.workspace.pair / "onnx" / role
+        output.parent.mkdir(exist_ok=True)
+        with atomic_folder(output) as folder:
+            if self.request.exporter == "optimum":
+                from edgespec.export.onnx.optimum import export_with_optimum
+
+                assert isinstance(model, Checkpoint)
+                size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
+                export_with_optimum(model.folder, folder, quant, size, progress)
+            else:
+                model.write_graph(folder, quant, self.request.vocabulary_of(role), self.request.group_size, progress)
+        files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
+        graph = f"onnx/{role}/model.onnx"
+        files.remove(graph)
+        return Artefact("onnx", role, quant, graph, tuple(files), model.facts.num_parameters)
+
+    def _heads(self, source: Path, kind: str, _progress: Progress) -> Artefact:
+        path = self.workspace.pair / HEADS / f"{kind}.npz"
+        path.parent.mkdir(exist_ok=True)
+        with atomic_file(path) as temporary:
+            shutil.copyfile(source, temporary)
+        return Artefact(self.request.formats[0], kind, "as given", f"{HEADS}/{path.name}")
+
+    # checking them
+
+    def check(self, artefacts: list[Artefact]) -> dict[str, Any]:
+        """Check all models; returns figures for the manifest. Raises ExportRefused after deleting the failed file."""
+        figures: dict[str, Any] = {"performed": self.request.check, "tokenisation": "equal"}
+        for role, model in self.models.items():
+            mine = [artefact for artefact in artefacts if artefact.role == role]
+            figures["tokenisation"] = self._check_vocabulary(model, mine)
+            if not self.request.check:
+                continue
+            with self.reporter.stage(f"checking {role}") as progress:
+                found = self._checked(model, mine, progress)
+            figures["reference"], figures[role] = found.reference, found.figures
+            if found.warning:
+                self.reporter.note(f"{role}: {found.warning}")
+        return figures
+
+    def _check_vocabulary(self, model: ModelSource, artefacts: list[Artefact]) -> str:
+        """Compare tokenisers with the source's; 'equal', or 'round trip' where only that could be checked."""
+        for artefact in artefacts:
+            path = self.workspace.pair / artefact.path
+            pairs = []  # (folder with tokenizer.json, GGUF)
+            try:
+                if isinstance(model, GgufFile):
+                    check_round_trip(path.parent)
+                    if not has_engine("llamacpp"):
+                        return "round trip"
+                    pairs = [(path.parent, model.path)]
+                elif artefact.format == "gguf":
+                    assert isinstance(model, Checkpoint)
+                    pairs = [(model.folder, path)]
+                for folder, gguf in pairs:
+                    from edgespec.export.gguf.tokenizer import check_tokenizer
+
+                    check_tokenizer(folder, gguf)
+            except ModelFileError:
+                self.workspace.forget(artefact.key)
+                raise
+        return "equal"
+
+    def _checked(self, model: ModelSource, artefacts: list[Artefact], progress: Progress) -> Checked:
+        graphs = [one for one in artefacts if one.format == "onnx" and self.request.exporter == "edgespec"]
+        others = [one for one in artefacts if one not in graphs]
+        if isinstance(model, GgufFile) or (not others and not has_transformers()):
+            return self._check_graph(model, graphs[0], None, progress)
+        assert isinstance(model, Checkpoint)
+        progress(0, 1 + len(artefacts), "transformers")
+        reference = reference_of(model.folder, self.request.threads)
+        figures = self._compared(model, others, reference, progress)
+        if not graphs:
+            return Checked(f"{reference.version}, float32", figures)
+        found = self._check_graph(model, graphs[0], reference, progress)
+        return Checked(f"{reference.version}, float32", {**figures, **found.figures}, found.warning)
+
+    def _check_graph(
+        self, model: ModelSource, artefact: Artefact, reference: Reference | None, progress: Progress
+    ) -> Checked:
+        """Compare a graph of edgespec's own writer with transformers, with llama.cpp, or with itself in float32."""
+        vocabulary, graph = self.request.vocabulary_of(artefact.role), self.workspace.pair / artefact.path
+        config, temporary = model.config(), self.workspace.temporary
+        config = vocabulary.applied(config, graph.parent) if vocabulary else config
+
+        def write_float(folder: Path) -> Path:
+            return model.write_graph(folder, FLOAT, vocabulary, None, lambda *_: None)
+
+        def checked(gguf: Path | None) -> Checked:
+            made = Made(graph, artefact.quant, config, model.facts.num_parameters, write_float, gguf, reference)
+            return check_conversion(made, temporary, self.request.threads, progress)
+
+        try:
+            if reference is not None:
+                return checked(None)
+            with model.for_llamacpp(temporary) as gguf:
+                return checked(gguf)
+        except _WRONG:
+            self.workspace.forget(artefact.key)
+            raise
+
+    def _compared(
+        self, model: Checkpoint, artefacts: list[Artefact], reference: Reference, progress: Progress
+    ) -> Figures:
+        """Figures by format of files that edgespec's ONNX writer has not made.
+
+        Coarse quantisations would hide small errors of the conversion, so for these a temporary 16-bit GGUF of the same
+        conversion is compared, too.
+        """
+        files = [(one, one.quant, self.workspace.pair / one.path) for one in artefacts]
+        rounded = [one for one in artefacts if one.format == "gguf" and one.quant not in STRAIGHT_GGUF]
+        total, figures = 1 + len(files) + len(rounded), Figures()
+        for one in rounded:
+            progress(1, total, f"{one.role} gguf {EXACT_GGUF}")
+            path = self.workspace.temporary / f"{one.role}-{EXACT_GGUF}.gguf"
+            self._write_gguf(one.role, EXACT_GGUF, path, lambda *_: None)
+            files.append((one, EXACT_GGUF, path))
+        context_length = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
+        for done, (artefact, quant, path) in enumerate(files, 1 + len(rounded)):
+            progress(done, total, f"{artefact.role} {artefact.format} {quant}")
+            try:
+                with open_engine(cast(Format, artefact.format), path, context_length, self.request.threads) as engine:
+                    found = compare(reference, engine)
+                complaint = found.complaint(limits_of(quant))
+            except _WRONG as error:
+                complaint = str(error)
+            if complaint:
+                what = "" if quant == artefact.quant else f"before quantisation, as {quant}, "
+                self.workspace.forget(artefact.key)
+                raise ExportRefused(
+                    f"the export of {artefact.label} is wrong and was removed: {what}{complaint}. Try another --quant "
+                    "or --exporter, and please report this with the model's name"
+                )
+            figures[artefact.format if quant == artefact.quant else f"{artefact.format}_{quant}"] = found.figures()
+        return figures
+
+    # the manifest
+
+    def describe(self, artefacts: list[Artefact], figures: Mapping[str, Any]) -> dict[str, int]:
+        """Write the manifest and check that it can be read; returns sizes in bytes by file."""
+        values, facts = self.models["target"].describe(self.request), self.workspace.file_facts()
+        for artefact in artefacts:
+            values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
+        values["figures"] = {"check": dict(figures)}
+        if self.request.is_gguf:
+            paths = {role: cast(GgufFile, model).path for role, model in self.models.items()}
+            made_of = {role: {"file": path.name, "bytes": path.stat().st_size} for role, path in paths.items()}
+            values["figures"]["made_of"] = made_of
+        write_manifest(self.workspace.pair, values)
+        for wanted in self.request.formats:
+            read_pair(self.workspace.pair, ENGINES[wanted])
+            self._check_heads_fit(ENGINES[wanted])
+        return {name: facts[name]["bytes"] for name in sorted(facts)}
+
+    def _check_heads_fit(self, engine: EngineName) -> None:
+        """Raises ExportRefused unless the heads in the finished folder read the states of its target."""
+        if self.request.heads is None or not self.request.check:
+            return
+        drafter: DrafterName = read_head_file(self.request.heads).manifest.kind
+        options = LoadOptions(
+            model=str(self.workspace.pair),
+            engine=engine,
+            drafter=drafter,
+            context_length=HEADS_CONTEXT,
+            reproducible=False,
+        )
+        try:
+            _, target, drafters = open_models(options)
+        except ModelFileError as exc:
+            raise ExportRefused(
+                f"--draft {self.request.heads} does not fit what was made of {self.request.source}: {exc}"
+            ) from exc
+        for made in drafters.values():
+            made.close()
+        target.close()

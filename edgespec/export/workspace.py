@@ -2,8 +2,8 @@
 
 Files beside an output `NAME` while an export runs or after it was interrupted:
 
-    .NAME.export.lock       file lock of the running export; the system releases it when the process ends
-    .NAME.export/journal.json   finished stages with checksums, for one request
+    .NAME.export.lock       file lock of the running export
+    .NAME.export/journal.json   what is finished, with checksums, for one request
     .NAME.export/pair/      becomes NAME
     .NAME.export/temporary/ emptied at every start
     .NAME.replaced          the old output while --force replaces it
@@ -12,6 +12,7 @@ Files beside an output `NAME` while an export runs or after it was interrupted:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,15 +20,53 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+from filelock import FileLock, Timeout
+
 from edgespec.errors import UsageError
-from edgespec.formats.manifest import MANIFEST, sha256_of
+from edgespec.formats.manifest import HEAD_KINDS, HEADS, MANIFEST, MANIFEST_FORMAT, sha256_of
 from edgespec.platform.files import replace_folder, restore_folder, write_atomically, write_errors
 
-JOURNAL_FORMAT = 1
+TABLES = {"gguf": "files", "onnx": "onnx"}
 _FIX = "choose another --output"
+FileFacts = dict[str, dict[str, Any]]  # `bytes` and `sha256` by path
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    """One role in one format. `path` and `parts`: relative to the pair folder."""
+
+    format: str
+    role: str
+    quant: str
+    path: str
+    parts: tuple[str, ...] = ()
+    parameters: int | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.format}.{self.role}"
+
+    @property
+    def table(self) -> str:
+        """Its table in the manifest."""
+        return HEADS if self.role in HEAD_KINDS else TABLES[self.format]
+
+    @property
+    def label(self) -> str:
+        return f"{self.role} {self.format} {self.quant}"
+
+    def manifest_entry(self, facts: FileFacts) -> dict[str, Any]:
+        entry: dict[str, Any] = {"path": self.path, **facts[self.path]}
+        if self.parameters is not None:
+            entry["parameters"] = self.parameters
+        if self.parts:
+            entry["parts"] = [{"path": part, **facts[part]} for part in self.parts]
+        return entry
 
 
 class Workspace:
@@ -39,68 +78,81 @@ class Workspace:
         self.pair = self.folder / "pair"
         self.temporary = self.folder / "temporary"
         self._replace = replace
-        self._journal: dict[str, Any] = {}
+        self._journal: dict[str, Any] = {"artefacts": {}}
 
-    def begin(self, identity: Mapping[str, Any]) -> bool:
-        """Start, or resume an interrupted export with the same `identity`; returns whether finished stages were kept.
+    def begin(self, identity: Mapping[str, Any]) -> int:
+        """Start, or resume an interrupted export with the same `identity`; the number of files that are finished.
 
         `identity`: JSON values that determine every byte of the result. Anything else in the folder is deleted.
         """
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._journal = self._read_journal()
-        is_same = self._journal.get("format") == JOURNAL_FORMAT and self._journal.get("key") == key
-        if not is_same:
+        if self._journal.get("key") != key:
             self.discard()
-            self._journal = {"format": JOURNAL_FORMAT, "key": key, "stages": {}}
+            self._journal = {"key": key, "artefacts": {}}
         shutil.rmtree(self.temporary, ignore_errors=True)
         for folder in (self.pair, self.temporary):
             folder.mkdir(parents=True, exist_ok=True)
+        for made in list(self._journal["artefacts"]):
+            if not self._is_whole(made):
+                self.forget(made)
+        self._drop_strays()
         self._write_journal()
-        return is_same and bool(self._journal["stages"])
+        return len(self.file_facts())
 
-    def finished(self, stage: str) -> Any:
-        """The recorded result of a stage; None if it is not finished or one of its files is missing or has changed.
+    def finished(self, key: str) -> Artefact | None:
+        """What is recorded under this key."""
+        entry = self._journal["artefacts"].get(key)
+        return None if entry is None else Artefact(**{**entry["artefact"], "parts": tuple(entry["artefact"]["parts"])})
 
-        In the latter case the stage and its files are deleted.
-        """
-        entry = self._journal["stages"].get(stage)
-        if entry is None:
-            return None
-        for name, facts in entry["files"].items():
-            path = self.pair / name
-            if not path.is_file() or path.stat().st_size != facts["bytes"] or sha256_of(path) != facts["sha256"]:
-                self.forget(stage)
-                return None
-        return entry["result"]
-
-    def finish(self, stage: str, files: list[str], result: Any) -> None:
-        """Record a finished stage: its files (relative to `pair`) with size and checksum, and a JSON `result`."""
+    def finish(self, artefact: Artefact) -> None:
+        """Record a finished artefact and its files with size and checksum."""
         facts = {}
-        for name in files:
+        for name in (artefact.path, *artefact.parts):
             path = self.pair / name
             _to_disk(path)
             facts[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        self._journal["stages"][stage] = {"files": facts, "result": result}
+        self._journal["artefacts"][artefact.key] = {"artefact": dataclasses.asdict(artefact), "files": facts}
         self._write_journal()
 
-    def forget(self, stage: str) -> None:
-        """Delete a stage and its files."""
-        entry = self._journal["stages"].pop(stage, {"files": {}})
+    def forget(self, key: str) -> None:
+        """Delete an artefact and its files."""
+        entry = self._journal["artefacts"].pop(key, {"files": {}})
         self._write_journal()
         for name in entry["files"]:
             (self.pair / name).unlink(missing_ok=True)
 
-    def file_facts(self) -> dict[str, dict[str, Any]]:
+    def file_facts(self) -> FileFacts:
         """`bytes` and `sha256` of every finished file, by its path relative to `pair`."""
-        return {name: facts for entry in self._journal["stages"].values() for name, facts in entry["files"].items()}
+        return {name: facts for entry in self._journal["artefacts"].values() for name, facts in entry["files"].items()}
 
-    @property
-    def finished_files(self) -> list[str]:
-        """Names of the files of finished stages."""
-        return sorted(self.file_facts()) if self._journal else []
+    def publish(self) -> None:
+        """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""
+        if self.output.exists() and any(self.output.iterdir()) and not self._replace:
+            raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
+        replace_folder(self.pair, self.output)
+        self.discard()
 
-    def drop_strays(self, wanted: set[str]) -> None:
-        """Delete all files of `pair` except `wanted`: a killed export may have left incomplete ones."""
+    def tidy(self) -> None:
+        """Delete what a later run cannot use."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        if not self.file_facts():
+            self.discard()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _is_whole(self, key: str) -> bool:
+        """Whether all files of an artefact are there as they were written."""
+        for name, facts in self._journal["artefacts"][key]["files"].items():
+            path = self.pair / name
+            if not path.is_file() or path.stat().st_size != facts["bytes"] or sha256_of(path) != facts["sha256"]:
+                return False
+        return True
+
+    def _drop_strays(self) -> None:
+        """Delete all files of `pair` that are not recorded: a killed export may have left incomplete ones."""
+        wanted = self.file_facts()
         for path in sorted(self.pair.rglob("*"), reverse=True):
             if path.is_dir():
                 with contextlib.suppress(OSError):  # not empty
@@ -108,28 +160,12 @@ class Workspace:
             elif path.relative_to(self.pair).as_posix() not in wanted:
                 path.unlink()
 
-    def publish(self) -> None:
-        """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""
-        if self.output.exists() and any(self.output.iterdir()) and not self._replace:
-            raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
-        replace_folder(self.pair, self.output)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def tidy(self) -> None:
-        """Delete what a later run cannot use."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        if not self.finished_files:
-            self.discard()
-
-    def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def _read_journal(self) -> dict[str, Any]:
         try:
             journal = json.loads((self.folder / "journal.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return journal if isinstance(journal, dict) else {}
+        return journal if isinstance(journal, dict) and isinstance(journal.get("artefacts"), dict) else {}
 
     def _write_journal(self) -> None:
         write_atomically(self.folder / "journal.json", json.dumps(self._journal, indent=1))
@@ -142,13 +178,23 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
     Raises UsageError if the output exists and `replace` is False, or another export is writing it; StateError where
     nothing can be written.
     """
-    workspace = Workspace(output, replace=replace)
+    lock = FileLock(output.with_name(f".{output.name}.export.lock"), timeout=0)
     with write_errors(output, fix=_FIX):
         output.parent.mkdir(parents=True, exist_ok=True)
-    with locked(output.with_name(f".{output.name}.export.lock"), output):
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise UsageError(
+                f"another edgespec is writing {output}: wait for it, or choose another --output"
+            ) from error
+    try:
         restore_folder(output)
         check_output(output, replace=replace)
-        yield workspace
+        yield Workspace(output, replace=replace)
+    finally:
+        lock.release()
+        if sys.platform != "win32":  # where the lock deletes its file itself
+            Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def check_output(output: Path, *, replace: bool) -> None:
@@ -165,47 +211,11 @@ def check_output(output: Path, *, replace: bool) -> None:
         raise UsageError(f"{output} exists: choose another --output, or replace it with --force")
 
 
-@contextmanager
-def locked(path: Path, output: Path) -> Iterator[None]:
-    """Hold a lock file that contains this process id; the lock of a dead process is taken over."""
-    while True:
-        with write_errors(output, fix=_FIX):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _lock(handle)
-        except OSError as error:
-            os.lseek(handle, 0, os.SEEK_SET)  # on Windows `_lock` has left it behind the process id
-            owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
-            os.close(handle)
-            raise UsageError(
-                f"another edgespec (process {owner}) is writing {output}: wait for it, or choose another --output"
-            ) from error
-        # The previous holder may have deleted the file between open and lock; then try again.
-        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-            break
-        os.close(handle)
-    try:
-        os.ftruncate(handle, 0)
-        os.write(handle, str(os.getpid()).encode())
-        yield
-    finally:
-        if sys.platform != "win32":  # an open file cannot be deleted on Windows
-            path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _lock(handle: int) -> None:
-    """Lock without waiting. Raises OSError if another process holds the lock."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(handle, 64, os.SEEK_SET)  # after the process id, which stays readable
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        os.lseek(handle, 0, os.SEEK_SET)
-    else:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
+    """Write `values` atomically as the folder's manifest. Raises StateError if that fails."""
+    path = folder / MANIFEST
+    write_atomically(path, tomli_w.dumps({"format": MANIFEST_FORMAT, **values}))
+    return path
 
 
 def _to_disk(path: Path) -> None:

@@ -68,9 +68,10 @@ def full_config(folder: Path) -> Config:
 
 def unsupported(name: object, architecture: str, what: str, known: Iterable[str]) -> ModelFileError:
     """The error for a model of an unknown architecture. `what` is made of the `known` ones."""
+    optimum = "; for ONNX --exporter optimum" if what.startswith("ONNX") else ""
     return ModelFileError(
         f"{name} is a {architecture}; supported for {what}: {', '.join(known)}. llama.cpp's own convert_hf_to_gguf.py "
-        "knows more of them, and edgespec runs the files that it writes"
+        f"knows more of them, and edgespec runs the files that it writes{optimum}"
     )
 
 
@@ -249,22 +250,3 @@ def _stored_tensor(file: Path, size: int, start: int, name: str, entry: Any) -> 
 
 PREFIXES = ("midlayer.", "layers.0.")
 NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings
-
-
-def is_head_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes an EAGLE-3 head: one layer and a draft vocabulary."""
-    return "draft_vocab_size" in config and _flat(config).get("num_hidden_layers") == 1
-
-
-def head_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """All settings on one level. Raises ModelFileError if the folder is not an EAGLE-3 head."""
-    if not is_head_config(config):
-        raise ModelFileError(
-            f"{folder} is not an EAGLE-3 head: its config.json has no draft_vocab_size or more than one layer"
-        )
-    return _flat(config)
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    nested = config.get(NESTED)
-    return {**config, **nested} if isinstance(nested, dict) else dict(config)

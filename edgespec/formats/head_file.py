@@ -228,7 +228,7 @@ def _read(path: Path, *, everything: bool) -> tuple[HeadManifest, dict[str, NDAr
     if path.suffix != ".npz" and (fix := eagle3_fix(path)) is not None:
         raise ModelFileError(fix)
     if not is_file(path):
-        raise ModelNotFound(f"no file {str(path)!r}: give the .npz that edgespec train-heads has written")
+        raise ModelNotFound(f"no file {str(path)!r}: give the .npz that scripts/train/heads.py has written")
     try:
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in (stored.files if everything else [MANIFEST])}

@@ -60,8 +60,7 @@ def eagle3_fix(path: Path) -> str | None:
     if not isinstance(config, dict) or "draft_vocab_size" not in config:
         return None
     return (
-        f"{quoted(str(folder))} is an EAGLE-3 head as published. Convert it together with its target's "
-        f"checkpoint, a Hugging Face folder or hub id: edgespec export TARGET --draft {quoted(str(folder))} -o "
-        "PAIR, then "
-        "edgespec chat PAIR (--to onnx --quant w8a8 for ONNX Runtime)"
+        f"{quoted(str(folder))} is an EAGLE-3 head as published. Convert it together with its target's checkpoint, in "
+        f"a checkout of edgespec: python scripts/train/eagle3.py {quoted(str(folder))} TARGET -o head.gguf, then "
+        "edgespec chat TARGET.gguf -md head.gguf (-o heads.npz and --heads heads.npz for ONNX Runtime)"
     )

@@ -128,11 +128,6 @@ class Executor:
         self.parked.clear()
         self.slots.clear()
 
-    def set_aside(self) -> None:
-        """Clear the caches, but keep the first one's text for its continuation. The caller must hold the turn."""
-        self.parked.park(self.sequence)
-        self.slots.clear()
-
     # -- cancelling
 
     def clear_cancel(self) -> None:

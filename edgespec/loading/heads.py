@@ -48,7 +48,7 @@ def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[P
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"
         raise CapabilityError(
             f"drafter {options.drafter!r} needs a heads file, and {has}: give --heads FILE (heads=...), made by "
-            f"edgespec train-heads --kind {options.drafter}"
+            f"scripts/train/heads.py --kind {options.drafter}"
         )
     return found
 
@@ -64,7 +64,7 @@ def open_heads(heads: HeadFile, path: Path, target: Engine) -> Drafter:
     if manifest.vocabulary_size > vocabulary.size or not heads.is_of(_probed(heads, target)):
         raise ModelFileError(
             f"{path} holds heads for another target ({manifest.target}, hidden size {manifest.feature_size}, "
-            f"{manifest.vocabulary_size} tokens): give the file that edgespec train-heads made for this one"
+            f"{manifest.vocabulary_size} tokens): give the file that was trained for this one"
         )
     if manifest.kind == "medusa":
         return MedusaDrafter(heads, vocabulary.size, vocabulary.end_ids, target.state_layers)

@@ -15,7 +15,7 @@ from edgespec.closing import closed_on_failure
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import DrafterName
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ChainDrafter, ModelDrafter
 from edgespec.drafters.spec import HEAD_FILES
@@ -95,10 +95,7 @@ def _opened(
     """The drafters with models for `name` that are not `opened` yet."""
     pair = chosen.pair
     if name == "early-exit":
-        if chosen.is_cut:
-            return {name: SharedStateDrafter(target, options.draft_temperature)}
-        engine = open_draft(options, pair.files["draft"], target)
-        return {name: EarlyExitDrafter(engine, temperature=options.draft_temperature)}
+        return {name: EarlyExitDrafter(target, options.draft_temperature)}
     if name == "mtp" and chosen.has_own_mtp:
         return {name: open_own_layers(options, target)}
     if name in HEAD_FILES:

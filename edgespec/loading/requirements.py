@@ -16,7 +16,7 @@ from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.check import has_mtp, is_early_exit
+from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
@@ -103,7 +103,7 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     wanted = _taken_by_auto(options, pair, own) if options.drafter == "auto" else _asked_for(options, pair, own)
     if wanted == ("mtp",) and "mtp" not in own:
         return wanted  # these layers come with the target
-    _check_files(wanted, pair, has_exit=exit_layer is not None or "early-exit" in own)
+    _check_files(wanted, pair, has_exit=exit_layer is not None)
     _check_kind(wanted, own, pair)
     _check_engine(wanted, pair)
     return wanted
@@ -122,8 +122,6 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
         return ()
     if name == "mtp" and "mtp" not in own:
         return _only_mtp(pair, can_mtp=_takes_mtp(options, pair))
-    if name == "hierarchical" and own == ("early-exit",) and pair.files["target"].engine == "llamacpp":
-        return (*own, name)  # an exit in GGUF drafts over the target's weights: it is the small model
     return (name,) if name in own or SPECS[name].roles else ()
 
 
@@ -142,11 +140,8 @@ def _is_named(need: Need, options: LoadOptions) -> bool:
 
 
 def _no_exit(pair: ModelPair) -> str:
-    hint = "--exit-layer N, or " if pair.files["target"].engine == "onnx" else ""
-    return (
-        f"drafter 'early-exit' needs to know where {pair.name!r} exits early: give {hint}a pair made with edgespec "
-        "export --derive early-exit:LAYERS"
-    )
+    where = "" if pair.files["target"].engine == "onnx" else ", for a target in ONNX"
+    return f"drafter 'early-exit' needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
 
 
 def _check_files(wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
@@ -194,7 +189,7 @@ def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:
         return ()
     file = pair.files["draft"]
     head = head_kind_of(file.path) if file.is_gguf else None
-    return (head or ("early-exit" if _draft_is_exit(pair) else "model"),)
+    return (head or "model",)
 
 
 def _needs(name: DrafterName, pair: ModelPair) -> tuple[Need, ...]:
@@ -207,31 +202,15 @@ def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:
 
     Raises CapabilityError where an exit was asked for and there is none.
     """
-    target, draft = pair.files["target"], pair.files.get("draft")
-    if options.drafter not in ("auto", "early-exit"):
+    target = pair.files["target"]
+    if options.drafter not in ("auto", "early-exit") or options.exit_layer is None:
         return None
-    if options.exit_layer is not None:
-        if target.engine != "onnx":
-            raise CapabilityError(
-                "--exit-layer is for ONNX targets; the exit of a GGUF is chosen when it is written: edgespec export "
-                f"--derive early-exit:{options.exit_layer}"
-            )
-        return options.exit_layer
-    if draft is not None and not target.is_gguf and not draft.is_gguf:
-        from edgespec.engines.onnx.partition import exit_layer_of as exit_layer_of_files
-
-        return exit_layer_of_files(draft.path, target.path)
-    return None
-
-
-def _draft_is_exit(pair: ModelPair) -> bool:
-    """Whether the pair's draft is the beginning of its target, over the same weights."""
-    target, draft = pair.files["target"], pair.files["draft"]
-    if target.is_gguf != draft.is_gguf:
-        return False
-    if not target.is_gguf:
-        return draft.path.parent == target.path.parent and draft.path != target.path
-    return is_early_exit(draft.path, target.path)
+    if target.engine != "onnx":
+        raise CapabilityError(
+            f"--exit-layer is for ONNX targets, and {target.path.name} runs on {target.engine}: convert it "
+            f"(edgespec export {target.path.name} --to onnx), or use another drafter"
+        )
+    return options.exit_layer
 
 
 def head_paths(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> list[Path]:

@@ -27,7 +27,7 @@ from edgespec.drafters.spec import SPECS
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.check import check_gguf, is_early_exit, model_files
+from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair, read_pair
@@ -384,7 +384,7 @@ def smaller_drafts(pair: ModelPair) -> list[Path]:
         return []
     try:
         header = check_gguf(target)
-        if head_kind_of(draft) or is_early_exit(draft, target):
+        if head_kind_of(draft):
             return []
     except EdgespecError:  # whoever loads them says best what is wrong
         return []
@@ -408,7 +408,7 @@ def _num_bytes(path: Path) -> int:
 def _can_draft(path: Path, target: Path, header: GgufHeader) -> bool:
     try:
         found = check_gguf(path)
-        if head_kind_of(path) or is_early_exit(path, target):
+        if head_kind_of(path):
             return False
     except EdgespecError:
         return False

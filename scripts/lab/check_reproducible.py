@@ -17,18 +17,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.config.values import DRAFTERS, DrafterName, DraftLength
 from edgespec.drafters.spec import DRAFT, HEAD_FILES, SPECS
-from edgespec.loading.registry import resolve
 
 Answer = tuple[tuple[int, float], ...]  # of each token its id and its log probability
 TEMPERATURES = (0.0, 0.8, 1.2)
@@ -143,17 +141,6 @@ class Check:
         return tuple(zip(result.token_ids, result.logprobs, strict=True))
 
 
-def with_exit(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What to load so that the first layers draft: GGUF files are cut anew, an ONNX graph is cut when it is loaded."""
-    target = resolve(chosen.model, chosen.draft, chosen.engine).files["target"]
-    if target.engine == "onnx":
-        return {"model": chosen.model, "draft": chosen.draft, "exit_layer": chosen.exit_layer}
-    from edgespec.export.gguf import early_exit_gguf
-
-    cut = early_exit_gguf(target.path, folder, chosen.exit_layer)
-    return {"model": str(cut.target), "draft": cut.draft}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True)
@@ -171,13 +158,11 @@ def main() -> int:
     sittings = [(together, "auto", chosen.runs_per_cell)] if together else []
     sittings += [([name], name, 1) for name in chosen.drafters if name in BY_NAME]
     for drafters, opens, runs_per_cell in sittings:
-        with tempfile.TemporaryDirectory() as folder:
-            loaded: dict[str, Any] = {"model": chosen.model, "draft": chosen.draft}
-            if opens == "early-exit":
-                loaded = with_exit(chosen, Path(folder))
-            loaded |= {"engine": chosen.engine, "drafter": opens}
-            with edgespec.load(**loaded, reproducible=True, max_slowdown=1.0) as model:
-                check.run(model, drafters, runs_per_cell)
+        loaded: dict[str, Any] = {"model": chosen.model, "draft": chosen.draft, "engine": chosen.engine}
+        if opens == "early-exit":
+            loaded["exit_layer"] = chosen.exit_layer
+        with edgespec.load(**loaded, drafter=cast(DrafterName, opens), reproducible=True, max_slowdown=1.0) as model:
+            check.run(model, drafters, runs_per_cell)
     print(f"{len(prompts)} prompts, {check.compared.total()} tokens compared, {check.different.total()} differ")
     return int(check.different.total() > 0)
 

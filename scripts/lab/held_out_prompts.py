@@ -4,7 +4,7 @@
     python scripts/lab/held_out_prompts.py --data DATA --out prompts.jsonl --domains spec-bench [--count N] [--chars N]
         [--system TEXT]
 
-DATA is the folder of the data files that `train_demo.py` reads. The prompts are those of `edgespec bench --data`:
+DATA is the folder of the data files that `demo_family.py` reads. The prompts are those of `edgespec bench --data`:
 dialogues up to a question, documented functions of this Python's own library, short functions to repeat with a word
 replaced. They are drawn with a seed; fewer are the first ones of more. The file holds one JSON object per line,
 {"domain": ..., "text": ...}, the domains by turns.
@@ -17,14 +17,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+
+
 from code_edits import edits
-from demo_training.corpus import BOS, TURN_START, turn
 from edgespec.bench.prompts import BenchPrompt, choose, read_data
 from edgespec.errors import EdgespecError
 from edgespec.platform.files import write_atomically
 from measure_default import prompts_of
+from trainlib.demo_texts import BOS, TURN_START, turn
 
 ROLES = ("user", "assistant")
 SPEC_BENCH, EDITS = "spec-bench", "edits"

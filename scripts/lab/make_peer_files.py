@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from edgespec.errors import EdgespecError
-from edgespec.export.manifest import write_manifest
+from edgespec.export.workspace import write_manifest
 from edgespec.formats.manifest import HEADS, read_pair
 from edgespec.platform.files import atomic_folder
 from expansion.real import RealBench, entry_of, genai_config

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from demo_training import corpus
 from edgespec.bench import prompts as sources
 from edgespec.bench.prompts import (
     HOT_TEMPERATURE,
@@ -25,6 +24,7 @@ from edgespec.config.options import Sampling
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from table_engine import LetterVocabulary
+from trainlib import demo_texts as corpus
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
 

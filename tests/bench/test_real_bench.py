@@ -15,7 +15,7 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.errors import ConfigError
-from edgespec.export.accuracy import Comparison
+from edgespec.export.check import Comparison
 from edgespec.formats.head_file import read_head_file
 from expansion import real
 from expansion.model import Shape, cancelling_shares_of, shares_of

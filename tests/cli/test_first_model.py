@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +11,14 @@ from click.testing import CliRunner
 import edgespec
 from demo import DEMO
 from edgespec.cli import first_model as module
-from edgespec.cli.first_model import FIRST, QUANTS, converted_name, first_model, quant_here
+from edgespec.cli.first_model import FIRST, first_model
 from edgespec.config.sources import Settings
 from edgespec.errors import DownloadError
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.catalogue import entries
-from edgespec.loading.own_models import add, write_manifest
-from edgespec.loading.registry import models_folder
+from edgespec.loading.own_models import add
 from edgespec.loading.registry import resolve as pair_of
 
 UNNAMED = Settings({}, {})
-CONVERTED = converted_name(quant_here())
-WITH_VNNI, WITHOUT = frozenset({"avx2", "avx_vnni"}), frozenset({"avx2"})
 
 
 @pytest.fixture(autouse=True)
@@ -74,95 +67,33 @@ def test_what_cannot_be_fetched_is_said_and_asked_again(terminal: None, monkeypa
 
 
 @pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The demo's GGUF stands in for the model that would be downloaded."""
     names: list[str] = []
 
-    def take(name: str, *, wants_draft: bool, is_converted: bool) -> ModelPair:
+    def take(name: str, *, wants_draft: bool) -> ModelPair:
         assert not wants_draft
         names.append(add(DEMO / "demo-target-q8_0.gguf", name))
         return pair_of(name)
 
     monkeypatch.setattr(module, "fetched", take)
-    yield names
+    return names
 
 
-@pytest.mark.usefixtures("without_kernels")
-def test_it_is_converted_where_llama_cpp_is_missing(
-    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("gguf")
-    monkeypatch.setattr(module, "has_engine", lambda engine: engine == "onnx")
-    assert asked("\n")[0] == CONVERTED
-    with edgespec.load(CONVERTED, context_length=128) as model:
-        assert model.target.facts.name == "onnx"
+def test_it_is_fetched_once_and_runs_as_it_is(terminal: None, fetched: list[str]) -> None:
+    assert asked("y\n")[0] == FIRST
+    assert asked("") == (FIRST, "")  # it is there from now on
+    assert fetched == [FIRST]
+    with edgespec.load(FIRST, context_length=128) as model:
         result = model.generate("Hello", None, edgespec.GenerateOptions(max_tokens=3, ignore_eos=True))
         assert len(result.token_ids) == 3
-    assert asked("") == (CONVERTED, "")  # it is there from now on
-    assert fetched == [FIRST]
 
 
-@pytest.mark.usefixtures("without_kernels")
-@pytest.mark.parametrize(("instructions", "quant"), [(WITH_VNNI, "int8"), (WITHOUT, "w8a8")])
-def test_with_both_engines_it_is_converted_on_x86(
-    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch, instructions: frozenset[str], quant: str
-) -> None:
-    pytest.importorskip("gguf")
-    monkeypatch.setattr(module, "has_engine", lambda engine: True)
-    monkeypatch.setattr(module, "is_x86", lambda: True)
-    monkeypatch.setattr(module, "instruction_sets", lambda: instructions)
-    assert asked("y\n")[0] == converted_name(quant)
-    assert asked("")[0] == converted_name(quant)
-    assert fetched == [FIRST]
-
-
-@pytest.mark.parametrize("quant", QUANTS)
-def test_what_another_processor_or_version_converted_is_used(
-    terminal: None, monkeypatch: pytest.MonkeyPatch, quant: str
-) -> None:
-    monkeypatch.setattr(module, "has_engine", lambda engine: True)
-    add(DEMO / "demo-target-q8_0.gguf", converted_name(quant))
-    assert asked("") == (converted_name(quant), "")
-
-
-def test_elsewhere_llama_cpp_reads_the_file_itself(
-    terminal: None, fetched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "has_engine", lambda engine: True)
-    monkeypatch.setattr(module, "is_x86", lambda: False)
-    assert asked("y\n")[0] == FIRST
-    assert asked("")[0] == FIRST
-    assert fetched == [FIRST]
-
-
-@pytest.mark.usefixtures("without_kernels")
-def test_without_the_package_for_conversion_the_command_is_named(
+def test_where_nothing_runs_a_gguf_the_command_for_that_is_named(
     terminal: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "library_path", lambda: None)
     monkeypatch.setattr(module, "has_engine", lambda engine: engine == "onnx")
-    monkeypatch.setattr(module, "is_importable", lambda name: False)
     found, shown = asked("")
     assert found is None
-    assert "convert" in shown
-
-
-@pytest.mark.usefixtures("without_kernels")
-def test_what_its_makers_recommend_comes_with_it_and_through_the_conversion(
-    terminal: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("gguf")
-    assert dict(entries()[FIRST].sampling) == {"temperature": 0.2, "top_p": 0.9}
-
-    def take(name: str, *, wants_draft: bool, is_converted: bool) -> ModelPair:
-        folder = models_folder() / name
-        folder.mkdir(parents=True)
-        file = pair_of("demo", engine="llamacpp").files["target"]
-        copy = replace(file, path=shutil.copy(file.path, folder / "model.gguf"))
-        write_manifest(folder, {"sampling": entries()[FIRST].sampling}, {"target": copy})
-        return pair_of(name)
-
-    monkeypatch.setattr(module, "fetched", take)
-    monkeypatch.setattr(module, "has_engine", lambda engine: engine == "onnx")
-    assert asked("y\n")[0] == CONVERTED
-    for name in (FIRST, CONVERTED):
-        assert dict(pair_of(name).recommended) == {"temperature": 0.2, "top_p": 0.9}
+    assert "llamacpp" in shown

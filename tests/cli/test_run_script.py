@@ -392,7 +392,9 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
     asked: list[list[str]] = []
     monkeypatch.setattr(script, "make_ready", lambda extras, why: asked.append(extras))
     kernels: list[str] = []
-    monkeypatch.setattr(script, "start_kernels", lambda: kernels.append("in the background"))
+    monkeypatch.setattr(
+        script, "start_kernels", lambda waits: kernels.append("first" if waits else "in the background")
+    )
     monkeypatch.setattr(script, "build_kernels", lambda: kernels.append("first"))
     for arguments in (["chat", "-n", "3"], ["test"], ["test", "-k", "cli"], ["export", "--help"]):
         with pytest.raises(SystemExit):

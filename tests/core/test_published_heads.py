@@ -28,7 +28,7 @@ def test_the_error_names_the_command(head: Path, target_path: Path, option: str)
     for given in (head, head / "model.safetensors") if option == "--heads" else (head,):
         found = CliRunner().invoke(cli, ["generate", str(target_path), option, str(given), "-p", "x", "-n", "1"])
         assert found.exit_code == 2
-        assert f"edgespec export TARGET --draft '{head}' -o PAIR" in found.stderr, found.output
+        assert f"python scripts/train/eagle3.py '{head}' TARGET" in found.stderr, found.output
     exported = CliRunner().invoke(cli, ["export", str(target_path), "--to", "onnx", "--draft", str(head)])
     assert exported.exit_code == 2 and "EAGLE-3 head as published" in exported.stderr
 
@@ -39,7 +39,7 @@ def test_heads_that_read_layers_of_a_deeper_model_are_refused(engine: str) -> No
     arguments = ["generate", "demo", "--engine", engine, "--heads", str(heads), "-p", "x", "-n", "1"]
     found = CliRunner().invoke(cli, arguments)
     assert found.exit_code == 2 and "the heads read the input of layer 14" in found.stderr
-    assert "give heads that were made for" in found.stderr and "export" not in found.stderr
+    assert "give heads that were made for" in found.stderr and "edgespec export" not in found.stderr
 
 
 def test_other_folders_are_none(tmp_path: Path) -> None:

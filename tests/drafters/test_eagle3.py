@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 import edgespec
 from demo import DEMO, TEST_THREADS
+from eagle3 import NumpyHead, compare_head, convert_head, plan_head
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
@@ -28,13 +28,8 @@ from edgespec.errors import (
     ModelFileError,
     VocabularyMismatch,
 )
-from edgespec.export.accuracy import compare_head, limits_of
-from edgespec.export.eagle3_plan import plan_head
-from edgespec.export.eagle3_reference import NumpyHead
+from edgespec.export.check import limits_of
 from edgespec.export.gguf.convert import convert
-from edgespec.export.gguf.eagle3 import convert_head
-from edgespec.export.pair import export_pair
-from edgespec.export.request import ExportRequest
 from edgespec.formats.gguf.heads import head_kind_of, read_head
 from edgespec.types import Batch, Draft
 from tiny_checkpoints import write_checkpoint as write_tiny
@@ -486,7 +481,7 @@ def test_speculators_names_and_small_types(tmp_path: Path, demo_target: LlamaCpp
             logits.append(head.decode(TOKENS[1:], states[:-1])[0].copy())
     known = np.isfinite(logits[0])
     np.testing.assert_allclose(logits[0][known], logits[1][known], atol=0.05 * np.abs(logits[1][known]).max())
-    with pytest.raises(ConfigError, match="--draft-quant q8_0"):
+    with pytest.raises(ConfigError, match="allowed: f32"):
         convert_head(folder, HF_TARGET, tmp_path / "k.gguf", "q4_k_m")
 
 
@@ -495,7 +490,7 @@ def test_the_check_of_an_export_finds_a_wrong_head(demo_target: LlamaCppEngine, 
     folder = write_checkpoint(tmp_path / "hf", HF_TARGET, owns=("lm_head.weight",))
     plan = plan_head(folder, HF_TARGET)
     path = convert_head(folder, HF_TARGET, tmp_path / "head.gguf", "f16").path
-    assert not compare_head(NumpyHead.of(plan, HF_TARGET), demo_target, path).complaint(limits_of("q8_0"))
+    assert not compare_head(plan, HF_TARGET, demo_target, path).complaint(limits_of("q8_0"))
     rows = plan.checkpoint.weights("midlayer.self_attn.q_proj.weight")
     shuffled = rows.reshape(4, 32, 2, 512).swapaxes(1, 2).reshape(rows.shape)
     wrong = write_checkpoint(
@@ -505,32 +500,9 @@ def test_the_check_of_an_export_finds_a_wrong_head(demo_target: LlamaCppEngine, 
         tensors={"midlayer.self_attn.q_proj.weight": np.ascontiguousarray(shuffled)},
     )
     path = convert_head(wrong, HF_TARGET, tmp_path / "wrong.gguf", "f16").path
-    assert compare_head(NumpyHead.of(plan, HF_TARGET), demo_target, path).complaint(limits_of("q8_0"))
+    assert compare_head(plan, HF_TARGET, demo_target, path).complaint(limits_of("q8_0"))
     demo_target.rollback(0)
     demo_target.give_layer_inputs(())
-
-
-def test_a_pair_with_a_head_is_exported_and_drafts(tmp_path: Path) -> None:
-    head = write_checkpoint(tmp_path / "hf", HF_TARGET, owns=("lm_head.weight",))
-    request = ExportRequest(str(HF_TARGET), tmp_path / "pair", {"gguf": "q8_0"}, draft=str(head), check=False)
-    export_pair(request, Quiet())
-    with edgespec.load(str(tmp_path / "pair"), threads=TEST_THREADS) as model:
-        options = GenerateOptions(max_tokens=20, drafter="eagle3", draft_length=3, ignore_eos=True)
-        assert model.generate("Hello", options=options).stats.drafted_tokens > 20
-    request = ExportRequest(str(HF_TARGET), tmp_path / "other", {"gguf": "q4_k_m"}, draft=str(head), check=False)
-    with pytest.raises(ConfigError, match="--draft-quant q8_0"):
-        export_pair(request, Quiet())
-
-
-class Quiet:
-    """A reporter that says nothing."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Any]:
-        yield lambda done, total, what: None
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])
@@ -541,7 +513,7 @@ def test_targets_of_several_architectures(tmp_path: Path, case: str) -> None:
     path = convert_head(head, folder, tmp_path / "head.gguf", "f32").path
     target = convert(folder, tmp_path / "target.gguf", "f32").path
     with LlamaCppEngine.load(target, threads=TEST_THREADS, context_length=128, reproducible=False) as engine:
-        assert not compare_head(NumpyHead.of(plan_head(head, folder), folder), engine, path).complaint(limits_of("f16"))
+        assert not compare_head(plan_head(head, folder), folder, engine, path).complaint(limits_of("f16"))
     target = convert(folder, tmp_path / "small.gguf", "q8_0").path
     with edgespec.load(str(target), draft=path, threads=TEST_THREADS, reproducible=True) as model:
         for temperature in (0.0, 0.9):

@@ -1,8 +1,7 @@
-"""The early exit: first layers and head of the target as its draft, on both engines, with the weights there once."""
+"""The early exit: first layers and head of the target as its draft, with the weights there once."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,13 +15,11 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.model import ChainDrafter, ModelDrafter
+from edgespec.drafters.model import ChainDrafter
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, ContextFull
-from edgespec.export.gguf import EarlyExit, early_exit_gguf
-from edgespec.export.onnx.cut import early_exit_onnx
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Logits
 from lossless import PROMPTS
@@ -99,7 +96,7 @@ def test_three_parts_give_the_bits_of_one(twins: tuple[OnnxEngine, OnnxEngine]) 
 def test_whatever_is_drafted_the_target_computes_the_same(twins: tuple[OnnxEngine, OnnxEngine]) -> None:
     """A random walk: drafts of any length that agree with what follows as far as chance wills, rollbacks, new texts."""
     one, other = twins
-    drafter = SharedStateDrafter(other)
+    drafter = EarlyExitDrafter(other)
     rng = np.random.default_rng(5)
     for engine in twins:
         engine.rollback(0)
@@ -153,7 +150,7 @@ def test_the_first_layers_are_not_computed_twice(onnx_path: Path, monkeypatch: p
     with open_engine(onnx_path, exit_layer=LAYERS) as engine:
         least = engine.facts.pinned_class[0]
         watch = Watch(engine, monkeypatch)
-        drafter = SharedStateDrafter(engine)
+        drafter = EarlyExitDrafter(engine)
         text = some_ids(engine, 30)
         score(engine, text[:-1])
         assert (watch.first.pop(), watch.rest.pop()) == (29, 29)
@@ -173,25 +170,9 @@ def test_the_first_layers_are_not_computed_twice(onnx_path: Path, monkeypatch: p
         assert watch.first == [5]
 
 
-def test_it_drafts_what_the_graph_of_the_first_layers_does(onnx_path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    shutil.copytree(onnx_path.parent, folder)
-    with (
-        open_engine(early_exit_onnx(folder, LAYERS)) as small,
-        open_engine(onnx_path, exit_layer=LAYERS) as engine,
-    ):
-        ids = np.array(engine.vocabulary.encode("def add(a, b):\n    return a"), np.int32)
-        score(engine, ids[:-1])
-        request = greedy(engine)._replace(token_ids=ids, max_tokens=12)
-        wanted = ModelDrafter(small).draft(request)
-        found = SharedStateDrafter(engine).draft(request)
-        assert found.token_ids.tolist() == wanted.token_ids.tolist()
-        assert found.evidence == wanted.evidence
-
-
 def test_a_foreign_text_is_not_drafted_for(onnx_path: Path) -> None:
     with open_engine(onnx_path, exit_layer=LAYERS) as engine:
-        drafter, text = SharedStateDrafter(engine), some_ids(engine, 20)
+        drafter, text = EarlyExitDrafter(engine), some_ids(engine, 20)
         score(engine, text[:-1])
         other = text.copy()
         other[4] += 1
@@ -204,7 +185,7 @@ def test_a_foreign_text_is_not_drafted_for(onnx_path: Path) -> None:
 
 def test_it_drafts_up_to_the_end_of_the_context(onnx_path: Path) -> None:
     with open_engine(onnx_path, exit_layer=LAYERS, context_length=64) as engine:
-        drafter, text = SharedStateDrafter(engine), some_ids(engine, 62)
+        drafter, text = EarlyExitDrafter(engine), some_ids(engine, 62)
         score(engine, text[:30])
         score(engine, text[30:-1])
         assert drafter.draft(greedy(engine)._replace(token_ids=text, max_tokens=9)).num_tokens == 2
@@ -216,7 +197,7 @@ def test_it_drafts_up_to_the_end_of_the_context(onnx_path: Path) -> None:
 
 def test_a_cancelled_draft_is_drafted_again(onnx_path: Path) -> None:
     with open_engine(onnx_path, exit_layer=LAYERS) as engine:
-        drafter, text = SharedStateDrafter(engine), some_ids(engine, 20)
+        drafter, text = EarlyExitDrafter(engine), some_ids(engine, 20)
         score(engine, text[:-1])
         request = greedy(engine)._replace(token_ids=text)
         wanted = drafter.draft(request).token_ids.tolist()
@@ -233,49 +214,34 @@ def test_one_piece_has_no_exit(whole: OnnxEngine, onnx_path: Path, concatenated_
     for layers in (0, 9, 12):
         with pytest.raises(ConfigError, match=r"allows 1\.\.8"):
             open_engine(onnx_path, exit_layer=layers)
-    with pytest.raises(CapabilityError, match="model builder"):
+    with pytest.raises(CapabilityError, match="cannot be cut between layers"):
         open_engine(concatenated_path, exit_layer=1, reproducible=False)
 
 
-# -- behind the loop, on both engines
+# -- behind the loop
 
 
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> EarlyExit:
-    return early_exit_gguf(TARGET, tmp_path_factory.mktemp("split"), LAYERS)
-
-
-@pytest.fixture(scope="module", params=["llamacpp", "onnx", "onnx auto"])
-def model(request: pytest.FixtureRequest, split: EarlyExit) -> Iterator[edgespec.Model]:
-    if request.param == "llamacpp":
-        options = {"model": str(split.target), "draft": split.draft, "drafter": "early-exit"}
-    else:
-        drafter = "auto" if request.param.endswith("auto") else "early-exit"
-        options = {"model": "demo", "engine": "onnx", "exit_layer": LAYERS, "drafter": drafter}
-    with edgespec.load(reproducible=True, threads=TEST_THREADS, **options) as opened:
+@pytest.fixture(scope="module", params=["early-exit", "auto"])
+def model(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
+    options = {"engine": "onnx", "exit_layer": LAYERS, "drafter": request.param}
+    with edgespec.load("demo", reproducible=True, threads=TEST_THREADS, **options) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def plain(onnx_path: Path) -> Iterator[dict[str, edgespec.Model]]:
-    """The same targets, loaded for plain decoding."""
-    with (
-        edgespec.load(str(TARGET), engine="llamacpp", drafter="none", reproducible=True, threads=TEST_THREADS) as one,
-        edgespec.load("demo", engine="onnx", drafter="none", reproducible=True, threads=TEST_THREADS) as other,
-    ):
-        yield {"llamacpp": one, "onnx": other}
+def plain() -> Iterator[edgespec.Model]:
+    """The same target, loaded for plain decoding."""
+    with edgespec.load("demo", engine="onnx", drafter="none", reproducible=True, threads=TEST_THREADS) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-def test_text_is_that_of_the_target_alone(
-    model: edgespec.Model, plain: dict[str, edgespec.Model], temperature: float
-) -> None:
-    alone = plain[model.target.facts.name]
+def test_text_is_that_of_the_target_alone(model: edgespec.Model, plain: edgespec.Model, temperature: float) -> None:
     for seed, prompt in enumerate(PROMPTS[:2]):
         ids = model.encode_chat([{"role": "user", "content": prompt}])
         sampling = Sampling(temperature=temperature, seed=seed)
         options = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
-        wanted = alone.generate(ids, sampling, options)
+        wanted = plain.generate(ids, sampling, options)
         for drafter, length in (("none", 0), ("early-exit", 1), ("early-exit", 6), ("auto", "auto")):
             if drafter == "auto" and model.drafter_name != "auto":
                 drafter = "early-exit"
@@ -287,7 +253,7 @@ def test_text_is_that_of_the_target_alone(
 @pytest.mark.quiet
 def test_it_costs_no_second_model(model: edgespec.Model) -> None:
     drafter = model._pool.drafters["early-exit"]
-    assert isinstance(drafter, (EarlyExitDrafter, SharedStateDrafter))
+    assert isinstance(drafter, EarlyExitDrafter)
     assert 0 < drafter.bytes_used < model.target.facts.weight_bytes
     assert model.drafter_name == "auto" or model.drafter_bytes == drafter.bytes_used
     assert 0 < model.draft_costs["early-exit"].token_s < 2 * model.cost_curve.at(1)
@@ -308,46 +274,11 @@ def test_forgetting_and_cancelling(model: edgespec.Model) -> None:
     assert model.generate(ids, Sampling(seed=3), options).token_ids == first.token_ids
 
 
-def test_a_pair_whose_draft_is_an_exit_is_known_as_one(split: EarlyExit, onnx_path: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    shutil.copytree(onnx_path.parent, folder)
-    draft = early_exit_onnx(folder, LAYERS)
-    for target, exit_file in ((split.target, split.draft), (folder / "model.onnx", draft)):
-        with edgespec.load(str(target), draft=exit_file, threads=TEST_THREADS) as opened:
-            assert set(opened._pool.drafters) - {"ngram", "suffix", "cache"} == {"early-exit"}
-            found = opened.generate("def f(", options=GenerateOptions(max_tokens=12, draft_length=3, drafter="auto"))
-            assert found.stats.drafted_tokens > 0
-        with edgespec.load(str(target), draft=exit_file, drafter="model", threads=TEST_THREADS) as opened:
-            assert set(opened._pool.drafters) == {"model"}
-            with pytest.raises(CapabilityError, match="load it with drafter='early-exit'"):
-                opened.generate("def f(", options=GenerateOptions(drafter="early-exit"))
-
-
 def small_of(model: edgespec.Model) -> object:
     """What drafts for the medium."""
     drafter = model._pool.drafters["hierarchical"]
     assert isinstance(drafter, HierarchicalDrafter)
     return drafter._small
-
-
-@pytest.mark.parametrize("drafter", ["auto", "hierarchical"])
-def test_an_exit_is_the_small_model_of_a_hierarchy(split: EarlyExit, drafter: str) -> None:
-    """Its file is opened once, whatever a medium stands above it, and its weights are the target's."""
-    medium = DEMO / "demo-medium-q8_0.gguf"
-    options = {"draft": split.draft, "medium": medium, "threads": TEST_THREADS, "reproducible": True}
-    with edgespec.load(str(split.target), drafter=drafter, **options) as opened:
-        drafters = opened._pool.drafters
-        assert {"early-exit", "hierarchical"} == set(drafters) - {"ngram", "suffix", "cache"}
-        assert small_of(opened) is drafters["early-exit"]
-        assert set(opened.draft_costs) == {"early-exit", "hierarchical"}
-        generate = GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True)
-        for temperature in (0.0, 0.8, 1.2):
-            sampling = Sampling(temperature=temperature, seed=3)
-            plain = opened.generate(PROMPTS[1], sampling, generate)
-            for name, length in (("hierarchical", 5), ("early-exit", 3), (drafter, "auto")):
-                found = opened.generate(PROMPTS[1], sampling, replace(generate, drafter=name, draft_length=length))
-                assert found.token_ids == plain.token_ids
-                assert length == "auto" or found.stats.accepted_tokens > 0
 
 
 def test_an_onnx_exit_is_the_small_model_of_a_hierarchy(onnx_path: Path) -> None:
@@ -365,21 +296,20 @@ def test_an_onnx_exit_is_the_small_model_of_a_hierarchy(onnx_path: Path) -> None
                 assert found.token_ids == plain.token_ids
 
 
-def test_a_draft_temperature_reaches_an_exit(split: EarlyExit) -> None:
-    for options in ({"model": str(split.target), "draft": split.draft}, {"model": "demo", "engine": "onnx"}):
-        exits = {"exit_layer": LAYERS} if "engine" in options else {}
-        with edgespec.load(**options, **exits, drafter="early-exit", draft_temperature=0.7, threads=1) as opened:
-            drafter = opened._pool.drafters["early-exit"]
-            assert isinstance(drafter, ChainDrafter) and drafter.temperature.factor == 0.7
+def test_a_draft_temperature_reaches_an_exit() -> None:
+    options = {"engine": "onnx", "exit_layer": LAYERS, "drafter": "early-exit", "threads": 1}
+    with edgespec.load("demo", draft_temperature=0.7, **options) as opened:
+        drafter = opened._pool.drafters["early-exit"]
+        assert isinstance(drafter, ChainDrafter) and drafter.temperature.factor == 0.7
 
 
-def test_an_exit_that_is_not_there_is_refused(split: EarlyExit) -> None:
-    with pytest.raises(CapabilityError, match="--derive early-exit:LAYERS"):
-        edgespec.load("demo", drafter="early-exit")
-    with pytest.raises(CapabilityError, match="exit_layer= N, or a pair"):
+def test_an_exit_that_is_not_there_is_refused() -> None:
+    with pytest.raises(CapabilityError, match="for a target in ONNX"):
+        edgespec.load("demo", engine="llamacpp", drafter="early-exit")
+    with pytest.raises(CapabilityError, match="give exit_layer= N"):
         edgespec.load("demo", engine="onnx", drafter="early-exit")
     with pytest.raises(CapabilityError, match="for ONNX targets"):
-        edgespec.load(str(split.target), draft=split.draft, exit_layer=3)
+        edgespec.load("demo", engine="llamacpp", exit_layer=3)
     with pytest.raises(ConfigError, match="at least 1"):
         edgespec.load("demo", engine="onnx", exit_layer=0)
 
@@ -405,27 +335,18 @@ warm = load(sys.argv[1])
 warm.close()
 del warm
 before = pss()
-if sys.argv[2] == "both":
-    engines = [load(sys.argv[1]), load(sys.argv[3])]
-else:
-    engines = [load(sys.argv[1], int(sys.argv[3]) if sys.argv[2] == "parts" else None)]
+engines = [load(sys.argv[1], int(layer)) for layer in sys.argv[2:]] or [load(sys.argv[1])]
 print(pss() - before)
 """
 
 
 @pytest.mark.quiet
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's account of memory")
-def test_the_weights_are_in_memory_once(onnx_path: Path, tmp_path: Path) -> None:
-    """Proportional set size: three parts take what one piece takes; a session of its own takes its layers again."""
-    folder = tmp_path / "target"
-    shutil.copytree(onnx_path.parent, folder)
-    layers = 8  # of 9: a second copy of so much would show
-    draft = early_exit_onnx(folder, layers)
-    found = {}
-    for kind, argument in (("one", ""), ("parts", str(layers)), ("both", str(draft))):
-        command = [sys.executable, "-c", MEMORY, str(folder / "model.onnx"), kind, argument]
+def test_the_weights_are_in_memory_once(onnx_path: Path) -> None:
+    """Proportional set size: three parts take what one piece takes."""
+    found = []
+    for layers in ([], ["8"]):  # of 9: a second copy of so much would show
+        command = [sys.executable, "-c", MEMORY, str(onnx_path), *layers]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[kind] = int(done.stdout) * 1024
-    weights = (folder / "model.onnx.data").stat().st_size
-    assert found["both"] > found["one"] + 0.5 * weights, found
-    assert found["parts"] < found["one"] + 0.25 * weights, found
+        found.append(int(done.stdout) * 1024)
+    assert found[1] < found[0] + 0.25 * (onnx_path.parent / "model.onnx.data").stat().st_size, found

@@ -20,9 +20,8 @@ from edgespec.engines.onnx.source import open_source
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, StateError
-from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
-from edgespec.export.onnx.from_hub import convert_hub
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import DraftVocabulary, convert_hub
 from edgespec.formats.onnx import drafted
 from edgespec.types import Batch, Logits
 from half import as_for_cuda

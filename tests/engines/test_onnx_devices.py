@@ -213,7 +213,7 @@ def test_the_cache_of_a_device_without_positions_has_no_room_to_spare(tiny_graph
 
 @NEEDS_WEBGPU
 def test_a_model_for_processors_is_refused_on_webgpu(tiny_path, tmp_path):
-    from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+    from edgespec.export.onnx.writer import convert_gguf, open_gguf
 
     with pytest.raises(CapabilityError, match="w8a8 runs on processors only"):
         load(convert_gguf(open_gguf(tiny_path), tmp_path, "w8a8", None), "webgpu")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -107,13 +106,10 @@ def onnx_target(request: pytest.FixtureRequest, onnx_path: Path, tmp_path_factor
     if request.param == "int8":
         return onnx_path
     pytest.importorskip("onnx")
-    from edgespec.export.onnx.integer import to_integer
-    from plain_demo import plain_demo
+    from edgespec.export.onnx.writer import convert_gguf, open_gguf
 
-    plain = plain_demo(onnx_path.parent, tmp_path_factory.mktemp("plain") / "target")
-    folder = shutil.copytree(plain.parent, tmp_path_factory.mktemp("whole") / "target")
-    to_integer(folder, 64)
-    return folder / "model.onnx"
+    folder = tmp_path_factory.mktemp("whole")
+    return convert_gguf(open_gguf(DEMO / "demo-target-q8_0.gguf"), folder, "w8a8")
 
 
 @pytest.mark.parametrize("reproducible", [None, False])

@@ -14,8 +14,8 @@ from edgespec.engines import proof
 from edgespec.engines.onnx import OnnxEngine, sessions
 from edgespec.engines.onnx.edge import FLASH_OFF, end_of_pass, rows_before
 from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.export.gguf import convert
-from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+from edgespec.export.gguf.convert import convert
+from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.types import Batch, Logits, packed
 from tiny_checkpoints import write_checkpoint
 

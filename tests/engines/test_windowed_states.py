@@ -18,7 +18,7 @@ from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
-from edgespec.export.gguf import convert
+from edgespec.export.gguf.convert import convert
 from edgespec.types import Batch, TokenIds
 from tiny_checkpoints import write_checkpoint
 

@@ -20,10 +20,9 @@ from edgespec.cli.main import cli
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError
-from edgespec.export.accuracy import open_engine
-from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
-from edgespec.export.onnx.from_hub import convert_hub
+from edgespec.export.check import open_engine
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import DraftVocabulary, convert_hub
 from edgespec.export.request import ExportRequest
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA, drafted
@@ -57,7 +56,7 @@ def graph(source: Path, folder: Path, quant: str, vocabulary: DraftVocabulary | 
 def test_kept_tokens_have_the_logits_of_the_whole_head(
     case: str, quant: str, most_runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Rows of a product do not depend on the others; the head of w8a8 is smoothed by what its rows are."""
+    """Rows of a product do not depend on the others."""
     monkeypatch.setattr(drafted, "MOST_RUNS", most_runs)
     source = write_checkpoint(tmp_path / case, case, final_logit_softcapping=8.0, tie_word_embeddings=False)
     vocabulary = DraftVocabulary(300)
@@ -168,7 +167,7 @@ def test_rules_that_compare_distributions_run_on_it(pair: Path, rule: str):
     [
         ({"draft_vocab": 255}, "give 256 or more"),
         ({"draft": None}, "needs a draft with files of its own"),
-        ({"exporter": "builder"}, "edgespec's own writer"),
+        ({"exporter": "optimum"}, "edgespec's own writer"),
         ({"quants": {"gguf": "q8_0"}}, "edgespec's own writer"),
         ({"draft_vocab": None, "draft_text": Path("x")}, "give that, too"),
         ({"draft_text": Path("absent.txt")}, "--draft-text absent.txt cannot be read"),

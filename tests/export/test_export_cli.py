@@ -19,9 +19,9 @@ from demo import heed_interrupts
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from edgespec.cli.main import cli
-from edgespec.export import file_checks as checking
-from edgespec.export import maker, reference
-from edgespec.export.accuracy import open_engine
+from edgespec.export import pair as pairs
+from edgespec.export import reference
+from edgespec.export.check import open_engine
 from edgespec.export.reference import Reference
 from edgespec.formats.manifest import read_pair
 from edgespec.installation import install_command
@@ -94,30 +94,12 @@ def test_a_model_is_exported_by_the_name_that_it_runs_by(tmp_path, monkeypatch):
     assert_refused(export("demo", tmp_path / "out", "--to", "onnx"), "demo", "safetensors")
 
 
-def test_drafts_derived_from_the_target(tmp_path):
-    early = export(TARGET, tmp_path / "early", "--derive", "early-exit:5", "--no-check")
-    assert early.exit_code == 0, early.output
-    files = read_pair(tmp_path / "early").files
-    shared = set(files["draft"].parts) & set(files["target"].parts)
-    assert len(shared) == 1  # the weights that both use lie there once
-    ran = CliRunner().invoke(cli, ["verify", str(tmp_path / "early"), "-n", "8", "--json"])
-    assert json.loads(ran.stdout)["acceptance_rate"] > 0.3, ran.output
-    pruned = export(TARGET, tmp_path / "pruned", "--derive", "prune:0-2,8", "--no-check")
-    assert pruned.exit_code == 0, pruned.output
-    target, draft = (read_pair(tmp_path / "pruned").files[role] for role in ("target", "draft"))
-    assert draft.bytes is not None
-    assert target.bytes is not None
-    assert 0.4 < draft.bytes / target.bytes < 0.65
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--quant", "q4_km"], "did you mean 'q4_k_m'"),
         (["--to", "ggf"], "did you mean 'gguf'"),
         (["--quant", "iq2_xxs"], "importance matrix"),
-        (["--derive", "prune:0-8"], "keeps all 9 layers"),
-        (["--derive", "early-exit:12"], "has 9 layers"),
         (["--draft-quant", "f16"], "there is no draft"),
         (["--revision", "main"], "is a folder"),
         (["--draft", "/nonexistent/folder"], "no folder '/nonexistent/folder'"),
@@ -158,7 +140,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_gguf_without_the_check_needs_nothing_but_gguf(tmp_path):
-    missing = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "onnx", "onnxruntime")
+    missing = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub")
     code = (
         f"import sys\nsys.modules.update(dict.fromkeys({missing!r}))\nfrom edgespec.cli.main import cli\n"
         f"cli.main(['export', {DRAFT!r}, '-o', {str(tmp_path / 'pair')!r}, '--no-check'])"
@@ -187,12 +169,12 @@ def test_an_export_that_fails_the_check_gets_no_name(tmp_path, monkeypatch, with
     assert export(DRAFT, tmp_path / "right", "--quant", "f32", "--no-check").exit_code == 0
     assert export(TARGET, tmp_path / "other", "--quant", "f32", "--no-check").exit_code == 0
     right, other = answers_of(tmp_path / "right"), answers_of(tmp_path / "other")
-    monkeypatch.setattr(checking, "reference_of", lambda folder, threads: other)
+    monkeypatch.setattr(pairs, "reference_of", lambda folder, threads: other)
     result = export(DRAFT, tmp_path / "pair")
     assert_refused(result, "target gguf q8_0 is wrong and was removed", "mean KL", "top-1", code=1)
     assert not (tmp_path / "pair").exists()
     assert not list((tmp_path / ".pair.export").rglob("*.gguf"))
-    monkeypatch.setattr(checking, "reference_of", lambda folder, threads: right)
+    monkeypatch.setattr(pairs, "reference_of", lambda folder, threads: right)
     again = export(DRAFT, tmp_path / "pair")
     assert again.exit_code == 0, again.output
     assert "check target gguf: top-1 agreement" in again.stdout
@@ -218,7 +200,7 @@ def test_the_check_against_transformers(tmp_path):
 def test_a_second_export_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
     arguments = (TARGET, tmp_path / "pair", "--draft", DRAFT, "--no-check")
     with monkeypatch.context() as patch:
-        patch.setattr(maker.Maker, "model_of", _failing(maker.Maker.model_of, "draft"))
+        patch.setattr(pairs._Export, "_gguf", _failing(pairs._Export._gguf, "draft"))
         result = export(*arguments)
     assert result.exit_code == 130, result.output
     assert "run the same command again to continue" in result.stderr
@@ -233,19 +215,19 @@ def test_a_second_export_goes_on_where_the_first_stopped(tmp_path, monkeypatch):
 
 
 def _failing(method, role):
-    def model_of(self, wanted):
+    def write(self, wanted, progress):
         if wanted == role:
             raise KeyboardInterrupt
-        return method(self, wanted)
+        return method(self, wanted, progress)
 
-    return model_of
+    return write
 
 
 def test_an_existing_pair_is_kept_unless_forced(tmp_path):
     output = tmp_path / "pair"
     assert export(DRAFT, output, "--no-check").exit_code == 0
     assert_refused(export(DRAFT, output, "--no-check", "--quant", "f16"), "exists", "--force")
-    assert_refused(export(TARGET, output, "--no-check", "--force", "--derive", "prune:9"), "has 9 layers")
+    assert_refused(export(TARGET, output, "--no-check", "--force", "--quant", "q9"), "'q9'")
     assert read_pair(output).target.name == "target-q8_0.gguf"
     assert export(DRAFT, output, "--no-check", "--quant", "f16", "--force").exit_code == 0
     assert read_pair(output).target.name == "target-f16.gguf"

@@ -17,7 +17,8 @@ from gguf.gguf_reader import GGUFReader
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ModelFileError
-from edgespec.export.gguf import ARCHITECTURES, convert
+from edgespec.export.gguf.convert import convert
+from edgespec.formats.architectures import ARCHITECTURES
 from edgespec.formats.checkpoint import INDEX, Checkpoint
 from edgespec.types import Batch
 from tiny_checkpoints import (

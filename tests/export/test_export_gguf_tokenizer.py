@@ -15,8 +15,8 @@ from gguf.gguf_reader import GGUFReader  # noqa: E402
 
 from edgespec.engines.llamacpp import VocabularyFile  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
-from edgespec.export.gguf import check_tokenizer, convert  # noqa: E402
-from edgespec.export.gguf.tokenizer import UNREACHABLE, merge_scores  # noqa: E402
+from edgespec.export.gguf.convert import convert  # noqa: E402
+from edgespec.export.gguf.tokenizer import UNREACHABLE, check_tokenizer, merge_scores  # noqa: E402
 from tiny_checkpoints import CASES, SPECIALS, VOCABULARY, write_checkpoint, write_tokenizer  # noqa: E402
 from tiny_gguf import byte_letters  # noqa: E402
 

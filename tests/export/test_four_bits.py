@@ -20,11 +20,11 @@ import gguf
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import ModelFileError
-from edgespec.export.conversion import _output_bytes
 from edgespec.export.gguf.quantise import quantise
-from edgespec.export.onnx.convert import export_onnx
-from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
-from edgespec.export.onnx.gguf_weights import kept_in_more
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.weights import kept_in_more
+from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
+from edgespec.export.room import facts_of_gguf
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.four_bits import STORED_TYPES, fit, take_apart
 from edgespec.installation import has_engine
@@ -142,7 +142,8 @@ def test_a_mix_of_types_is_kept(q4_k_m_path: Path, tmp_path: Path):
     made = graph(q4_k_m_path, tmp_path / "made")
     kinds = operators(made)
     assert kinds["4 bits, zero points"] > kinds["8 bits"] > 1
-    assert sum(file.stat().st_size for file in made.parent.glob("*.data")) < _output_bytes(model, "int4")
+    size = sum(file.stat().st_size for file in made.parent.glob("*.data"))
+    assert size < facts_of_gguf(model).output_bytes("onnx", "int4")
     size = json.loads((DEMO / "hf" / "target" / "config.json").read_text())["vocab_size"]
     ids = [size // (token + 2) for token in TOKEN_IDS]
     exact = logits(graph(q4_k_m_path, tmp_path / "float", "fp32"), ids)
@@ -168,9 +169,14 @@ def test_a_file_of_more_bits_becomes_4_bits_throughout(tmp_path: Path):
     assert operators(graph(path, tmp_path / "made"))["4 bits, zero points"] == 2 * 5
 
 
+def hub_graph(source: Path, folder: Path, quant: str) -> Path:
+    folder.mkdir()
+    return convert_hub(open_hub(source), folder, quant)
+
+
 def test_rows_of_a_width_that_blocks_do_not_divide_are_padded(tmp_path: Path):
     source = write_checkpoint(tmp_path / "source", "smollm2", intermediate_size=104)
-    exact, made = (logits(export_onnx(source, tmp_path / quant, quant).path) for quant in ("fp32", "int4"))
+    exact, made = (logits(hub_graph(source, tmp_path / quant, quant)) for quant in ("fp32", "int4"))
     assert np.corrcoef(exact.ravel(), made.ravel())[0, 1] > 0.93
 
 

@@ -25,12 +25,13 @@ from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.accuracy import compare_logits
-from edgespec.export.gguf import check_tokenizer, convert, export_gguf
-from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.export.onnx.gguf_weights import GgufWeights
-from edgespec.export.reference import Reference
-from edgespec.export.tokens import check_round_trip
+from edgespec.export.check import compare_logits
+from edgespec.export.gguf.convert import convert
+from edgespec.export.gguf.quantise import export_gguf
+from edgespec.export.gguf.tokenizer import check_tokenizer
+from edgespec.export.onnx.weights import GgufWeights
+from edgespec.export.onnx.writer import open_gguf
+from edgespec.export.reference import Reference, check_round_trip
 from edgespec.formats.gguf.model import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
@@ -262,7 +263,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, tiny_path: Path
     path = write_model(tmp_path / "broken.gguf", tensors={"blk.1.ffn_down.weight": broken})
     with pytest.raises(ModelFileError, match=r"the tensor blk\.1\.ffn_down\.weight holds infinity or NaN"):
         graph(path, tmp_path / "made")
-    with pytest.raises(ConfigError, match="the ONNX type 'fp16'; allowed: w8a8, int8, int4, fp32"):
+    with pytest.raises(ConfigError, match="no ONNX weight type 'fp16'"):
         graph(tiny_path, tmp_path / "other", "fp16")
 
 

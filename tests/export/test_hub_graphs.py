@@ -16,10 +16,11 @@ pytest.importorskip("gguf", reason="the tiny models need the package gguf: scrip
 
 from demo import DEMO, TEST_THREADS
 from edgespec.errors import ModelFileError
-from edgespec.export.accuracy import open_engine
-from edgespec.export.onnx.convert import FORMS, TILED
-from edgespec.export.onnx.from_hub import HubWeights, convert_hub
+from edgespec.export.check import open_engine
 from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.weights import HubWeights
+from edgespec.export.onnx.writer import convert_hub
+from edgespec.export.request import ONNX_QUANTS, TILED
 from edgespec.formats.checkpoint import INDEX, Checkpoint
 from edgespec.formats.onnx import DATA, llama
 from edgespec.types import Batch
@@ -71,7 +72,7 @@ def test_settings_mean_what_they_mean_to_transformers(name: str, tmp_path: Path)
     assert difference(found[:, COLUMNS], np.load(LOGITS)[name]) < 2e-5
 
 
-@pytest.mark.parametrize("quant", [name for name in FORMS if name not in ("fp32", *TILED)])
+@pytest.mark.parametrize("quant", [name for name in ONNX_QUANTS if name not in ("fp32", *TILED)])
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3"])
 def test_other_types_lose_little(case: str, quant: str, tmp_path: Path):
     source = write_checkpoint(tmp_path / case, case)
@@ -184,7 +185,7 @@ def test_a_tag_that_llama_cpp_takes_for_a_control_token_is_one_in_the_graphs_tok
 def test_rows_come_in_their_order_whatever_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = open_hub(DEMO / "hf" / "target")
     name = "model.layers.3.mlp.down_proj.weight"
-    monkeypatch.setattr("edgespec.export.onnx.from_hub.WEIGHTS_AT_ONCE", 1000)
+    monkeypatch.setattr("edgespec.export.onnx.weights.HUB_WEIGHTS_AT_ONCE", 1000)
     parts = list(HubWeights(model).rows(name))
     assert len(parts) > 10
     np.testing.assert_array_equal(np.concatenate(parts), model.checkpoint.weights(name))

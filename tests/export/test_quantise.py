@@ -15,8 +15,15 @@ pytest.importorskip("tokenizers", reason="the test folders need the package toke
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ConfigError, ModelFileError, StateError, UsageError
-from edgespec.export.gguf import GGUF_QUANTS, NEEDS_IMPORTANCE, convert, export_gguf, quantise
-from edgespec.export.importance import measure_importance, read_importance
+from edgespec.export.gguf.convert import convert
+from edgespec.export.gguf.quantise import (
+    GGUF_QUANTS,
+    NEEDS_IMPORTANCE,
+    Importance,
+    export_gguf,
+    measure_importance,
+    quantise,
+)
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.types import Batch
 from tiny_checkpoints import CASES, TEXTS, TOKEN_IDS, write_checkpoint
@@ -39,13 +46,11 @@ def wide_gguf(wide: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def importance(wide_gguf: Path) -> Path:
+def importance(wide_gguf: Path) -> Importance:
     """A matrix with a random importance for each channel of each matrix."""
     rng = np.random.default_rng(0)
     header = check_gguf(wide_gguf)
-    found = {tensor.name: rng.random(tensor.shape[0], np.float32) for tensor in header.tensors if len(tensor.shape) > 1}
-    np.savez(wide_gguf.parent / "importance.npz", **found)
-    return wide_gguf.parent / "importance.npz"
+    return {tensor.name: rng.random(tensor.shape[0], np.float32) for tensor in header.tensors if len(tensor.shape) > 1}
 
 
 def logits_of(path: Path) -> np.ndarray:
@@ -54,7 +59,7 @@ def logits_of(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("quant", [quant for quant in GGUF_QUANTS if not quant.startswith(("iq1", "iq2", "iq3"))])
-def test_every_usual_type_stays_close(wide: Path, wide_gguf: Path, importance: Path, tmp_path: Path, quant: str):
+def test_every_usual_type_stays_close(wide: Path, wide_gguf: Path, importance: Importance, tmp_path: Path, quant: str):
     done = export_gguf(wide, tmp_path / "out.gguf", quant, importance=importance, threads=1)
     wanted, found = logits_of(wide_gguf), logits_of(tmp_path / "out.gguf")
     correlation = np.corrcoef(wanted.ravel(), found.ravel())[0, 1]
@@ -78,7 +83,7 @@ def test_types_that_need_an_importance_matrix(
 
 
 @pytest.mark.parametrize(("quant", "kind"), [("q2_k_s", "Q2_K"), ("iq2_xxs", "IQ2_XXS")])
-def test_with_a_matrix_they_are_written(wide_gguf: Path, importance: Path, tmp_path: Path, quant: str, kind: str):
+def test_with_a_matrix_they_are_written(wide_gguf: Path, importance: Importance, tmp_path: Path, quant: str, kind: str):
     types = quantise(wide_gguf, tmp_path / "out.gguf", quant, importance=importance, threads=1)
     assert types[kind] > 3
     assert np.isfinite(logits_of(tmp_path / "out.gguf")).all()
@@ -100,7 +105,7 @@ def test_every_architecture_can_be_quantised(tmp_path: Path, case: str):
     assert np.corrcoef(wanted.ravel(), found.ravel())[0, 1] > 0.95
 
 
-def test_the_importance_matrix_is_heeded(wide_gguf: Path, importance: Path, tmp_path: Path):
+def test_the_importance_matrix_is_heeded(wide_gguf: Path, importance: Importance, tmp_path: Path):
     """Channels without any importance may be rounded as they come, so other numbers are stored."""
     plain, weighted = tmp_path / "plain.gguf", tmp_path / "weighted.gguf"
     quantise(wide_gguf, plain, "q4_k_m", threads=1)
@@ -148,32 +153,13 @@ def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["q4.gguf"]
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({}, "is an empty importance matrix"),
-        ({"blk.0.attn_q.weight": np.full(256, np.nan, "f4")}, "has values for blk.0.attn_q.weight that are not"),
-        ({"blk.0.attn_q.weight": -np.ones(256, "f4")}, "has values for blk.0.attn_q.weight that are not"),
-        ({"blk.0.attn_q.weight": np.ones(64, "f4")}, "has 64 numbers for blk.0.attn_q.weight, the model 256"),
-        ({"other": np.ones(64, "f4")}, "has no values for the model's tensors"),
-    ],
-)
-def test_importance_matrices_of_other_models(wide_gguf: Path, tmp_path: Path, arrays: Any, message: str):
-    np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(ModelFileError, match=message):
-        quantise(wide_gguf, tmp_path / "out.gguf", "q4_0", importance=tmp_path / "bad.npz")
-
-
-def test_files_that_are_no_importance_matrix(tmp_path: Path):
-    for content in (b"", b"hello", b"PK\x03\x04 nothing", b"\x93NUMPY"):
-        (tmp_path / "bad.npz").write_bytes(content)
-        with pytest.raises(ModelFileError, match=r"bad\.npz is not an importance matrix"):
-            read_importance(tmp_path / "bad.npz")
-    np.save(tmp_path / "one.npy", np.ones(3))
-    with pytest.raises(ModelFileError, match="is not an importance matrix"):
-        read_importance(tmp_path / "one.npy")
-    with pytest.raises(ModelFileError, match="does not exist; measure"):
-        read_importance(tmp_path / "none.npz")
+def test_importance_matrices_of_other_models(wide_gguf: Path, tmp_path: Path):
+    other = {"other": np.ones(64, np.float32)}
+    with pytest.raises(ModelFileError, match="model's tensors"):
+        quantise(wide_gguf, tmp_path / "out.gguf", "q4_0", importance=other)
+    narrow = {"blk.0.attn_q.weight": np.ones(64, np.float32)}
+    with pytest.raises(ModelFileError, match=r"64 numbers for blk\.0\.attn_q\.weight, the model 256"):
+        quantise(wide_gguf, tmp_path / "out.gguf", "q4_0", importance=narrow)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -183,7 +169,7 @@ def test_importance_is_measured_for_every_matrix(tmp_path: Path, case: str):
     folder = write_checkpoint(tmp_path / "hf", case)
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXTS) * 2)
-    found = measure_importance(folder, text, tmp_path / "out.npz", chunk_tokens=64)
+    found = measure_importance(folder, text, chunk_tokens=64)
     convert(folder, tmp_path / "out.gguf", "f16")
     matrices = {tensor.name: tensor.shape[0] for tensor in check_gguf(tmp_path / "out.gguf").tensors}
     wanted = {name: size for name, size in matrices.items() if name.split(".")[2:3] and name.endswith("weight")}
@@ -191,9 +177,8 @@ def test_importance_is_measured_for_every_matrix(tmp_path: Path, case: str):
     head = "output.weight" if "output.weight" in matrices else "token_embd.weight"
     assert set(found) == measured | {head}
     assert {name: values.size for name, values in found.items()} == {name: matrices[name] for name in found}
-    stored = read_importance(tmp_path / "out.npz")
-    assert all(np.array_equal(stored[name], found[name]) and found[name].min() >= 0 for name in found)
-    quantise(tmp_path / "out.gguf", tmp_path / "small.gguf", "q4_0", importance=tmp_path / "out.npz", threads=1)
+    assert all(values.min() >= 0 for values in found.values())
+    quantise(tmp_path / "out.gguf", tmp_path / "small.gguf", "q4_0", importance=found, threads=1)
 
 
 def test_importance_is_the_mean_of_squared_inputs(tmp_path: Path):
@@ -201,7 +186,7 @@ def test_importance_is_the_mean_of_squared_inputs(tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="measuring importance needs transformers")
     text = tmp_path / "text.txt"
     text.write_text(" ".join(TEXTS))
-    found = measure_importance(DEMO / "draft", text, tmp_path / "out.npz", max_chunks=1)
+    found = measure_importance(DEMO / "draft", text, max_chunks=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
     ids = transformers.AutoTokenizer.from_pretrained(DEMO / "draft")(text.read_text())["input_ids"]
     with torch.no_grad():
@@ -218,15 +203,14 @@ def test_importance_of_a_text_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     for name, message in {"empty": "has 0 tokens", "binary": "cannot be read as UTF-8", "none": "cannot be"}.items():
         with pytest.raises(UsageError, match=message):
-            measure_importance(DEMO / "draft", tmp_path / f"{name}.txt", tmp_path / "out.npz")
-    assert not list(tmp_path.glob("*.npz*"))
+            measure_importance(DEMO / "draft", tmp_path / f"{name}.txt")
 
 
 LIMITED = """
 import resource, sys
 from pathlib import Path
 from edgespec.errors import StateError
-from edgespec.export.gguf import export_gguf, quantise
+from edgespec.export.gguf.quantise import export_gguf, quantise
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
 source, output, quant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 try:

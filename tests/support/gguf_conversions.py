@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from demo import TEST_THREADS
 from edgespec.cli.main import cli
-from edgespec.export.accuracy import open_engine
+from edgespec.export.check import open_engine
 from edgespec.formats.manifest import ModelPair
 from edgespec.types import Batch, Progress, no_progress
 

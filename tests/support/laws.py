@@ -20,7 +20,7 @@ from edgespec import Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.early_exit import EarlyExitDrafter, SharedStateDrafter
+from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -91,8 +91,7 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "close tree": lambda target: TreeDrafter(model(target, sigma=0.3)),
     "hierarchical": lambda target: hierarchical(target, 1.0),
     "warm hierarchical": lambda target: hierarchical(target, 1.5),
-    "early-exit": lambda target: EarlyExitDrafter(target.related(sigma=1.0)),
-    "shared exit": SharedStateDrafter,
+    "early-exit": EarlyExitDrafter,
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),
     "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), max_features=512),

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgespec.export.onnx.quantise import save
+from edgespec.export.onnx.optimum import save
 from edgespec.formats.onnx.forms import quantise_blocks
 
 

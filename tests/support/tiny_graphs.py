@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demo import TEST_THREADS
-from edgespec.export.accuracy import open_engine
-from edgespec.export.gguf import convert
-from edgespec.export.onnx.from_gguf import convert_gguf, open_gguf
+from edgespec.export.check import open_engine
+from edgespec.export.gguf.convert import convert
+from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.types import Batch
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 

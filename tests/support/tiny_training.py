@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from demo_training.vocabulary import save_hf_tokenizer, train_tokenizer
+from trainlib.demo_texts import save_hf_tokenizer, train_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demo_training import corpus
 from edgespec.chat.template import render_chat
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.formats.manifest import ModelPair, sha256_of
 from edgespec.loading.registry import resolve
 from edgespec.types import Batch
 from edgespec.vocabulary import check_same_vocabulary
+from trainlib import demo_texts as corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

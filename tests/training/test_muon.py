@@ -8,7 +8,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="training needs torch: scripts/run.py install train")
 
-from edgespec.export.training.muon import Muon, orthogonal  # noqa: E402
+from trainlib.optimise import Muon, orthogonal  # noqa: E402
 
 
 @pytest.mark.parametrize("shape", [(48, 16), (16, 48), (32, 32)])
@@ -38,30 +38,3 @@ def test_steps_are_those_of_torch(shape: tuple[int, int]) -> None:
             optimizer.step()
         ends.append(weight.detach() - start)
     assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 0.03  # bfloat16 has 8 bits
-
-
-def test_a_state_resumes_the_run(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    gradients = [torch.randn(8, 12) for _ in range(4)]
-
-    def run(weight: Any, optimizer: Any, steps: list[Any]) -> None:
-        for gradient in steps:
-            weight.grad = gradient.clone()
-            optimizer.step()
-
-    whole = torch.nn.Parameter(torch.zeros(8, 12))
-    run(whole, Muon([whole], lr=0.1), gradients)
-    first = torch.nn.Parameter(torch.zeros(8, 12))
-    optimizer = Muon([first], lr=0.1)
-    run(first, optimizer, gradients[:2])
-    torch.save(optimizer.state_dict(), tmp_path / "state")
-    second = torch.nn.Parameter(first.detach().clone())
-    resumed = Muon([second], lr=0.1)
-    resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    run(second, resumed, gradients[2:])
-    assert torch.equal(whole, second)
-
-
-def test_only_matrices_are_taken() -> None:
-    with pytest.raises(ValueError, match="matrices"):
-        Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)

@@ -1,4 +1,8 @@
-"""Quantises GGUF files with llama.cpp, and exports a Hugging Face folder to a quantised GGUF."""
+"""Quantises GGUF files with llama.cpp, and exports a Hugging Face folder to a quantised GGUF.
+
+An importance matrix tells which input channels of a model's matrices quantisation should keep precise: for every weight
+matrix, by its GGUF name, the mean squared input per channel [channels] over all tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening, uninterrupted
-from edgespec.errors import ConfigError, ModelFileError
+from edgespec.errors import ConfigError, ModelFileError, UsageError
 from edgespec.export.gguf.convert import OUTPUT_TYPES, Conversion, OutputType, convert
-from edgespec.export.importance import read_importance
+from edgespec.export.reference import in_transformers, read_tokenizer
+from edgespec.formats.architectures import architecture_of
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import GgufHeader, read_header
@@ -65,7 +70,7 @@ def export_gguf(
     output: Path,
     quant: str,
     *,
-    importance: Path | None = None,
+    importance: Importance | None = None,
     name: str | None = None,
     licence: str | None = None,
     threads: int | None = None,
@@ -73,11 +78,11 @@ def export_gguf(
 ) -> Conversion:
     """Convert the Hugging Face model of `folder` to `output`, quantised to one of GGUF_QUANTS.
 
-    `importance`: a file of `importance.measure_importance`, required below 3.5 bits. A temporary file in the
+    `importance`: as `measure_importance` gives it, required below 3.5 bits. A temporary file in the
     checkpoint's precision is written beside `output`. Raises the errors of `convert` and `quantise`.
     """
     report = progress or no_progress
-    check_quant(quant, importance)
+    check_quant(quant, has_importance=importance is not None)
     if quant in OUTPUT_TYPES:
         return convert(folder, output, quant, name=name, licence=licence, progress=report)
     between = output.with_name(f"{output.name}.source.tmp")
@@ -89,11 +94,11 @@ def export_gguf(
     return Conversion(output, source.architecture, types)
 
 
-def check_quant(quant: str, importance: Path | None = None) -> None:
+def check_quant(quant: str, *, has_importance: bool = False) -> None:
     """Raise ConfigError for an unknown type, or if the type needs an importance matrix and none is given."""
     if quant not in GGUF_QUANTS:
         raise ConfigError(f"the quantisation {quant!r} is not known; allowed: {', '.join(GGUF_QUANTS)}")
-    if quant in NEEDS_IMPORTANCE and importance is None:
+    if quant in NEEDS_IMPORTANCE and not has_importance:
         raise ConfigError(f"{quant} needs an importance matrix: give a text to measure one on, or use q3_k_m")
 
 
@@ -109,7 +114,7 @@ def quantise(
     output: Path,
     quant: str,
     *,
-    importance: Path | None = None,
+    importance: Importance | None = None,
     threads: int | None = None,
     may_requantise: bool = False,
     progress: Progress | None = None,
@@ -122,10 +127,9 @@ def quantise(
     its block (256 values for the k types). Raises ModelFileError with llama.cpp's message, ConfigError for an unknown
     type or a missing importance matrix, StateError if the disk is full.
     """
-    check_quant(quant, importance)
-    header = check_gguf(source)
-    weights = read_importance(importance) if importance else {}
-    _check_importance(header, weights, importance)
+    check_quant(quant, has_importance=importance is not None)
+    header, weights = check_gguf(source), importance or {}
+    _check_importance(header, weights)
     llama = library()
     params = llama.llama_model_quantize_default_params()
     params.ftype = FILE_TYPES[quant] if quant in FILE_TYPES else int(OUTPUT_TYPES[cast(OutputType, quant)][1])
@@ -167,15 +171,16 @@ def _failure(source: Path, temporary: Path) -> Exception:
     return ModelFileError(f"{source} cannot be quantised by llama.cpp: {reason}")
 
 
-def _check_importance(header: GgufHeader, weights: Importance, path: Path | None) -> None:
+def _check_importance(header: GgufHeader, weights: Importance) -> None:
     """Raise ModelFileError for a matrix of another model: llama.cpp would fail late or ignore it."""
     columns = {tensor.name: tensor.shape[0] for tensor in header.tensors}
     if weights and not columns.keys() & weights.keys():
-        raise ModelFileError(f"{path} has no values for the model's tensors; it was made for another model")
+        raise ModelFileError("the importance matrix has no values for the model's tensors: it is of another model")
     for name, values in weights.items():
         if name in columns and values.size != columns[name]:
             raise ModelFileError(
-                f"{path} has {values.size} numbers for {name}, the model {columns[name]}; it was made for another model"
+                f"the importance matrix has {values.size} numbers for {name}, the model {columns[name]}: it is of "
+                "another model"
             )
 
 
@@ -187,3 +192,79 @@ def _importance_entries(llama: Any, weights: Importance) -> Any:
         entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         entry.size = values.size
     return entries
+
+
+# importance
+
+CHUNK_TOKENS = 512
+MAX_CHUNKS = 256
+
+
+def measure_importance(
+    folder: Path,
+    text: Path,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    max_chunks: int = MAX_CHUNKS,
+    progress: Progress = no_progress,
+) -> Importance:
+    """The importance matrix of the model in `folder`, which transformers runs on `text`.
+
+    Uses at most `max_chunks` pieces of `chunk_tokens` tokens. Raises UsageError if the text cannot be read or has
+    fewer than two tokens, ModelFileError for an unsupported model, CapabilityError without torch and transformers.
+    """
+    checkpoint = Checkpoint.open(folder)
+    names = _linear_names(checkpoint)
+    sums: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    with in_transformers(folder, None) as (torch, _, model):
+        chunks = list(_chunks(read_tokenizer(folder), text, chunk_tokens))[:max_chunks]
+        _watch(model, names, sums, counts, torch)
+        for done, ids in enumerate(chunks):
+            progress(done, len(chunks), "measuring importance")
+            model(torch.tensor([ids]), use_cache=False)
+    found = {name: (sums[name] / counts[name]).to(torch.float32).numpy() for name in sums}
+    progress(len(chunks), len(chunks), "done")
+    return found
+
+
+def _linear_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Name of each linear module -> GGUF name of its matrix."""
+    found = architecture_of(checkpoint)
+    is_tied = found.is_tied(checkpoint.config)
+    names = {"lm_head": "token_embd.weight" if is_tied else "output.weight"}
+    for layer in range(found.sizes(checkpoint).layers):
+        for rest, tensor in found.layer.items():
+            if rest.endswith(".weight") and len(tensor.shape.split()) == 2:
+                names[f"{found.layer_prefix}{layer}.{rest.removesuffix('.weight')}"] = f"blk.{layer}.{tensor.name}"
+    return names
+
+
+def _chunks(tokenizer: Any, text: Path, chunk_tokens: int) -> Iterator[list[int]]:
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{text} cannot be read as UTF-8 text: {error}") from error
+    ids: list[int] = tokenizer.encode(content, add_special_tokens=False).ids
+    if len(ids) < 2:
+        raise UsageError(f"{text} has {len(ids)} tokens; give some pages of text similar to later use")
+    for start in range(0, len(ids), chunk_tokens):
+        yield ids[start : start + chunk_tokens]
+
+
+def _watch(model: Any, names: dict[str, str], sums: dict[str, Any], counts: dict[str, int], torch: Any) -> None:
+    """Register hooks that sum the squared inputs per channel. Raises ModelFileError if a module is not found."""
+    modules = dict(model.named_modules())
+    if missing := [module for module in names if module not in modules]:
+        raise ModelFileError(f"transformers' model has no module {missing[0]}: this version is not supported")
+
+    def watch(name: str) -> Callable[..., None]:
+        def add(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:
+            rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).to(torch.float64)
+            sums[name] = sums.get(name, 0) + (rows * rows).sum(0)
+            counts[name] = counts.get(name, 0) + rows.shape[0]
+
+        return add
+
+    for module, name in names.items():
+        modules[module].register_forward_hook(watch(name))

@@ -6,14 +6,15 @@ what transformers would compute otherwise because of a setting in config.json is
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
-from edgespec.export.onnx.convert import HEAD_MULTIPLE, WRITABLE
 from edgespec.formats.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -29,10 +30,19 @@ from edgespec.formats.architectures import (
     window_of,
 )
 from edgespec.formats.checkpoint import BUFFERS, Checkpoint, full_config, settings_of, unsupported
+from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.vocabulary import retyped_names
 
 HEAD = "lm_head.weight"
-ALTERNATIVE = "give --exporter builder, which may know more and needs the extra export"
+ALTERNATIVE = "give --exporter optimum, which may know more and needs torch"
+WRITABLE = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
+    *("Qwen3ForCausalLM", "SmolLM3ForCausalLM", "Gemma3ForCausalLM"),
+)
+HEAD_MULTIPLE = 16
+REQUIRED = ("tokenizer.json", "tokenizer_config.json")
+COPIED = ("config.json", "generation_config.json", "special_tokens_map.json", CHAT_TEMPLATE, *REQUIRED)
 OPTIONAL_WINDOWS = ("qwen2", "qwen3", "smollm3")  # without use_sliding_window there are none, whatever else is said
 BIASES = {
     "attention_bias": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -231,3 +241,39 @@ class _Reader:
 
     def _wrong(self, reason: str) -> ModelFileError:
         return ModelFileError(f"{self._checkpoint.folder} cannot be converted to ONNX: {reason}")
+
+
+# what goes beside a graph
+
+
+def copy_companions(folder: Path, target: Path) -> None:
+    """Copy tokenizer, config and chat template of a model. Raises ModelFileError for what is missing or damaged."""
+    for name in REQUIRED:
+        read_json(folder / name)
+    for name in COPIED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    _retype(target / "tokenizer.json")
+    template = chat_template(folder, read_json(folder / "tokenizer_config.json"))
+    if template is not None and not (folder / CHAT_TEMPLATE).is_file():
+        (target / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def _retype(path: Path) -> None:
+    """Make control tokens in a tokenizer.json of what llama.cpp makes such, so that both engines read texts alike."""
+    tokenizer = read_json(path)
+    model, added = tokenizer.get("model") or {}, tokenizer.get("added_tokens") or []
+    words = model.get("vocab") if isinstance(model, dict) else None
+    ids = dict(words) if isinstance(words, dict) else {}
+    known = {token["content"]: token for token in added if isinstance(token, dict) and "content" in token}
+    names = {*ids, *known}
+    changed = [name for name in retyped_names(names.__contains__) if not known.get(name, {}).get("special")]
+    for name in changed:
+        flags = {"special": True, "normalized": False} | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        if name in known:
+            known[name]["special"] = True
+        else:
+            added.append({"id": ids[name], "content": name} | flags)
+    if changed:
+        tokenizer["added_tokens"] = sorted(added, key=lambda token: token["id"])
+        path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")

@@ -1,32 +1,136 @@
-"""Writes a model as a graph in one of the types, without torch: what a GGUF and a Hugging Face folder have in common.
+"""Writes a model as an ONNX graph in one of the types, without torch, of a GGUF or of a Hugging Face folder.
 
 Weights are quantised as they are written, one matrix in memory at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from edgespec.engines.onnx.calibration import TEXT
 from edgespec.engines.onnx.source import GgufTiles
-from edgespec.errors import CapabilityError, ConfigError
-from edgespec.export.onnx.activations import RecordedProducts, largest_inputs
-from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, FORMS, GROUPED, TILED
-from edgespec.export.onnx.smoothing import SmoothedWeights
-from edgespec.export.onnx.tiled_weights import QuantisedTiles
+from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.export.onnx.hub_model import HubModel, copy_companions
+from edgespec.export.onnx.weights import FILE_TYPES, GgufWeights, HubWeights, QuantisedTiles
+from edgespec.export.request import DEFAULT_GROUP_SIZES, ONNX_QUANTS, TILED
+from edgespec.formats.gguf.check import check_gguf, model_files
+from edgespec.formats.gguf.model import GgufModel, read_model
+from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
+from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx import MODEL
 from edgespec.formats.onnx.drafted import ReducedHead
-from edgespec.formats.onnx.forms import Blocks, Form, Mixed, Plain, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
 from edgespec.formats.onnx.graph import Nodes
-from edgespec.formats.onnx.hidden_scales import written
-from edgespec.formats.onnx.llama import NO_PROPERTIES, write_llama
+from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import Tiles
+from edgespec.installation import require_engine
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.platform.machine import physical_cores, products_saturate
+from edgespec.platform.machine import products_saturate
 from edgespec.types import Progress, no_progress
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """The tokens that a draft's head keeps: those that `text` has most of, then those with the lowest ids.
+
+    Byte pair vocabularies are numbered in the order in which their tokens were merged, the commonest first, so that a
+    short text is enough to find what that order misses, such as the single letters that some keep last.
+    """
+
+    size: int
+    text: str = TEXT
+
+    def check(self, vocabulary_size: int) -> None:
+        """Raise ConfigError where these are not fewer tokens than a draft has."""
+        if self.size >= vocabulary_size:
+            raise ConfigError(
+                f"--draft-vocab {self.size}: the draft has {vocabulary_size} tokens; give fewer, or omit it"
+            )
+
+    def applied(self, config: LlamaConfig, folder: Path) -> LlamaConfig:
+        """The same with `drafted` tokens; `folder` holds the tokenizer. Raises ConfigError where there are no more."""
+        self.check(config.vocab_size)
+        vocabulary = TokenizerFile(folder, config.vocab_size)
+        counts = np.zeros(config.vocab_size, np.int64)
+        token_ids = np.array(vocabulary.encode(self.text))
+        np.add.at(counts, token_ids[token_ids < config.vocab_size], 1)
+        ends = [token_id for token_id in vocabulary.end_ids if token_id < config.vocab_size]
+        counts[ends] = np.iinfo(np.int64).max  # a draft that cannot end goes on behind every answer
+        likeliest = np.argsort(-counts, kind="stable")[: self.size]
+        return replace(config, drafted=tuple(np.sort(likeliest).tolist()))
+
+
+def open_gguf(path: Path) -> GgufModel:
+    """The model in a file. Raises ModelNotFound, and ModelFileError for one that cannot be converted, or only later."""
+    header = check_gguf(path)
+    if len(model_files(path)) > 1:
+        raise ModelFileError(f"{path} is one of several files of a model: join them first (llama-gguf-split --merge)")
+    model = read_model(path, header)
+    GgufWeights(model)  # raises for a type that cannot be decoded
+    splitter_of(header)
+    return model
+
+
+def convert_gguf(
+    model: GgufModel,
+    folder: Path,
+    quant: str,
+    group_size: int | None = None,
+    progress: Progress = no_progress,
+    *,
+    vocabulary: DraftVocabulary | None = None,
+) -> Path:
+    """Write graph, weights, tokenizer and configuration into the empty `folder`; the path of model.onnx.
+
+    `vocabulary`: the tokens of a draft. Raises ModelFileError for damaged weights or a vocabulary that cannot be
+    written, and what `write_graph` raises.
+    """
+    check_form(quant)
+    write_tokenizer_files(model.header, folder)
+    (folder / "config.json").write_text(json.dumps(model.hub_config(), indent=2) + "\n", encoding="utf-8")
+    config = vocabulary.applied(model.config, folder) if vocabulary else model.config
+    return write_graph(folder, config, GgufWeights(model), quant, group_size, progress)
+
+
+def convert_hub(
+    model: HubModel,
+    folder: Path,
+    quant: str,
+    group_size: int | None = None,
+    progress: Progress = no_progress,
+    *,
+    vocabulary: DraftVocabulary | None = None,
+) -> Path:
+    """Write graph and weights into the empty `folder`, with copies of tokenizer, chat template and settings.
+
+    `vocabulary`: the tokens of a draft. Returns the path of model.onnx. Raises ModelFileError for damaged weights or a
+    folder without tokenizer.json, and what `write_graph` raises.
+    """
+    check_form(quant)
+    _check_tokenizer(model.checkpoint.folder, model.config.vocab_size)
+    copy_companions(model.checkpoint.folder, folder)
+    config = vocabulary.applied(model.config, folder) if vocabulary else model.config
+    return write_graph(folder, config, HubWeights(model), quant, group_size, progress)
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raise ModelFileError where tokenizer.json has words that the model does not; added tokens may lie beyond it."""
+    words = read_json(folder / "tokenizer.json").get("model", {}).get("vocab") or ()
+    most = max(words.values(), default=0) if isinstance(words, dict) else len(words) - 1
+    if most >= vocab_size:
+        raise ModelFileError(
+            f"{folder} cannot be converted to ONNX: tokenizer.json has a token with the id {most}, config.json has "
+            f"{vocab_size} ids. Take the tokenizer that belongs to the weights"
+        )
 
 
 def write_graph(
@@ -36,88 +140,51 @@ def write_graph(
     quant: str,
     group_size: int | None = None,
     progress: Progress = no_progress,
-    *,
-    grouped: Collection[str] = GROUPED,
-    smooths: bool = True,
 ) -> Path:
-    """Write graph and weights into `folder`, which holds the model's tokenizer; the path of model.onnx.
+    """Write graph and weights into `folder`; the path of model.onnx.
 
-    The head has the tokens `config.drafted` where these are given. `grouped`: kinds of matrices that w8a8 keeps in
-    groups, as `Mixed` takes them; `smooths` False leaves its weights as they are, for which no text is run.
-    Raises OSError, and what `check_form`, `QuantisedTiles` and `weights` raise.
+    The head has the tokens `config.drafted` where these are given. `group_size`: weights that share a scale, None: 64,
+    in int4 32. Raises OSError, and what `check_form`, `QuantisedTiles` and `weights` raise.
     """
     check_form(quant)
     stored = weights if isinstance(weights, StoredBlocks) else None
     own_tiles = weights if isinstance(weights, GgufTiles) else None
     if config.drafted:
         weights = ReducedHead(weights, config.drafted)
-    report = _Report(progress, config.num_layers + 2, num_graphs=2 if quant == "w8a8" and smooths else 1)
-    properties = NO_PROPERTIES
-    if quant == "w8a8" and smooths:
-        weights = smooth = smoothed(config, weights, folder, report, grouped=grouped)
-        if smooth.hidden_scales is not None:
-            properties = written(smooth.hidden_scales)
     form: Callable[[Nodes], Form]
     if quant in TILED:
         form = partial(Tiles, QuantisedTiles(weights, quant, config.num_layers, own_tiles))
     else:
-        form = _form(weights, stored, quant, group_size, grouped)
-    write_llama(folder, config, form, report, properties)
+        form = _form(weights, stored, quant, group_size)
+    write_llama(folder, config, form, lambda done, total: progress(done, total, f"part {done} of {total}"))
     return folder / MODEL
-
-
-class _Report:
-    """Progress of writing several graphs, one after the other."""
-
-    def __init__(self, progress: Progress, num_parts: int, *, num_graphs: int) -> None:
-        self._progress, self._total = progress, num_parts * num_graphs
-        self._done = 0
-
-    def __call__(self, _done: int, _total: int) -> None:
-        self._done += 1
-        self._progress(self._done, self._total, f"part {self._done} of {self._total}")
-
-
-def smoothed(
-    config: LlamaConfig,
-    weights: RowWeights,
-    folder: Path,
-    report: Callable[[int, int], None] | None = None,
-    *,
-    grouped: Collection[str] = (),
-) -> SmoothedWeights:
-    """The weights smoothed by what an unsmoothed graph of them shows, which is written to `folder` for that.
-
-    `folder` holds the tokenizer. A head that is `grouped` stays as it is, so that it may be the embedding.
-    """
-    readers: dict[str, list[str]] = {}
-    is_unsigned = products_saturate()
-    form = partial(RecordedProducts, QuantisedRows(weights), readers=readers, is_unsigned=is_unsigned)
-    write_llama(folder, config, form, report)
-    largest = largest_inputs(folder, config, readers, physical_cores())
-    return SmoothedWeights(weights, config, largest, smooths_head="lm_head" not in grouped)
 
 
 def check_form(quant: str) -> None:
     """Raise ConfigError unless a graph can be written in this type, CapabilityError without its kernels."""
-    if quant not in FORMS:
-        raise ConfigError(f"edgespec's own writer does not write the ONNX type {quant!r}; allowed: {', '.join(FORMS)}")
+    if quant not in ONNX_QUANTS:
+        raise ConfigError(f"no ONNX weight type {quant!r}: allowed: {', '.join(ONNX_QUANTS)}")
     if quant in TILED and library_path() is None:
         raise CapabilityError(
-            f"{quant} is for edgespec's own kernels, which this installation lacks: {why_missing()}. Or export int8 or "
-            "w8a8, which need none"
+            f"{quant} is for edgespec's own kernels, which this installation lacks: {why_missing()}. Or export int8, "
+            "which needs none"
         )
 
 
+def require_quantiser(quant: str) -> None:
+    """Raise CapabilityError where llama.cpp has to quantise floats to `quant` and is missing."""
+    if quant in FILE_TYPES and quant != "q8_0":
+        require_engine("llamacpp", f"quantising to {quant}", "or export q8_0, which needs nothing")
+
+
 def _form(
-    weights: RowWeights, stored: StoredBlocks | None, quant: str, group_size: int | None, grouped: Collection[str]
+    weights: RowWeights, stored: StoredBlocks | None, quant: str, group_size: int | None
 ) -> Callable[[Nodes], Form]:
     if quant == "fp32":
         return partial(Plain, weights)
+    if quant == "w8a8":
+        return partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
     size = group_size or DEFAULT_GROUP_SIZES[quant]
     if quant == "int4":
         return partial(OffsetBlocks, size, weights, stored)
-    if quant == "int8":
-        return partial(Blocks, 8, size, weights)
-    whole = partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
-    return lambda nodes: Mixed(whole(nodes), Blocks(8, size, weights, nodes), grouped)
+    return partial(Blocks, 8, size, weights)

@@ -4,10 +4,8 @@ Refuses the files on which llama.cpp would end the process instead of returning 
 be wrong in ways only the library knows: `engines.trial` loads it in a child process first. What is not known here: a
 decoder that was trained for embeddings, whose header reads like any other.
 
-Models in several files: a header with all metadata and no tensors, and shards that several headers may share. llama.cpp
-reads such a model when it is told its files in order. The header names them under FILES, and all of them carry the same
-ID, a digest of the model they were cut from: a shard of another model is never read in their place. Models that
-llama.cpp's own tool split name no files: those of `NAME-00001-of-00003.gguf` follow from its name.
+Models in several files: what llama.cpp's own tool split, a first file with all metadata and shards, whose names follow
+from its name: `NAME-00001-of-00003.gguf`.
 """
 
 from __future__ import annotations
@@ -117,9 +115,7 @@ def may_have_mtp(header: GgufHeader) -> bool:
     return header.architecture in _WITH_MTP
 
 
-FILES, ID = "edgespec.split.files", "edgespec.split.id"
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
-MAX_SHARDS = 16
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Shard names by file, size and time of change: a header with a large vocabulary takes half a second to read.
 _known: dict[tuple[Path, int, int], tuple[str, ...]] = {}
@@ -128,18 +124,12 @@ _known: dict[tuple[Path, int, int], tuple[str, ...]] = {}
 def model_files(path: Path) -> tuple[Path, ...]:
     """`path`, and after it the shards that its header names, in llama.cpp's order.
 
-    Raises ModelNotFound, and ModelFileError for names that are no plain file names.
+    Raises ModelNotFound, and ModelFileError for a part that is not the first.
     """
     key = _key(path)
     if key not in _known:
         _known[key] = tuple(shard_names(path, read_header(path)))
     return (path, *(path.parent / name for name in _known[key]))
-
-
-def is_early_exit(draft: Path, target: Path) -> bool:
-    """Whether all shards of `draft` are the first ones of `target`. Raises as `model_files`."""
-    ours, theirs = model_files(draft)[1:], model_files(target)[1:]
-    return 0 < len(ours) < len(theirs) and theirs[: len(ours)] == ours
 
 
 def _key(path: Path) -> tuple[Path, int, int]:
@@ -151,22 +141,6 @@ def _key(path: Path) -> tuple[Path, int, int]:
 
 
 def shard_names(path: Path, header: GgufHeader) -> list[str]:
-    """Names of the other files of a split model, which lie beside `path`; empty for a model in one file."""
-    listed = header.metadata.get(FILES)
-    if listed is None:
-        if ID in header.metadata:
-            raise ModelFileError(f"{path} is a part of a model; open the file that ends in -target.gguf or -draft.gguf")
-        return _numbered_names(path, header)
-    names = [item.decode("utf-8", errors="replace") for item in listed] if isinstance(listed, GgufStrings) else []
-    if not 1 <= len(names) <= MAX_SHARDS or len(set(names)) < len(names):
-        raise ModelFileError(f"{path} is not a usable model: {FILES} must be 1..{MAX_SHARDS} different file names")
-    for name in names:
-        if name in (".", "..", path.name) or not name.isprintable() or set(name) & set("/\\:\ufffd") or not name:
-            raise ModelFileError(f"{path} is not a usable model: its part {name!r} is not a plain file name")
-    return names
-
-
-def _numbered_names(path: Path, header: GgufHeader) -> list[str]:
     """Names of the other files of a model that llama.cpp's tool split; empty for one in a single file."""
     count = header.metadata.get(COUNT)
     if not isinstance(count, int) or count < 2:
@@ -217,8 +191,6 @@ def _read_shard(path: Path, file: Path, header: GgufHeader, number: int) -> Gguf
         raise ModelFileError(
             f"{file} is missing, a part of {path.name}. Keep the files of a model together, under their names"
         ) from exc
-    if shard.metadata.get(ID) != header.metadata.get(ID):
-        raise ModelFileError(f"{file} belongs to another model than {path.name}. Export it again")
     if shard.metadata.get(NUMBER) != number:
         raise ModelFileError(
             f"{file} is part {shard.metadata.get(NUMBER)!r} of a model, {path.name} names it as part {number}"

@@ -5,7 +5,7 @@ A form asks for the weights it stores while the graph is written, so that one ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,6 @@ from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of, unsigned
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-GROUPABLE = ("down_proj", "o_proj", "gate_proj", "up_proj", "q_proj", "lm_head")  # what `Mixed` may group
 Floats = NDArray[np.float32]
 Codes = tuple[NDArray[np.int8], Floats]
 ByteCodes = tuple[NDArray[np.uint8], Floats]
@@ -166,29 +165,6 @@ class Plain:
         for part, rows in stacked_rows(self._weights, sources):
             found[:, part] = rows.T
         self._nodes.add("MatMul", [value, self._nodes.store(weight_name(name), found)], [output], name)
-
-
-class Mixed:
-    """Two forms in one graph: `blocks` writes the kinds of matrices in `grouped`, `whole` all others.
-
-    w8a8 has one scale per row of inputs. Where a few inputs stand out in every row, as those of down_proj do, the
-    others get few codes; groups of 64 have a scale each. Their kernel reads the weights again for each row of a pass,
-    so each grouped matrix makes wide passes slower and single tokens faster. A tied embedding is looked up in the
-    head's own table if that is in groups.
-    """
-
-    def __init__(self, whole: Form, blocks: Form, grouped: Collection[str]) -> None:
-        self._whole, self._blocks, self._grouped = whole, blocks, grouped
-        self.vector = whole.vector
-
-    def embed(self, output: str) -> None:
-        self._form_of(HEAD).embed(output)
-
-    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
-        self._form_of(sources[0]).product(name, value, sources, output)
-
-    def _form_of(self, matrix: str) -> Form:
-        return self._blocks if matrix.removesuffix(".weight").rpartition(".")[2] in self._grouped else self._whole
 
 
 class QuantisedRows:

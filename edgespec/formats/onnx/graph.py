@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -167,7 +167,7 @@ class Nodes:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
-    def model(self, inputs: Values, outputs: Values, properties: Mapping[str, str]) -> onnx.ModelProto:
+    def model(self, inputs: Values, outputs: Values) -> onnx.ModelProto:
         from onnx import helper, numpy_helper
 
         read = {name for node in self.operators for name in node.input}
@@ -175,6 +175,4 @@ class Nodes:
         graph = helper.make_graph(self.operators, "main_graph", inputs, outputs, [*self._tensors.values(), *constants])
         domains = {MICROSOFT, *(node.domain for node in self.operators if node.domain)}
         sets = [helper.make_opsetid("", OPERATOR_SET), *(helper.make_opsetid(name, 1) for name in sorted(domains))]
-        made = helper.make_model(graph, opset_imports=sets, ir_version=FILE_VERSION, producer_name="edgespec")
-        helper.set_model_props(made, dict(properties))
-        return made
+        return helper.make_model(graph, opset_imports=sets, ir_version=FILE_VERSION, producer_name="edgespec")

@@ -1,7 +1,7 @@
 """What the hidden states of a smoothed model were divided by, kept in its graph file for heads that read them.
 
-Smoothing folds the division into the final norm and the product into the target's head, so that the logits stay; heads
-that were trained for the model itself need its own states.
+Earlier versions smoothed w8a8 graphs, which still run: the division is folded into the final norm and the product into
+the target's head, so that the logits stay; heads that were trained for the model itself need its own states.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 KEY = "edgespec.hidden_scales"
-
-
-def written(scales: NDArray[np.float32]) -> dict[str, str]:
-    """`scales` [width] as properties of a model file."""
-    return {KEY: base64.b64encode(scales.astype("<f4").tobytes()).decode("ascii")}
 
 
 def read(model: Any) -> NDArray[np.float32] | None:

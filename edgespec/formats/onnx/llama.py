@@ -7,9 +7,8 @@ What this module does not know: where the weights come from, and how matrices ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -31,22 +30,18 @@ _POSITIONS_AT_ONCE = 4096
 _TABLES, _WINDOW_TABLES = ("cos_cache", "sin_cache"), ("cos_cache_local", "sin_cache_local")
 
 
-NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
-
-
 def write_llama(
     folder: Path,
     config: LlamaConfig,
     make_form: Callable[[Nodes], Form],
     progress: Progress | None = None,
-    properties: Mapping[str, str] = NO_PROPERTIES,
 ) -> None:
-    """Write `model.onnx` and `model.onnx.data`, with these `properties`, into `folder`, which is nobody's yet.
+    """Write `model.onnx` and `model.onnx.data` into `folder`, which is nobody's yet.
 
     `progress` gets parts (done, total): the embedding, each layer, the head. Raises OSError, and what the form does.
     """
     with (folder / DATA).open("wb") as file:
-        found = llama_graph(config, DataWriter(file, DATA), make_form, progress, properties)
+        found = llama_graph(config, DataWriter(file, DATA), make_form, progress)
     (folder / MODEL).write_bytes(found.SerializeToString())
 
 
@@ -55,7 +50,6 @@ def llama_graph(
     data: DataWriter | MemoryWriter,
     make_form: Callable[[Nodes], Form],
     progress: Progress | None = None,
-    properties: Mapping[str, str] = NO_PROPERTIES,
 ) -> onnx.ModelProto:
     """The graph, whose weights go to `data`. `progress` and exceptions: as in `write_llama`."""
     nodes = Nodes(data)
@@ -64,7 +58,7 @@ def llama_graph(
     for done, _ in enumerate(graph.parts(), 1):
         if progress is not None:
             progress(done, config.num_layers + 2)
-    return nodes.model(*graph.values(), properties)
+    return nodes.model(*graph.values())
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:

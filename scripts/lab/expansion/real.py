@@ -7,7 +7,7 @@
     OUTPUT/FORMAT/                  a pair of both, as bench_peers.py takes it; with
     OUTPUT/checkpoints/ROLE/        the same as Hugging Face folders
 
-A target of type w8a8 is made of smoothed weights and has the groups that the exporter gives one. The draft is the same
+The draft is the same
 model with noise in its head, since no small model of the same family can be had here: what a real draft accepts depends
 on two trainings, what this one accepts on the noise. Finished models are kept; another source or seed needs another
 OUTPUT.
@@ -26,28 +26,25 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.gguf import convert
+from edgespec.export.gguf.convert import convert
 from edgespec.export.gguf.quantise import FILE_TYPES, quantise
-from edgespec.export.manifest import write_manifest
-from edgespec.export.onnx.convert import DEFAULT_GROUP_SIZES, GROUPED
-from edgespec.export.onnx.from_gguf import open_gguf
-from edgespec.export.onnx.gguf_weights import GgufWeights
-from edgespec.export.onnx.smoothing import SmoothedWeights
-from edgespec.export.onnx.writer import smoothed
+from edgespec.export.onnx.weights import GgufWeights
+from edgespec.export.onnx.writer import open_gguf
+from edgespec.export.request import DEFAULT_GROUP_SIZES
+from edgespec.export.workspace import write_manifest
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import sha256_of
-from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, Mixed, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, LlamaWeights, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks
 from edgespec.formats.onnx.graph import Nodes
-from edgespec.formats.onnx.hidden_scales import written
 from edgespec.formats.onnx.llama import write_llama
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.platform.files import atomic_file, atomic_folder
 from edgespec.platform.machine import products_saturate
-from expansion.heads import expanded_heads, spread
+from expansion.heads import expanded_heads
 from expansion.model import Expansion, Floats, Shape
 from expansion.weights import ExpandedCheckpoint, ExpandedRows, ExpandedWeights, NoisyHead, RowCheckpoint
 
@@ -83,8 +80,7 @@ class RealBench:
             shape = replace(shape, vocab_size=vocab_size)
         path = self._path(f"target-{size}" + (f"-vocab-{vocab_size}" if vocab_size else ""), kind)
         if not path.exists():
-            checkpoint = self._checkpoint(self._smoothed if kind == "w8a8" else self._weights)
-            self._write(path, kind, Expansion(checkpoint, shape, self.seed))
+            self._write(path, kind, Expansion(self._checkpoint(self._weights), shape, self.seed))
         return path
 
     def draft(self, size: str, kind: str, sigma: float) -> Path:
@@ -157,16 +153,6 @@ class RealBench:
         return GgufWeights(self._model)
 
     @cached_property
-    def _smoothed(self) -> Untied:
-        """Smoothing gives the head scales of its own, so it is a table of its own, too."""
-        folder = self.output / "smoothing"
-        shutil.copytree(self._companions, folder, dirs_exist_ok=True)
-        try:
-            return Untied(smoothed(self._model.config, self._weights, folder, grouped=GROUPED))
-        finally:
-            shutil.rmtree(folder)
-
-    @cached_property
     def _companions(self) -> Path:
         folder = self.output / "source"
         if not folder.exists():
@@ -212,33 +198,11 @@ class RealBench:
                 LlamaConfig.from_hub(config),
                 _form(kind, made),
                 lambda done, total: told(done, total, "part"),
-                self._properties(made) if kind == "w8a8" else {},
             )
-
-    def _properties(self, made: Expansion | RowCheckpoint) -> dict[str, str]:
-        """What the states of a smoothed target were divided by, for heads; drafts are not smoothed."""
-        if isinstance(made, RowCheckpoint):
-            return {}
-        scales = self._smoothed.hidden_scales
-        if scales is None:
-            return {}
-        found = spread(scales[None], made, 1.0)[0]
-        found[made.dims < 0] = 1.0
-        return written(found)
 
     def _told(self, name: str) -> Progress:
         tell = self.progress
         return (lambda done, total, what: None) if tell is None else lambda done, total, _: tell(done, total, name)
-
-
-class Untied:
-    """Smoothed `RowWeights` whose head is read as a table of its own."""
-
-    is_tied = False
-
-    def __init__(self, rows: SmoothedWeights) -> None:
-        self.vector, self.shape, self.rows = rows.vector, rows.shape, rows.rows
-        self.hidden_scales = rows.hidden_scales
 
 
 def _form(kind: str, made: Expansion | RowCheckpoint) -> Callable[[Nodes], Form]:
@@ -249,8 +213,7 @@ def _form(kind: str, made: Expansion | RowCheckpoint) -> Callable[[Nodes], Form]
     if kind == "int8":
         return partial(Blocks, 8, size, rows)
     weights: LlamaWeights = ExpandedWeights(made) if isinstance(made, Expansion) else QuantisedRows(made.rows)
-    whole = partial(WholeNumbers, weights, is_unsigned=products_saturate())
-    return lambda nodes: Mixed(whole(nodes), Blocks(8, size, rows, nodes), GROUPED)
+    return partial(WholeNumbers, weights, is_unsigned=products_saturate())
 
 
 def _shape(size: str) -> Shape:
@@ -261,14 +224,13 @@ def _shape(size: str) -> Shape:
 
 def compared(source: Path, paths: Sequence[Path], temporary: Path) -> dict[str, Any]:
     """Each model of `paths` against the float32 weights of `source`, over the exporter's probe texts, by name."""
-    from edgespec.export.accuracy import compare, open_engine
-    from edgespec.export.conversion_check import CHECK_CONTEXT, reference_of
+    from edgespec.export.check import CHECK_CONTEXT, compare, engine_reference, open_engine
 
     exact = temporary / "float32.tmp.gguf"
     try:
         quantise(source, exact, "f32", may_requantise=True)
         with open_engine("gguf", exact, CHECK_CONTEXT, None) as engine:
-            reference = reference_of(engine, "llama.cpp on the source's weights as float32")
+            reference = engine_reference(engine, "llama.cpp on the source's weights as float32")
     finally:
         exact.unlink(missing_ok=True)
     found = {}

@@ -1,0 +1,253 @@
+"""Whether disk and memory suffice for an export, estimated from headers alone before it begins.
+
+Estimates are upper limits: weights by the quantisation's bits per weight, and embedding tables that are not quantised
+at their full size.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.export.hub import Source
+from edgespec.export.onnx.weights import kept_in_more
+from edgespec.export.reference import has_transformers
+from edgespec.export.request import TILED, ExportRequest, Format
+from edgespec.formats.architectures import is_tied
+from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, named_architecture
+from edgespec.formats.gguf.model import GgufModel
+from edgespec.formats.hub_folder import read_json
+from edgespec.formats.onnx.llama import rotary_bytes
+from edgespec.platform.memory import free_memory
+
+# Bits per weight, block scales included; for mixtures, of their heavier tensors.
+BITS = {
+    "f32": 32, "fp32": 32, "f16": 16, "bf16": 16,
+    "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.8, "q5_k_s": 5.6, "q5_1": 6, "q5_0": 5.6,
+    "q4_k_m": 5, "q4_k_s": 4.7, "q4_1": 5.1, "q4_0": 4.7, "iq4_nl": 4.7, "iq4_xs": 4.5,
+    "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4, "q2_k_s": 3.2,
+    "iq3_m": 4, "iq3_s": 3.8, "iq3_xs": 3.7, "iq3_xxs": 3.5, "iq2_m": 3.1, "iq2_s": 2.9, "iq2_xs": 2.8, "iq2_xxs": 2.6,
+    "iq1_m": 2.3, "iq1_s": 2.2, "int8": 9, "w8a8": 8.1, "int4": 5.4,
+}  # fmt: skip
+STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
+PROGRAM_BYTES = 400 * 2**20  # the interpreter and its libraries
+TORCH_BYTES = 500 * 2**20
+PROBE_TOKENS = 800
+MOST_LOGITS = 1 << 27  # 512 MB; of a larger vocabulary every second row of logits is compared, or fewer
+MOST_ROWS_PER_COMPARED = 32
+SPARE = 1.05
+_TOKENIZER_BYTES = 130  # of its file, for each token: Gemma 3's takes 128, SmolLM2's 36
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts of one model from its headers. A tied embedding table is counted once.
+
+    `num_parameters`, `table_parameters` (input embedding) and `largest_parameters` (largest tensor) are numbers of
+    weights; `stored_bytes`: size on disk; `context_length`: tokens; `more_bytes`: beside a graph's weights; `in_eight`:
+    weights that an int4 graph keeps in 8 bits.
+    """
+
+    architecture: str
+    num_parameters: int
+    table_parameters: int
+    largest_parameters: int
+    stored_bytes: int
+    num_layers: int
+    vocabulary_size: int
+    context_length: int | None
+    more_bytes: int = 0
+    in_eight: int = 0
+
+    def output_bytes(self, wanted: Format, quant: str) -> int:
+        in_eight = self.in_eight if quant == "int4" else 0
+        weights = ((self.num_parameters - in_eight) * BITS[quant] + in_eight * BITS["int8"]) / 8
+        if wanted == "gguf":
+            return round(weights * SPARE)
+        # ONNX graphs have a separate embedding table, which only some types quantise.
+        narrow = dict.fromkeys(("w8a8", *TILED), 1.1)
+        return round((weights + self.table_parameters * narrow.get(quant, 4)) * SPARE) + self.more_bytes
+
+    def check_bytes(self, quant: str, *, is_graph: bool) -> int:
+        """Memory for the comparison of what was made, in bytes; it is opened after its reference is freed.
+
+        `is_graph`: one of edgespec's own, which llama.cpp or its own float32 form are compared with.
+        """
+        if not is_graph:
+            return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + 8 * PROBE_TOKENS * self.vocabulary_size
+        opened = max(self.output_bytes("onnx", quant), self.stored_bytes)
+        return PROGRAM_BYTES + opened + logits_bytes(self.vocabulary_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes on the disks of the output and of the hub's cache, and peak memory."""
+
+    output_bytes: int
+    temporary_bytes: int
+    download_bytes: int
+    memory_bytes: int
+
+
+def facts_of_gguf(model: GgufModel) -> Facts:
+    config = model.config
+    return Facts(
+        architecture=model.kind.hub,
+        num_parameters=model.num_parameters,
+        table_parameters=config.vocab_size * config.hidden_size,
+        largest_parameters=config.hidden_size * max(config.vocab_size, config.intermediate_size),
+        stored_bytes=model.header.data_bytes,
+        num_layers=config.num_layers,
+        vocabulary_size=config.vocab_size,
+        context_length=config.max_positions,
+        more_bytes=rotary_bytes(config) + _TOKENIZER_BYTES * config.vocab_size,
+        in_eight=sum(kept_in_more(model).values()),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model. Raises ModelFileError if it cannot be read or the model is already quantised."""
+    config = read_json(folder / "config.json")
+    if settings := config.get("quantization_config"):
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        raise ModelFileError(f"{folder} is already quantised ({method}): give the original model")
+    return config
+
+
+def read_facts(source: Source) -> Facts:
+    """Facts of a model: exact if its weights are fetched, else estimated from the file sizes.
+
+    Raises ModelFileError if config.json cannot be read or a safetensors file is truncated or corrupt.
+    """
+    config = read_config(source.folder)
+    kind = named_architecture(config)
+    nested = config.get("text_config")
+    text = {**DEFAULTS.get(kind, {}), **config, **(nested if isinstance(nested, dict) else {})}
+    stored = sum(source.weights.values())
+    table = _number(text, "vocab_size") * _number(text, "hidden_size", "n_embd")
+    sizes = _estimated_sizes(text, stored, table) if source.missing else _sizes(Checkpoint.open(source.folder))
+    return Facts(
+        architecture=kind,
+        num_parameters=sum(sizes.values()),
+        table_parameters=table,
+        largest_parameters=max(sizes.values()),
+        stored_bytes=stored,
+        num_layers=_number(text, "num_hidden_layers", "n_layer"),
+        vocabulary_size=_number(text, "vocab_size"),
+        context_length=_number(text, "max_position_embeddings", "n_positions", "n_ctx") or None,
+        more_bytes=_rotary_bytes(text, num_tables=2 if kind == "Gemma3ForCausalLM" else 1),
+    )
+
+
+def _rotary_bytes(config: Mapping[str, Any], num_tables: int) -> int:
+    """Cosines and sines of half a head for every position, twice where windows have tables of their own."""
+    heads = _number(config, "num_attention_heads") or 1
+    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+    return num_tables * 4 * head_dim * _number(config, "max_position_embeddings")
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Number of weights by tensor, without a head that is tied to the embeddings."""
+    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+    if not sizes:
+        raise ModelFileError(f"{checkpoint.folder} has no tensors")
+    if is_tied(checkpoint.architecture, checkpoint.config) and len(sizes) > 1:
+        sizes.pop("lm_head.weight", None)
+    return sizes
+
+
+def _estimated_sizes(config: Mapping[str, Any], stored_bytes: int, table: int) -> dict[str, int]:
+    width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    return {"table": table, "others": max(stored_bytes // width - table, 0)}
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    found = next((config[key] for key in keys if isinstance(config.get(key), int)), 0)
+    return int(found)
+
+
+def needs_of(request: ExportRequest, models: Mapping[str, Facts], download_bytes: int = 0) -> Needs:
+    """Needs of an export of `models`, by role."""
+    outputs, temporary, memory = 0, [0], [0]
+    compares_with_torch = not request.is_gguf and has_transformers()
+    for role, facts in models.items():
+        for wanted in request.formats:
+            quant = request.quant_of(role, wanted)
+            outputs += facts.output_bytes(wanted, quant)
+            is_graph = wanted == "onnx" and request.exporter != "optimum"
+            if is_graph:  # one matrix at a time, and the rows that are being quantised
+                memory.append(PROGRAM_BYTES + max(5 * facts.largest_parameters, 2 * facts.more_bytes))
+            elif wanted == "gguf":
+                resident = TORCH_BYTES + facts.num_parameters * 4 if request.imatrix is not None else 0
+                memory.append(PROGRAM_BYTES + 12 * facts.largest_parameters + resident)
+                temporary.append(0 if quant in STRAIGHT_GGUF else facts.num_parameters * 2)
+            else:
+                memory.append(PROGRAM_BYTES + TORCH_BYTES + facts.num_parameters * 8)
+                temporary.append(facts.num_parameters * 4)
+            if request.check:
+                memory.append(facts.check_bytes(quant, is_graph=is_graph and not compares_with_torch))
+                temporary.append(facts.stored_bytes if is_graph and not request.is_gguf else 0)  # for llama.cpp
+    heads = 0 if request.heads is None else request.heads.stat().st_size
+    return Needs(outputs + heads, max(temporary), download_bytes, max(memory))
+
+
+def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: int = 0) -> None:
+    """Raise CapabilityError with needed and available bytes if disk or memory do not suffice.
+
+    `finished_bytes`: the part of the output that an interrupted export already wrote.
+    """
+    parent = _existing(output)
+    wanted = max(needs.output_bytes + needs.temporary_bytes - finished_bytes, 0)
+    places = {parent: wanted}
+    if cache is not None and needs.download_bytes:
+        shared = _existing(cache)
+        same = next((place for place in places if place.stat().st_dev == shared.stat().st_dev), shared)
+        places[same] = places.get(same, 0) + needs.download_bytes
+    for place, needed in places.items():
+        free = free_bytes(place)
+        if needed > free:
+            raise CapabilityError(
+                f"not enough disk: the export needs {human(needed)} in {place}, {human(free)} are free. Free space, "
+                "choose another disk with -o, or a smaller --quant"
+            )
+    available = free_memory()
+    if available is not None and needs.memory_bytes > available:
+        raise CapabilityError(
+            f"not enough memory: the export needs {human(needs.memory_bytes)}, {human(available)} are available. Close "
+            "other programs, or skip the comparison with transformers by --no-check"
+        )
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def free_bytes(place: Path) -> int:
+    return shutil.disk_usage(place).free
+
+
+def human(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} GB"
+
+
+def logits_bytes(vocabulary_size: int) -> int:
+    """Memory for the logits of a check, of which it holds three at a time."""
+    return 3 * 4 * PROBE_TOKENS * vocabulary_size // rows_per_compared(vocabulary_size)
+
+
+def rows_per_compared(vocabulary_size: int) -> int:
+    """One row of logits in how many is compared, a divisor of MOST_ROWS_PER_COMPARED."""
+    step = 1
+    while step < MOST_ROWS_PER_COMPARED and PROBE_TOKENS * vocabulary_size > step * MOST_LOGITS:
+        step *= 2
+    return step

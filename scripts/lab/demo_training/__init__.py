@@ -1,1 +1,0 @@
-"""How the demo family was trained: texts, vocabulary, networks, distillation, packing. Needs the extra `train`."""

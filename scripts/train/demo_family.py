@@ -1,0 +1,284 @@
+"""Train the demo family from scratch and pack it: tokenizer, target, two students, acceptance. Resumable.
+
+    python scripts/train/demo_family.py --data DATA --work WORK
+    python scripts/train/demo_family.py --data DATA --work WORK --stage edits
+
+DATA holds sgd_train.jsonl.xz, sgd_dev.jsonl.xz and gsm8k_train.jsonl.xz. Each stage leaves files in WORK:
+tokenizer.json, target.pt, hf/target, hf/draft and hf/medium. `pack` writes what ships. `edits` teaches the shipped
+target to copy, for benchmarks of lookups, into WORK/edits/hf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from distill import Plan, distill
+from edgespec.config.options import Sampling
+from edgespec.export.gguf.convert import convert
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import convert_hub
+from edgespec.export.workspace import write_manifest
+from edgespec.formats.manifest import sha256_of
+from edgespec.loading.registry import GRAPH
+from edgespec.platform.files import atomic_file
+from edgespec.sampling import Sampler
+from edgespec.sampling.noise import Stream
+from trainlib import demo_texts as texts
+from trainlib.demo_network import BatchSchedule, Network, NetworkShape, TokenStream, pretrain, split_documents
+from trainlib.hub import OwnText, Target
+
+STAGES, EDITS = ("tokenizer", "target", "distill", "pack"), "edits"
+TARGET = NetworkShape(4096, 256, 768, num_layers=9, num_heads=4, num_kv_heads=2)
+STUDENTS = {
+    "draft": {"layers": 2, "hidden": 128, "heads": 2, "kv_heads": 1, "ffn": 384},
+    "medium": {"layers": 5, "hidden": 192, "heads": 3, "kv_heads": 1, "ffn": 576},
+}
+TARGET_TOKENS, EDIT_TOKENS, ROUNDS = 15_000_000, 2_400_000, 90
+ROUND = {"round_tokens": 150_000, "reply_tokens": 256, "batch_tokens": 8192, "patience": 12}
+TOKENIZER_DIALOGUES = 6000  # of the dialogues; of the other, smaller domains all
+DOMAIN_REPEATS = {"dialogue": 1, "code": 2, "arithmetic": 2}
+HELD_OUT_DOCUMENTS = 60  # per domain, scored while the target learns
+CONTEXT_LENGTH = 2048  # the longest window of the training schedule
+LICENCE = "CC-BY-SA-4.0"
+RECOMMENDED = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+DESCRIPTION = (
+    "A demonstration family trained from scratch on task dialogues with tool calls, Python functions and arithmetic "
+    "word problems: it shows how speculative decoding works and invents names, numbers and facts"
+)
+BANNER = "demo is an 8M-parameter demonstration model: it invents names, numbers and facts"
+MEASURED_PROMPTS, MEASURED_TOKENS, TEMPERATURE = 32, 96, 0.8  # per domain; after each prompt
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run reads and writes, and its seed."""
+
+    data: Path
+    work: Path
+    seed: int = 0
+
+    def tokenizer(self) -> Tokenizer:
+        """The trained tokenizer; it is trained and kept the first time."""
+        path = self.work / "tokenizer.json"
+        if not path.exists():
+            train, _ = texts.load_corpus(self.data, self.seed)
+            train["dialogue"] = train["dialogue"][:TOKENIZER_DIALOGUES]
+            found = texts.train_tokenizer((each for every in train.values() for each in every), TARGET.vocab_size)
+            with atomic_file(path) as temporary:
+                found.save(str(temporary))
+        return Tokenizer.from_file(str(path))
+
+    def streams(self, tokenizer: Tokenizer) -> tuple[dict[str, TokenStream], dict[str, TokenStream]]:
+        """(training, held-out) token ids by domain."""
+        train, held_out = texts.load_corpus(self.data, self.seed)
+        few = {domain: documents[:HELD_OUT_DOCUMENTS] for domain, documents in held_out.items()}
+        encoded = [
+            {domain: texts.encode_documents(tokenizer, each) for domain, each in every.items()}
+            for every in (train, few)
+        ]
+        return encoded[0], encoded[1]
+
+    def train_target(self, total_tokens: int, template: str) -> None:
+        """Train the target, or go on where the last run stopped, and write its Hugging Face folder."""
+        tokenizer = self.tokenizer()
+        train, held_out = self.streams(tokenizer)
+        begin = texts.mark_id(tokenizer, texts.BOS)
+        documents = [
+            document
+            for domain, stream in train.items()
+            for document in split_documents(stream, begin) * DOMAIN_REPEATS[domain]
+        ]
+        network = pretrain(TARGET, documents, held_out, BatchSchedule(total_tokens), self.work, self.seed)
+        save_hf_model(network, tokenizer, template, self.work / "hf" / "target")
+
+    def distill(self, rounds: int, **changes: Any) -> None:
+        """Train the students that are not finished."""
+        train, _ = texts.load_corpus(self.data, self.seed)
+        documents = [document for domain in train.values() for document in domain]
+        for name, sizes in STUDENTS.items():
+            output = self.work / "hf" / name
+            if not output.exists():
+                plan = Plan(rounds=rounds, seed=self.seed, **{**ROUND, **sizes, **changes})
+                target = Target(self.work / "hf" / "target", torch.device("cpu"))
+                print(name)
+                distill(plan, target, documents, output, "f16", print)
+
+    def train_to_copy(self, shipped: Path, total_tokens: int, template: str) -> None:
+        """Go on from the shipped target's weights with texts that say themselves again."""
+        tokenizer, work = Tokenizer.from_file(str(shipped / "tokenizer.json")), self.work / EDITS
+        work.mkdir(exist_ok=True)
+        train, held_out = self.streams(tokenizer)
+        begin = texts.mark_id(tokenizer, texts.BOS)
+        others = {domain: split_documents(stream, begin) for domain, stream in train.items()}
+        documents = texts.edit_documents(tokenizer, others, total_tokens, self.seed)
+        schedule = BatchSchedule(total_tokens, batch_tokens=4096, lengths=((1.0, 2048),), max_layer_dropout=0.0)
+        weights = {name: value.float() for name, value in load_file(shipped / "model.safetensors").items()}
+        network = pretrain(TARGET, documents, held_out, schedule, work, self.seed, start=weights)
+        save_hf_model(network, tokenizer, template, work / "hf")
+
+
+def save_hf_model(network: Network, tokenizer: Tokenizer, chat_template: str, folder: Path) -> None:
+    """Write config.json, model.safetensors (fp16, the tied head once) and the tokenizer files to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = network.shape.hf_config(CONTEXT_LENGTH, texts.special_ids(tokenizer))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    texts.save_hf_tokenizer(tokenizer, folder, chat_template)
+    weights = {name: value.to(torch.float16).contiguous() for name, value in network.state_dict().items()}
+    with atomic_file(folder / "model.safetensors") as temporary:
+        save_file(weights, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # safetensors writes files that only their owner may read
+
+
+# what the family is worth
+
+
+def evaluation_prompts(tokenizer: Tokenizer, documents: list[str], count: int) -> list[list[int]]:
+    """Token ids of `count` unseen prompts: a chat up to one of its replies, a bare document's first 24 tokens."""
+    header, prompts = "<|im_start|>assistant\n", []
+    for index, document in enumerate(documents[:: max(1, len(documents) // count)][:count]):
+        turns = document.split(header)
+        if len(turns) > 1:
+            kept = 1 + index % min(4, len(turns) - 1)
+            prompts.append(tokenizer.encode(header.join(turns[:kept]) + header, add_special_tokens=False).ids)
+        else:
+            prompts.append(tokenizer.encode(document, add_special_tokens=False).ids[:24])
+    return [prompt[-512:] for prompt in prompts]
+
+
+@torch.no_grad()
+def own_logits(model: Any, text: OwnText) -> NDArray[np.float32]:
+    """Scores [tokens, vocab] that precede each token of the target's own part."""
+    found: NDArray[np.float32] = model(torch.tensor([text.token_ids[:-1]])).logits[0, text.start - 1 :].float().numpy()
+    return found
+
+
+def acceptance(target: Target, student: Target, prompts: Sequence[list[int]], seed: int) -> dict[str, float]:
+    """Shares of the target's own tokens, along its continuations of `prompts`, all in 0..1.
+
+    `greedy`: same argmax along greedy text; at T=0.8 along sampled text `coupled`: same pick under shared noise;
+    `rejection`: sum of min(p, q); `greedy_match`: the chance that the target samples the student's argmax.
+    """
+    greedy: list[bool] = []
+    coupled, rejection, match = list[bool](), list[float](), list[float]()
+    nothing = np.empty(0, np.int32)
+    for temperature in (0.0, TEMPERATURE):
+        for index, text in enumerate(target.write(prompts, MEASURED_TOKENS, temperature, seed)):
+            ours, theirs = own_logits(target.model, text), own_logits(student.model, text)
+            if not temperature:
+                greedy += (ours.argmax(axis=1) == theirs.argmax(axis=1)).tolist()
+                continue
+            settings = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=index)
+            sampler = Sampler(settings, ours.shape[1])
+            for position, rows in enumerate(zip(ours, theirs, strict=True), text.start):
+                first, second = (sampler.distribution(row, nothing) for row in rows)
+                picks = {sampler.pick(each, position, Stream.TARGET) for each in (first, second)}
+                dense = np.zeros((2, ours.shape[1]))
+                dense[0, first.token_ids], dense[1, second.token_ids] = first.probs, second.probs
+                coupled.append(len(picks) == 1)
+                rejection.append(float(dense.min(axis=0).sum()))
+                match.append(float(dense[0, int(rows[1].argmax())]))
+    shares: dict[str, Sequence[float]] = {
+        "greedy": greedy,
+        "coupled": coupled,
+        "rejection": rejection,
+        "greedy_match": match,
+    }
+    figures = {name: round(float(np.mean(values)), 4) for name, values in shares.items()}
+    return {**figures, "num_tokens": len(greedy) + len(coupled)}
+
+
+def measured(run: Run) -> dict[str, Any]:
+    """The manifest's figures."""
+    tokenizer = run.tokenizer()
+    _, held_out = texts.load_corpus(run.data, run.seed)
+    models = {name: Target(run.work / "hf" / name, torch.device("cpu")) for name in ("target", *STUDENTS)}
+    figures = {}
+    for domain in ("dialogue", "code"):
+        prompts = evaluation_prompts(tokenizer, held_out[domain], MEASURED_PROMPTS)
+        figures[f"acceptance_{domain}"] = {
+            name: acceptance(models["target"], models[name], prompts, run.seed) for name in STUDENTS
+        }
+    return figures
+
+
+# what ships
+
+
+def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:
+    """Write everything that ships to `out`, which holds `chat_template.jinja` already."""
+    values: dict[str, Any] = {
+        "name": "demo",
+        "description": DESCRIPTION,
+        "licence": LICENCE,
+        "banner": BANNER,
+        "context_length": CONTEXT_LENGTH,
+        "files": {},
+        "onnx": {},
+        "sampling": RECOMMENDED,
+        "figures": measured(run) if with_figures else {},
+    }
+    for role in ("target", *STUDENTS):
+        folder, path = run.work / "hf" / role, out / f"demo-{role}-q8_0.gguf"
+        convert(folder, path, "q8_0", name=f"edgespec demo {role}", licence=LICENCE.lower())
+        shutil.rmtree(out / "onnx" / role, ignore_errors=True)
+        (out / "onnx" / role).mkdir(parents=True)
+        convert_hub(open_hub(folder), out / "onnx" / role, "int8")
+        parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+        values["files"][role] = {**_file(out, path), "parameters": parameters}
+        graph, *others = sorted((out / "onnx" / role).iterdir(), key=lambda path: path.name != GRAPH)
+        parts = [_file(out, path) for path in others]
+        values["onnx"][role] = {**_file(out, graph), "parameters": parameters, "parts": parts}
+        if role != "medium":
+            shutil.copytree(folder, out / "hf" / role, dirs_exist_ok=True)
+    write_manifest(out, values)
+
+
+def _file(out: Path, path: Path) -> dict[str, Any]:
+    return {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with sgd_*.jsonl.xz and gsm8k_train.jsonl.xz")
+    parser.add_argument("--work", type=Path, required=True, help="checkpoints; a second call goes on here")
+    parser.add_argument("--out", type=Path, default=Path("models/demo"), help="where the shipped files go")
+    parser.add_argument("--tokens", type=int, default=TARGET_TOKENS, help="tokens the target sees (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each student (%(default)s)")
+    parser.add_argument("--edit-tokens", type=int, default=EDIT_TOKENS, help="tokens of --stage edits (%(default)s)")
+    parser.add_argument("--stage", choices=(*STAGES, "all", EDITS), default="all", help="(default: all but edits)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-figures", action="store_true", help="pack without measuring acceptance")
+    given = parser.parse_args(arguments)
+    given.work.mkdir(parents=True, exist_ok=True)
+    run = Run(given.data, given.work, given.seed)
+    template = (given.out / "chat_template.jinja").read_text(encoding="utf-8")
+    stages = STAGES if given.stage == "all" else (given.stage,)
+    if "tokenizer" in stages:
+        run.tokenizer()
+    if "target" in stages:
+        run.train_target(given.tokens, template)
+    if "distill" in stages:
+        run.distill(given.rounds)
+    if EDITS in stages:
+        run.train_to_copy(given.out / "hf" / "target", given.edit_tokens, template)
+    if "pack" in stages:
+        pack(run, given.out, with_figures=not given.no_figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""EAGLE-3 heads as their authors publish them, for ONNX targets: exact against a slow twin, and the text stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("gguf", reason="the tiny heads need the package gguf: scripts/run.py install export")
+
+
+import eagle3 as script
+import edgespec
+from demo import DEMO, TEST_THREADS
+from eagle3 import check_heads, write_heads
+from edgespec import GenerateOptions, Sampling
+from edgespec.cli.main import cli
+from edgespec.drafters.eagle import LayersEagleDrafter
+from edgespec.drafters.head_layer import numpy_layer
+from edgespec.engines.base import Engine
+from edgespec.engines.head import NewPairs, Pairs
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.eagle import OnnxLayer
+from edgespec.errors import ModelFileError
+from edgespec.export.check import ExportRefused, limits_of
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import convert_hub
+from edgespec.formats.head_file import HeadFile, read_head_file, write_head_file
+from lossless import PROMPTS
+from tiny_checkpoints import write_checkpoint as write_tiny
+from tiny_head import write_checkpoint
+
+TARGET = DEMO / "hf" / "target"
+GRAPH = DEMO / "onnx" / "target" / "model.onnx"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "own tables": {},
+    "all tokens": {"drafted": None},
+    "the target's embedding": {"owns": ("lm_head.weight",)},
+    "all of the target's tables": {"drafted": None, "owns": ()},
+    "normed residual": {"config": {"norm_before_residual": True}},
+    "other layers": {"config": {"eagle_aux_hidden_state_layer_ids": [6, 1, 3]}},
+    "llama 3 rope": {"config": {"rope_scaling": LLAMA3}},
+    "normed features": {
+        "config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [4, 0, 8]},
+        "tensors": {"input_norm.weight": np.linspace(0.5, 1.5, 3 * 256, dtype=np.float32)},
+    },
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def opened(layers: tuple[int, ...], graph: Path = GRAPH, context_length: int = 256) -> Engine:
+    return OnnxEngine.load(
+        graph,
+        context_length=context_length,
+        threads=TEST_THREADS,
+        reproducible=False,
+        hidden_states=True,
+        state_layers=layers,
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_layout_is_exact_against_the_slow_twin(variant: str, tmp_path: Path):
+    head = write_checkpoint(tmp_path / "head", TARGET, **VARIANTS[variant])
+    write_heads(head, TARGET, opened, tmp_path / "heads.npz")
+    found = check_heads(head, TARGET, opened, tmp_path / "heads.npz")
+    assert found["as floats"].max_difference < 2e-5
+    assert found["as stored"].mean_kl < 0.01 and found["as stored"].top1_agreement > 0.97
+    assert found["as stored"].num_tokens > 80
+
+
+def test_targets_of_another_architecture(tmp_path: Path):
+    """One whose norms add one and whose layers have windows; the head takes all tables from it."""
+    folder = write_tiny(tmp_path / "gemma", "gemma3", num_hidden_layers=8, layer_types=["full_attention"] * 8)
+    (tmp_path / "made").mkdir()
+    graph = convert_hub(open_hub(folder), tmp_path / "made", "fp32")
+    head = write_checkpoint(tmp_path / "head", folder, drafted=None, owns=())
+
+    def target(layers: tuple[int, ...]) -> Engine:
+        return opened(layers, graph, 128)
+
+    write_heads(head, folder, target, tmp_path / "heads.npz")
+    assert not check_heads(head, folder, target, tmp_path / "heads.npz")["as floats"].complaint(limits_of("fp32"))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("eagle3") / "head", TARGET, drafted=800)
+
+
+@pytest.fixture(scope="module")
+def heads(head: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("eagle3") / "heads.npz"
+    write_heads(head, TARGET, opened, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(heads: Path) -> Iterator[edgespec.Model]:
+    with edgespec.load(str(GRAPH), heads=heads, reproducible=True, threads=1, context_length=512) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_text_does_not_depend_on_the_head(model: edgespec.Model, prompt: str, temperature: float):
+    sampling, options = Sampling(temperature=temperature, seed=3), GenerateOptions(max_tokens=48, ignore_eos=True)
+    plain = model.generate(prompt, sampling, dataclasses.replace(options, drafter="none"))
+    for length in (1, 4, "auto"):
+        found = model.generate(prompt, sampling, dataclasses.replace(options, drafter="eagle", draft_length=length))
+        assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+        assert length == "auto" or found.stats.drafted_tokens > 40
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rules_that_compare_distributions_and_trees_run_on_it(heads: Path, rule: str):
+    options = GenerateOptions(max_tokens=48, draft_length=6, ignore_eos=True)
+    with edgespec.load(str(GRAPH), heads=heads, drafter="eagle", verify=rule, threads=1, context_length=256) as model:
+        stats = model.generate(PROMPTS[0], Sampling(temperature=1.0, seed=2), options).stats
+    assert stats.drafted_tokens > 40 and stats.new_tokens == 48
+
+
+def test_a_quantised_layer_is_that_of_numpy(heads: Path):
+    given = read_head_file(heads)
+    rng = np.random.default_rng(1)
+    sizes = given.manifest
+    states, embedded = rng.standard_normal((2, 3, sizes.hidden_size)).astype(np.float32)
+    features = rng.standard_normal((3, sizes.fused_size)).astype(np.float32)
+    found = []
+    for layer in (numpy_layer(given), OnnxLayer(given, threads=1)):
+        with layer:
+            pairs = Pairs.room(sizes, 8)
+            read = layer.read(pairs, NewPairs(states, embedded, np.arange(3), scored=3))
+            found.append((layer.fuse(features), *read, pairs.keys[:, :, :3], pairs.values[:, :, :3]))
+    for exact, quantised in zip(*found, strict=True):
+        assert exact.shape == quantised.shape
+        assert np.corrcoef(exact.ravel(), quantised.ravel())[0, 1] > 0.999
+
+
+def test_what_is_read_step_by_step_is_what_is_read_at_once(heads: Path):
+    given = read_head_file(heads)
+    layers = given.manifest.layers
+    states, ids = given.probe_states, given.probe_ids
+    rows = []
+    for steps in ([len(ids) - 1], range(1, len(ids))):
+        with closing(LayersEagleDrafter(given, 4096, frozenset(), layers)) as drafter:
+            rows.append([drafter.scores_behind(ids[: at + 1], states[:at]).copy() for at in steps][-1])
+    np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
+
+
+def test_the_script_makes_files_that_draft(head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "heads.npz"
+    assert script.main([str(head), str(TARGET), "-o", str(output), "--model", str(GRAPH)]) == 0
+    assert "as floats {" in capsys.readouterr().out
+    options = GenerateOptions(max_tokens=20, drafter="eagle", draft_length=3, ignore_eos=True)
+    with edgespec.load("demo", engine="onnx", heads=output, threads=1, context_length=256) as model:
+        assert model.generate("Hello", options=options).stats.drafted_tokens > 20
+    model_path = DEMO / "demo-target-q8_0.gguf"
+    assert script.main([str(head), str(TARGET), "-o", str(tmp_path / "head.gguf"), "--model", str(model_path)]) == 0
+    assert script.main([str(head), str(TARGET), "-o", str(tmp_path / "other.npz")]) == 2
+    assert "--model is missing" in capsys.readouterr().err
+
+
+def test_export_names_the_script_for_such_a_head(head: Path, tmp_path: Path):
+    given = ["export", str(TARGET), "--draft", str(head), "--to", "onnx", "-o", str(tmp_path / "pair")]
+    done = CliRunner().invoke(cli, given)
+    assert done.exit_code == 2 and "scripts/train/eagle3.py" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("fault", ["fc", "frequencies", "embedding_norm"])
+def test_a_wrong_conversion_is_refused(fault: str, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    right = script.heads_of
+
+    def wrong(*given: Any) -> HeadFile:
+        made = right(*given)
+        return dataclasses.replace(made, arrays={**made.arrays, fault: np.roll(made.arrays[fault], 1, axis=-1)})
+
+    monkeypatch.setattr(script, "heads_of", wrong)
+    write_heads(head, TARGET, opened, tmp_path / "heads.npz")
+    with pytest.raises(ExportRefused, match=r"heads\.npz is wrong and was removed: compared with numpy"):
+        check_heads(head, TARGET, opened, tmp_path / "heads.npz")
+
+
+def test_a_head_for_another_target_is_refused(heads: Path, tmp_path: Path):
+    other = DEMO / "onnx" / "draft" / "model.onnx"
+    with pytest.raises(edgespec.errors.EdgespecError, match=r"layer|holds heads for another target"):
+        edgespec.load(str(other), heads=heads)
+
+
+def damaged(heads: HeadFile, **manifest: Any) -> HeadFile:
+    return dataclasses.replace(heads, manifest=dataclasses.replace(heads.manifest, **manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"generation": 2}, "of generation 2 for layers .*: such heads are not known"),
+        ({"layers": ()}, "for layers \\(\\): such heads are not known"),
+        ({"ffn": 95}, "gate_proj must be"),
+        ({"norms_features": True}, "feature_norm must be"),
+    ],
+)
+def test_files_that_do_not_fit_themselves_are_refused(change: dict[str, Any], said: str, heads: Path, tmp_path: Path):
+    made = damaged(read_head_file(heads), **change)
+    write_head_file(tmp_path / "bad.npz", made)
+    with pytest.raises(ModelFileError, match=said):
+        read_head_file(tmp_path / "bad.npz")
+
+
+def test_a_file_without_its_embedding_is_refused(heads: Path, tmp_path: Path):
+    write_head_file(tmp_path / "bad.npz", dataclasses.replace(read_head_file(heads), embedding=None))
+    with pytest.raises(ModelFileError, match="embedding must be"):
+        read_head_file(tmp_path / "bad.npz")
