@@ -40,7 +40,7 @@ def main() -> int:
 
 def build(platform: str, out: Path) -> int:
     os.environ[build_backend.WHEEL_FOR] = platform
-    wheel = out / build_backend.build_wheel(str(out))
+    wheel = out / build_backend.build_wheel(str(out))  # type: ignore[attr-defined]
     with zipfile.ZipFile(wheel) as archive:
         found = [format_of(archive.read(name)) for name in archive.namelist() if "/libedgespec_kernels-" in name]
     if not wheel.stem.endswith(platform) or found != [FORMATS[platform]]:
