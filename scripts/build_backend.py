@@ -2,13 +2,15 @@
 
 Where no C++ compiler works, Zig's is asked for, 100 MB, which pip puts into a folder of its own for as long as it
 builds. An editable installation builds nothing (scripts/run.py does), so nothing is asked for it: that is why this is
-not the hook's own `dependencies`. A wheel for all systems, without the library: EDGESPEC_KERNELS=none.
+not the hook's own `dependencies`. A wheel for all systems, without the library: EDGESPEC_KERNELS=none. One for another
+system, by Zig: EDGESPEC_WHEEL_FOR, which scripts/wheels.py sets.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 KERNELS = Path(__file__).resolve().parents[1] / "edgespec" / "kernels"
 # Systems and processors of Zig's wheels; pip would fail elsewhere.
 ZIG_RUNS_ON = {"linux-x86_64", "linux-aarch64", "darwin-x86_64", "darwin-arm64", "win32-amd64", "win32-arm64"}
+# The platform of a wheel -> our name of that system and processor, Zig's. Linux: glibc from that version on.
+TARGETS = {
+    "manylinux_2_17_x86_64": ("linux-x86_64", "x86_64-linux-gnu.2.17"),
+    "manylinux_2_17_aarch64": ("linux-aarch64", "aarch64-linux-gnu.2.17"),
+    "macosx_11_0_arm64": ("darwin-arm64", "aarch64-macos.11.0"),
+    "win_amd64": ("win32-amd64", "x86_64-windows-gnu"),
+}
+WHEEL_FOR = "EDGESPEC_WHEEL_FOR"
 
 
 def is_wanted() -> bool:
@@ -53,17 +63,23 @@ class KernelsHook(BuildHookInterface):  # type: ignore[misc]  # mypy does not se
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable" or not is_wanted():
             return
-        builder = load_builder()
+        builder, compiler, target = load_builder(), None, None
+        platform = os.environ.get(WHEEL_FOR) or self.build_config.builder.get_best_matching_tag().rpartition("-")[2]
+        if WHEEL_FOR in os.environ:
+            target, zig = TARGETS[platform]
+            compiler = (sys.executable, "-m", "ziglang", "c++", "-target", zig, "-mcpu=baseline")
         self.scratch = tempfile.TemporaryDirectory(prefix="edgespec-wheel-")
         try:
-            library = builder.build(Path(self.scratch.name), say=self.app.display_warning)
+            library = builder.build(
+                Path(self.scratch.name), compiler, target or builder.HOST, say=self.app.display_warning
+            )
         except builder.BuildError as exc:
             self.app.display_warning(f"this wheel has no kernels, since they cannot be built: {exc}")
             return
         build_data["force_include"][str(library)] = f"edgespec/kernels/{library.name}"
         build_data["pure_python"] = False
         # Nothing in it depends on Python's version or ABI.
-        build_data["tag"] = f"py3-none-{self.build_config.builder.get_best_matching_tag().rpartition('-')[2]}"
+        build_data["tag"] = f"py3-none-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if hasattr(self, "scratch"):

@@ -112,7 +112,8 @@ def balance(plain: Side, drafted: Side) -> str:
 
 def threshold(costs: Costs, width: int = 4) -> str:
     """What drafting costs here, and the acceptance from which it pays off."""
-    price = f"a drafted token {costs.token_s / costs.plain_s:.2f}" if costs.token_s else "a lookup nothing"
+    token = costs.token_s / costs.plain_s
+    price = f"a drafted token {token:.2f}" if token >= 0.005 else "a lookup nothing"
     limit = "drafting would not pay off even if every token were accepted"
     if costs.pays_from is not None:
         limit = f"drafting pays off above {costs.pays_from:.0%} acceptance and gains at most {costs.ceiling[1]:.2f}x"
@@ -137,8 +138,8 @@ def changes(costs: Costs) -> str:
     flatter = _least(lambda share: replace(costs, round_s=_flattened(costs, share)), goal, 0.0, 1.0)
     width = max(length, 3) + 1
     ways = [] if acceptance is None else [f"an acceptance of {acceptance:.0%} instead of {costs.acceptance:.0%}"]
-    if saved is not None and costs.token_s:
-        price = costs.token_s / costs.plain_s
+    price = costs.token_s / costs.plain_s
+    if saved is not None and price >= 0.005:
         ways.append(f"drafted tokens at {(1 - saved) * price:.2f} instead of {price:.2f} of a plain one")
     if flatter is not None:
         flat = _passes(replace(costs, round_s=_flattened(costs, flatter)), width)

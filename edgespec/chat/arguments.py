@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from edgespec.chat.marks import begun
+from edgespec.chat.messages import no_constant
 
 if TYPE_CHECKING:
     from edgespec.chat.tools import ToolCall
@@ -59,10 +60,6 @@ def dumped(value: object) -> str:
     return text
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
 def _finite(number: str) -> float:
     value = float(number)
     if not math.isfinite(value):
@@ -70,7 +67,7 @@ def _finite(number: str) -> float:
     return value
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+_JSON = json.JSONDecoder(parse_constant=no_constant, parse_float=_finite)
 _WITH_LINE_ENDS = json.JSONDecoder(strict=False)
 
 

@@ -19,8 +19,7 @@ from pickle import PicklingError
 from typing import Any, NamedTuple
 
 from edgespec.chat.marks import PRINTED_MARKS
-from edgespec.chat.messages import Message, checked_messages, wants_short_ids, with_short_ids
-from edgespec.chat.spelling import as_written
+from edgespec.chat.messages import Message, as_written, checked_messages, wants_short_ids, with_short_ids
 from edgespec.chat.tool_forms import with_tools
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown

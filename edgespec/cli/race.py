@@ -112,7 +112,8 @@ def _race(session: Session, task: Task, *, as_json: bool, picture: Path | None) 
         runner = Runner(model, model, session.options, lambda: interruption.happened, on_token)
         trial = next(iter(runner.run([task])), None)
         if trial is not None:
-            laps["standard"].rate, laps["speculative"].rate = _rates(trial)
+            for side, measured in (("standard", trial.standard), ("speculative", trial.speculative)):
+                laps[side].rate = measured.stats.tokens_per_second
             screen.replay(interruption)
     if trial is None:
         note("stopped before the end, so there is no result")
@@ -136,13 +137,9 @@ def _race(session: Session, task: Task, *, as_json: bool, picture: Path | None) 
     return FAILED if differs else 0
 
 
-def _rates(trial: Trial) -> tuple[float, float]:
-    return trial.standard.stats.tokens_per_second, trial.speculative.stats.tokens_per_second
-
-
 def result_lines(session: Session, trial: Trial, report: Report) -> list[str]:
     """Which side was faster, whether the texts are the same, and why; the first line is the result."""
-    plain, drafted = _rates(trial)
+    plain, drafted = (side.stats.tokens_per_second for side in (trial.standard, trial.speculative))
     summary = Summary([trial])
     if not trial.speedup:
         return ["too few tokens to compare speeds: give a larger -n", equality(report)]

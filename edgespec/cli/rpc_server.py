@@ -6,7 +6,6 @@ import ipaddress
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import click
 
@@ -49,15 +48,15 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
     names = tuple(name.strip() for name in device.split(",")) if device else ()
     if not is_loopback(host):
         click.secho(WARNING, err=True, fg="yellow")
-    click.echo(
-        f"RPC server on {host}:{port}; on the other machine: edgespec chat MODEL --rpc {_reached_as(host)}:{port}"
-    )
+    address = "ADDRESS" if host == "0.0.0.0" else host  # to type on the other machine
+    click.echo(f"RPC server on {host}:{port}; on the other machine: edgespec chat MODEL --rpc {address}:{port}")
     sys.stdout.flush()
     keep_alive([port])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the library would only drop its client
-    serve_rpc(
-        f"{host}:{port}", threads=threads or default_threads(), names=names, cache_folder=_folder() if cache else None
-    )
+    folder = user_folder("cache") / "rpc" if cache else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    serve_rpc(f"{host}:{port}", threads=threads or default_threads(), names=names, cache_folder=folder)
     raise EngineError(f"the RPC server on {host}:{port} stopped by itself; the library's message above says why")
 
 
@@ -78,14 +77,3 @@ def _require_free(host: str, port: int) -> None:
             raise ConfigError(
                 f"nothing can listen on {host}:{port}: {exc.strerror}. Give another --host or --port"
             ) from exc
-
-
-def _reached_as(host: str) -> str:
-    """An address to type on the other machine."""
-    return "ADDRESS" if host == "0.0.0.0" else host
-
-
-def _folder() -> Path:
-    folder = user_folder("cache") / "rpc"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

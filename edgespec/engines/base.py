@@ -22,51 +22,34 @@ from edgespec.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a loaded model can do. Sizes in bytes; `context_length` in tokens per sequence.
-
-    `width_classes`: the measured intervals (low, high) of pass widths within which a token's logits are bitwise equal
-    whatever the width; `pinned_class` is the one that reproducible mode uses, None when it is off or when the model has
-    none. `prompt_block`: with a narrow class, most rows of a pass that reads a prompt (`prompt_passes`); 0: these keep
-    to the class, or need not. `padding_cost`: with a pinned class, the time of a single-token pass padded into it over
-    that of one that is not padded. `can_rollback`: to any length, at any time; else `rollback_rows` of the last pass at
-    most can be dropped, once, and not all of its rows, and with `has_checkpoints` what came after one. `can_tree`:
-    whether a batch may hold trees; chains are always allowed. `can_pack`: whether rows of several sequences may share a
-    pass; in reproducible mode, whether each of them then has the bits that it has alone. `splits_passes`: whether it
-    runs as several passes where they have different numbers of rows. `own_cells`: whether each sequence has cells of
-    its own, so that its passes do not look at what the others hold. `pooling`: how the hidden states of a text become
-    its embedding, as the model's file says (mean, cls, last, or another word); empty: it does not say. `writes`:
-    whether it generates text, and not embeddings alone. `notes`: what
-    the user should know about this load. `placement`: the devices' own names and how much of the model is on each,
-    empty if all of it is on the CPU; measurements are kept separately for each placement. `state_window`: what
-    `save_state` gives of a longer text holds only so many of the last tokens in some layers, so that once loaded it can
-    be continued or emptied, but not shortened; 0 where it holds all.
-    """
+    """What a loaded model can do."""
 
     name: str
     architecture: str
-    context_length: int
+    context_length: int  # tokens per sequence
     max_sequences: int
     max_batch: int
-    can_rollback: bool
-    can_tree: bool
+    can_rollback: bool  # to any length, at any time
+    can_tree: bool  # whether a batch may hold trees; chains are always allowed
     weight_bytes: int
     kv_bytes_per_token: int
+    # Measured intervals (low, high) of pass widths within which a token's logits are bitwise equal whatever the width.
     width_classes: tuple[tuple[int, int], ...]
-    pinned_class: tuple[int, int] | None
+    pinned_class: tuple[int, int] | None  # the one that reproducible mode uses; None: it is off, or there is none
     device: str
     threads: int
-    padding_cost: float = 1.0
-    prompt_block: int = 0
-    can_pack: bool = False
-    splits_passes: bool = False
-    own_cells: bool = False
-    notes: tuple[str, ...] = ()
-    placement: str = ""
-    rollback_rows: int = 0
-    has_checkpoints: bool = False
-    state_window: int = 0
-    pooling: str = ""
-    writes: bool = True
+    padding_cost: float = 1.0  # time of a single-token pass that is padded into the class over one that is not
+    prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
+    can_pack: bool = False  # rows of several sequences may share a pass; in reproducible mode, with their own bits
+    splits_passes: bool = False  # it runs as several passes where these have different numbers of rows
+    own_cells: bool = False  # each sequence has cells of its own, so that its passes do not look at others'
+    notes: tuple[str, ...] = ()  # what the user should know about this load
+    placement: str = ""  # devices' own names and how much of the model is on each; empty: all of it is on the CPU
+    rollback_rows: int = 0  # without `can_rollback`, how many rows of the last pass can be dropped, once, and not all
+    has_checkpoints: bool = False  # and what came after a checkpoint
+    state_window: int = 0  # a loaded state holds only so many of the last tokens in some layers: it is not shortened
+    pooling: str = ""  # of hidden states into an embedding, as the file says: mean, cls, last or another word
+    writes: bool = True  # it generates text, and not embeddings alone
     why_no_speculation: str = "this model cannot roll back its state"
 
     def loaded_reach(self, length: int) -> int:

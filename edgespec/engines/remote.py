@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -327,11 +328,7 @@ class _Child:
     def _cancel(self, number: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             self._send(_Call(number, _CANCEL))
-        timer = threading.Timer(CANCEL_S, self._end_if_running, (number,))
-        timer.daemon = True
-        timer.start()
-
-    def _end_if_running(self, number: int) -> None:
+        time.sleep(CANCEL_S)
         if self._running == number:
             self._process.kill()
 

@@ -25,16 +25,18 @@ from pathlib import Path
 SOURCES = Path(__file__).with_name("src")
 HOST = f"{sys.platform}-{platform.machine().lower()}"
 SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
-X86 = ("x86_64", "amd64")
+X86, ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 # -ffp-contract=off: all instruction sets must give the same bits.
 FLAGS = ("-O3", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=off")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-# By the end of a source's name: what it is compiled with, for x86 only.
-INSTRUCTION_SETS = {
+# By the end of a source's name: what it is compiled with, for x86 or Arm only.
+X86_SETS = {
     "avx2": _AVX2,
     "avxvnni": (*_AVX2, "-mavxvnni"),
     "avx512": (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni"))),
 }
+ARM_SETS = {"neondot": ("-march=armv8.2-a+dotprod",), "neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",)}
+INSTRUCTION_SETS = X86_SETS | ARM_SETS
 C_NAMES = {"clang": "clang", "g": "gcc", "c": "cc"}  # of the compilers CLANG++, G++ and C++
 ZIG = "ziglang>=0.16"
 MOST_SHOWN = 2000  # characters of what a compiler says
@@ -96,7 +98,9 @@ def build(
     Raises BuildError, and OSError where `folder` cannot be written.
     """
     compiler = compiler or find_compiler()
-    sets = INSTRUCTION_SETS if _machine(target) in X86 else {}
+    sets = X86_SETS if _machine(target) in X86 else ARM_SETS if _machine(target) in ARM else {}
+    if {"zig", "ziglang"} & set(compiler):  # its -march is the name of a processor
+        sets = {name: tuple(re.sub("^-march=armv[^+]+", "-mcpu=generic", word) for word in sets[name]) for name in sets}
     known = {name: extra for name, extra in sets.items() if _compiles(compiler, (*flags(target), *extra))}
     for name in sets.keys() - known.keys():
         say(f"{shlex.join(compiler)} does not know {name}: the kernels are built without")

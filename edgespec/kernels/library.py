@@ -37,7 +37,7 @@ def why_missing() -> str:
 
 
 def instructions() -> str:
-    """What the library uses on this processor: avx512-vnni, avx-vnni, avx2 or portable; empty without a library."""
+    """The name of the path that the library takes on this processor, such as avx2; empty without a library."""
     if (path := library_path()) is None:
         return ""
     name = ctypes.CDLL(str(path)).edgespec_path

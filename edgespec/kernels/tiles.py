@@ -67,7 +67,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def path() -> str:
-    """Name of the instruction set in use: avx512-vnni, avx-vnni, avx2 or portable."""
+    """Name of the instruction set in use: avx512-vnni, avx-vnni, avx2, neon-i8mm, neon-dot or portable."""
     return str(kernels().edgespec_path().decode())
 
 

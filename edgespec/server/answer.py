@@ -185,7 +185,7 @@ class Answer:
     def stats(self) -> Stats:
         """Counters of the generation; of one that only reads its prompt, without the token that this takes."""
         stats = self.ticket.stats
-        return replace(stats, new_tokens=0) if self.ticket.reads_only else stats
+        return replace(stats, new_tokens=0) if self.ticket.job.reads_only else stats
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Answer:
     @property
     def finish_reason(self) -> str:
         """stop, length or tool_calls; length too where the limit came behind a call, perhaps within the next one."""
-        is_limited = self.ticket.reads_only or (self._end is not None and self._end.finish_reason == "length")
+        is_limited = self.ticket.job.reads_only or (self._end is not None and self._end.finish_reason == "length")
         if self.calls and (self._is_cut or not is_limited):
             return "tool_calls"
         return "length" if is_limited else "stop"
@@ -273,7 +273,7 @@ class Answer:
         for event in events:
             if event.finish_reason is not None:
                 self._end = event
-            if self.ticket.reads_only:
+            if self.ticket.job.reads_only:
                 continue
             self._token_ids.append(event.token_id)
             self.num_predicted += event.drafter == PREDICTION

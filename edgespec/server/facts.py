@@ -243,16 +243,6 @@ class Known:
         files = FileFacts.of(model.target)
         return cls(loaded.name, files, _model_facts(model.pair, files), model.context_length, _embeds(loaded))
 
-    @classmethod
-    def of_files(
-        cls, name: str, pair: ModelPair, files: FileFacts, context_length: int, template: str | None, *, embeds: bool
-    ) -> Self:
-        """Of a model that is not loaded. `template`: instead of its own; `embeds`: whether it was told to."""
-        if template is not None:
-            files = replace(files, chat_template=template)
-        can_embed = files.engine == "llamacpp" and (embeds or files.pooling in POOLINGS)
-        return cls(name, files, _model_facts(pair, files), context_length, can_embed)
-
 
 def _model_facts(pair: ModelPair, files: FileFacts) -> ModelFacts:
     file = pair.files["target"]
@@ -425,14 +415,16 @@ def _embeds(loaded: Loaded) -> bool:
 def at_rest(
     name: str, options: LoadOptions, pair: ModelPair, sampling: Sampling, max_tokens: int | None, template: str | None
 ) -> Described:
-    """What is told of `pair` under `options`; `template` replaces its chat template. Nobody knows its slots yet.
+    """What is told of `pair` under `options`; `template` replaces its chat template.
 
     Raises what a load would raise of what its files lack.
     """
     with keeping_headers():
         context_length = planned(chosen_context(options, pair, Room.now(options.memory)), pair).context_length
         found = FileFacts.read(pair)
-    known = Known.of_files(name, pair, found, context_length, template, embeds=bool(options.pooling))
+        found = found if template is None else replace(found, chat_template=template)
+        embeds = found.engine == "llamacpp" and (bool(options.pooling) or found.pooling in POOLINGS)
+    known = Known(name, found, _model_facts(pair, found), context_length, embeds)
     more = {
         "is_sleeping": True,
         "total_slots": 0,

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -100,25 +99,19 @@ class Job:
 class Ticket:
     """One submitted job. Iterate over it once for its events, in groups of all that are there; `cancel` at any time.
 
-    `forget`: takes it out of the queue; `number`: counts the jobs of a scheduler. `drafted`: tokens so far by
-    the name of the drafter; kept up to date by whoever gives it. A group without events: `take_progress` has something
-    new.
+    `forget`: takes it out of the queue; `drafted`: tokens so far by the name of the drafter, kept up to date by whoever
+    gives it. A group without events: `take_progress` has something new.
     """
 
     def __init__(
         self,
         generation: Generation,
+        job: Job,
         loop: asyncio.AbstractEventLoop,
         forget: Callable[[Ticket], None],
-        number: int = 0,
-        drafted: Mapping[str, int] | None = None,
-        *,
-        tells_progress: bool = False,
-        reads_only: bool = False,
+        drafted: Mapping[str, int],
     ) -> None:
-        self._generation, self.loop, self._forget, self.number = generation, loop, forget, number
-        self.drafted: Mapping[str, int] = {} if drafted is None else drafted
-        self.tells_progress, self.reads_only = tells_progress, reads_only
+        self.generation, self.job, self.loop, self._forget, self.drafted = generation, job, loop, forget, drafted
         self._progress: PromptProgress | None = None
         self._ready = asyncio.Event()
         self._lock = threading.Lock()
@@ -132,7 +125,7 @@ class Ticket:
     @property
     def stats(self) -> Stats:
         """Counters of the generation; complete after the last event."""
-        return self._generation.stats
+        return self.generation.stats
 
     @property
     def age_s(self) -> float:
@@ -140,12 +133,12 @@ class Ticket:
 
     @property
     def seed(self) -> int:
-        return self._generation.seed
+        return self.generation.seed
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None while it runs, or if it failed."""
-        return self._generation.finish_reason
+        return self.generation.finish_reason
 
     async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
         """Events in order, until the generation has ended. Raises what it failed with."""
@@ -164,13 +157,8 @@ class Ticket:
 
     def cancel(self) -> None:
         """End it after at most one pass, or at once where it still waits. Cancelling what is over is allowed."""
-        self._generation.cancel()
+        self.generation.cancel()
         self._forget(self)
-
-    @property
-    def generation(self) -> Generation:
-        """What the scheduler's thread runs."""
-        return self._generation
 
     def read_whole(self) -> None:
         """Its events are wanted when the generation has ended, all at once."""
@@ -277,7 +265,6 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []
         self._to_wake: list[Ticket] = []  # their readers
-        self._numbers = count()
         self._changed = threading.Condition()
         self.embeddings = EmbeddingQueue(model, max_queued, metrics)
         # As many as may be waited for: one that takes long holds up nobody else.
@@ -295,10 +282,6 @@ class Scheduler:
     def num_preparing(self) -> int:
         """Requests that are being checked and encoded, those too whose clients have left meanwhile."""
         return len(self._preparing)
-
-    @property
-    def running(self) -> list[Ticket]:
-        return list(self._running)
 
     @property
     def num_running(self) -> int:
@@ -330,16 +313,8 @@ class Scheduler:
         generations = await self.prepare(self._generations, jobs, drafted)
         loop = asyncio.get_running_loop()
         tickets = [
-            Ticket(
-                generation,
-                loop,
-                self.forget,
-                next(self._numbers),
-                counts,
-                tells_progress=job.tells_progress,
-                reads_only=job.reads_only,
-            )
-            for generation, counts, job in zip(generations, drafted, jobs, strict=True)
+            Ticket(generation, job, loop, self.forget, counts)
+            for generation, job, counts in zip(generations, jobs, drafted, strict=True)
         ]
         with self._changed:
             self._check_room(len(jobs))
@@ -451,7 +426,7 @@ class Scheduler:
                 ticket = self._waiting.popleft()
                 self._running.append(ticket)
             try:
-                on_prompt = ticket.post_progress if ticket.tells_progress else None
+                on_prompt = ticket.post_progress if ticket.job.tells_progress else None
                 batch.begin(ticket.generation, partial(self._post, ticket), on_prompt)
             except Exception as exc:
                 self._end(ticket, exc)

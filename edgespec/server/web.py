@@ -135,9 +135,9 @@ async def respond(request: Request, service: Service, read: Read, body: Body) ->
         notes += [note for ticket in tickets for note in ticket.generation.request.notes]
         told, left_s = _told(loaded, notes), _left_s(began_s, timeout_s)
         if exchange.is_stream:
-            return EventStream(loaded, exchange, answers, left_s, told, use.pop_all())
+            return EventStream(exchange, answers, left_s, told, use.pop_all())
         try:
-            whole, found = await while_connected(request.receive, _whole(loaded, exchange, answers, left_s))
+            whole, found = await while_connected(request.receive, _whole(exchange, answers, left_s))
         finally:
             cancel(answers)
         whole.headers.update(_told(loaded, notes + found))
@@ -180,13 +180,11 @@ def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
     return {NOTES: "".join(char if " " <= char <= "~" else "?" for char in text)} if notes else {}
 
 
-async def _whole(
-    loaded: Loaded, exchange: Exchange, answers: list[Answer], timeout_s: float | None
-) -> tuple[Response, list[str]]:
+async def _whole(exchange: Exchange, answers: list[Answer], timeout_s: float | None) -> tuple[Response, list[str]]:
     async with asyncio.timeout(timeout_s):
         for answer in answers:
             await answer.read()
-        found = await _found_in(loaded, answers)
+        found = await _found_in(exchange.work.loaded, answers)
     return json_response(exchange.whole(answers)), found
 
 
@@ -225,7 +223,6 @@ class EventStream(Response):
 
     def __init__(
         self,
-        loaded: Loaded,
         exchange: Exchange,
         answers: list[Answer],
         timeout_s: float | None,
@@ -234,7 +231,7 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers}, media_type=exchange.media_type)
         del self.headers["content-length"]
-        self._loaded, self._exchange, self._answers = loaded, exchange, answers
+        self._exchange, self._answers = exchange, answers
         self._timeout_s, self._use = timeout_s, use
         self.has_begun = False
         self._latest_s = 0.0  # when something was sent
@@ -262,9 +259,9 @@ class EventStream(Response):
                 async for part in self._exchange.stream(self._answers):
                     await self._write(send, part)
                     await asyncio.sleep(0)  # lets the loop notice that the client has left
-                found = await _found_in(self._loaded, self._answers)
+                found = await _found_in(self._exchange.work.loaded, self._answers)
                 if found and self._exchange.ping:  # the headers are sent: a comment, as a ping is
-                    await self._write(send, f": {_told(self._loaded, found)[NOTES]}\n\n".encode())
+                    await self._write(send, f": {_told(self._exchange.work.loaded, found)[NOTES]}\n\n".encode())
             finally:
                 alive.cancel()
                 await asyncio.gather(alive, return_exceptions=True)

@@ -3,9 +3,10 @@
     python scripts/lab/fuzz_kernels.py --inputs 10000
 
 An input is one matrix of random bytes (any scale, not finite ones included) with products and rows of it by the C
-interface, or one graph of an operator with attributes and shapes that may not fit. What must hold: no report of a
-sanitizer; sizes that are refused are not touched; a row has the same bits alone as among others; the operator gives
-what the C interface gives. Each batch is a child process. Exit code 1 if there was a fault. Needs g++.
+interface; one graph of an operator with attributes and shapes that may not fit; passes of Attention over a cache of
+random bytes, with rows that may be outside it; or a cache's functions. What must hold: no report of a sanitizer; what
+is refused is not touched; a row has the same bits alone as among others; operators give what the C interface or another
+path gives. Each batch is a child process. Exit code 1 if there was a fault. Needs g++.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +33,7 @@ CHECKED = (
 )
 BATCH = 200  # inputs of a child
 HOSTILE = (0, -1, 1, 7, 255, 257, 2**31, 2**32 + 256, 2**62, 2**63 - 1, -(2**63))
-PATHS = ("portable", "avx2", "avx-vnni", "avx512-vnni")
+PATHS = ("portable", "avx2", "avx-vnni", "avx512-vnni", "neon-dot", "neon-i8mm")
 
 
 def main() -> int:
@@ -80,7 +83,7 @@ def run_batch(path: Path, seed: int) -> int:
     rng = np.random.default_rng(seed)
     counts = Counter[str]()
     for _ in range(BATCH):
-        tries = one_matrix, one_matrix, one_graph, hostile_sizes
+        tries = one_matrix, one_graph, hostile_sizes, one_attention, one_attention, one_norm, one_cache
         counts[tries[int(rng.integers(len(tries)))](rng)] += 1
     print(*(f"{name}={count}" for name, count in counts.items()))
     return 0
@@ -195,6 +198,202 @@ def one_graph(rng: np.random.Generator) -> str:
         direct = [tiles.product(m[0], m[3], m[1], x, b) for m, b in zip(matrices, parts, strict=True)]
         assert same(got, np.concatenate(direct, 1)), (matrices, change)
     return "graph"
+
+
+def choose_path(rng: np.random.Generator) -> str:
+    from edgespec.kernels import tiles
+
+    path = str(rng.choice(PATHS))
+    return path if tiles.choose_path(path) else tiles.path()
+
+
+def refused(run: Callable[[], Any]) -> bool:
+    """Whether one of our operators refuses; ONNX Runtime itself refuses names of nothing."""
+    try:
+        run()
+    except Exception as exc:  # ONNX Runtime's errors have no common base
+        assert "edgespec:" in str(exc) or "INVALID_GRAPH" in str(exc) or "Missing Input" in str(exc), exc
+        return True
+    return False
+
+
+def random_row_numbers(rng: np.random.Generator, slots: int, cells: int) -> np.ndarray:
+    """Rows (slot, position, cell, parent) of chains and trees, usually within the cache and as they should be."""
+    rows: list[list[int]] = []
+    for slot in rng.permutation(slots):
+        count, first = int(rng.choice([0, 1, 2, 5, 17, 40])), len(rows)
+        base = int(rng.integers(0, cells))
+        for i in range(count):
+            parent = first + int(rng.integers(-1, i)) if i and rng.random() < 0.3 else len(rows) - 1
+            if parent < first:
+                parent = -1
+            position = rows[parent][1] + 1 if parent >= 0 else base
+            cell = int(rng.integers(0, cells)) if rng.random() < 0.3 else min(base + i, cells - 1)
+            if position < cells:
+                rows.append([int(slot), position, cell, parent])
+    numbers = np.array(rows, np.int32).reshape(-1, 4)
+    if len(rows) and rng.random() < 0.25:
+        hostile = (0, -1, -2, 1, slots, cells, cells - 1, len(rows), 2**31 - 1, -(2**31))
+        numbers[int(rng.integers(len(rows))), int(rng.integers(4))] = int(rng.choice(hostile))
+    if len(rows) and rng.random() < 0.1:
+        rng.shuffle(numbers)
+    return numbers
+
+
+def one_attention(rng: np.random.Generator) -> str:
+    """Passes over a cache of random bytes; what is not refused has the same bits on another path and two threads."""
+    from onnx import TensorProto
+
+    from edgespec.kernels import tiles
+    from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
+    from tiled import node, session
+
+    kind = str(rng.choice(["F16", "Q8_0"]))
+    kv_heads, size = int(rng.integers(1, 4)), int(rng.choice([16, 32, 48, 64, 128] if kind == "F16" else [32, 64, 96]))
+    heads, slots, chunks = kv_heads * int(rng.integers(1, 9)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    sizes = [*[32] * int(rng.integers(0, 3)), *[size] * kv_heads]
+    attributes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_size": size}
+    attributes |= {"first_head": len(sizes) - kv_heads, "window": int(rng.choice([0, 0, 1, 40, 300, 2**62]))}
+    attributes |= {"scale": 0.1, "cap": float(rng.choice([0, 0, 5, 1e-30])), "epsilon": 1e-6}
+    if rng.random() < 0.2:
+        attributes[str(rng.choice(["heads", "kv_heads", "head_size", "first_head", "window"]))] = int(
+            rng.choice(HOSTILE)
+        )
+    elif rng.random() < 0.1:
+        attributes[str(rng.choice(["scale", "cap", "epsilon"]))] = float(rng.choice([np.nan, np.inf, -1.0, 0.0, 1e38]))
+    positions = int(rng.choice([chunks * CHUNK, 2000, 100]))
+    shapes = {"cosines": [positions, int(rng.integers(1, size // 2 + 1))], "q_norm": [size], "k_norm": [size]}
+    shapes |= {"sines": shapes["cosines"], "sinks": [heads]}
+    if rng.random() < 0.1:
+        shapes[str(rng.choice(list(shapes)))] = [int(n) for n in rng.integers(0, 70, int(rng.integers(1, 4)))]
+    has = {name: rng.random() < 0.5 for name in ("rotary", "q_norm", "k_norm", "sinks", "split")}
+    has |= {"cosines": has["rotary"], "sines": has["rotary"] != (rng.random() < 0.05)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items() if has[name]}
+    names = ["q", *(["k", "v"] if has["split"] else ["", ""]), "rows", "cache"]
+    names += [name if has[name] else "" for name in ("cosines", "sines", "q_norm", "k_norm", "sinks")]
+    if rng.random() < 0.03:
+        names[int(rng.integers(len(names)))] = ""
+    inputs = {"q": TensorProto.FLOAT, "k": TensorProto.FLOAT, "v": TensorProto.FLOAT}
+    inputs |= {"rows": TensorProto.INT32, "cache": TensorProto.INT64}
+    inputs = {name: element for name, element in inputs.items() if name in names}
+    passes = []
+    for _ in range(int(rng.integers(1, 4))):
+        rows = random_row_numbers(rng, slots, chunks * CHUNK)
+        widths = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
+        widths["q"] += 0 if has["split"] else 2 * kv_heads * size
+        given = {name: random_x(rng, len(rows), width)[None] for name, width in widths.items()} | {"rows": rows}
+        if rng.random() < 0.05:
+            name = str(rng.choice(list(given)))
+            given[name] = given[name][..., : int(rng.integers(given[name].shape[-1]))]
+        passes.append({name: array for name, array in given.items() if name in inputs})
+    number = int(rng.choice(HOSTILE)) if rng.random() < 0.03 else None
+    filled = rng.integers(0, 256, cache_bytes(kind, sizes, slots, chunks), dtype=np.uint8)
+    results: list[list[np.ndarray]] = []
+    was_refused = False
+
+    def run() -> None:
+        memory = filled.copy()
+        cache = KernelCache(memory, kind, sizes, slots, chunks)
+        try:
+            model = session([node("Attention", names, ["y"], **attributes)], inputs, ["y"], weights, len(results) + 1)
+            named = {"cache": np.array([cache.number if number is None else number])} if "cache" in inputs else {}
+            results.append([])
+            results[-1] += [model.run(None, given | named)[0] for given in passes]
+        finally:
+            cache.close()
+
+    for path in (choose_path(rng), choose_path(rng)):
+        tiles.choose_path(path)
+        was_refused |= refused(run)
+    if was_refused:
+        return "attention_refused"
+    # Rows that write one cell at once may come in any order.
+    shared = any(len(np.unique(given["rows"][:, [0, 2]], axis=0)) < len(given["rows"]) for given in passes)
+    assert shared or all(same(*pair) for pair in zip(*results, strict=True)), (path, attributes)
+    return f"attention_{path}"
+
+
+def one_norm(rng: np.random.Generator) -> str:
+    from onnx import TensorProto
+
+    from edgespec.kernels import tiles
+    from tiled import node, session
+
+    width, rows = int(rng.choice([0, 1, 15, 16, 100, 1000])), int(rng.choice([0, 1, 3, 100]))
+    names, outputs = ["x", "weight", "delta"], ["y", "sum"][: int(rng.integers(1, 3))]
+    if rng.random() < 0.3:
+        names, outputs = names[:2], outputs[: int(rng.integers(1, 3))]
+    if rng.random() < 0.05:
+        names[int(rng.integers(len(names)))] = ""
+    if rng.random() < 0.05:
+        outputs[int(rng.integers(len(outputs)))] = ""
+    inputs = {name: TensorProto.FLOAT for name in ("x", "delta") if name in names}
+    given = {name: random_x(rng, rows + int(rng.random() < 0.05), width) for name in inputs}
+    weights = {"weight": rng.standard_normal(width + int(rng.random() < 0.1)).astype(np.float32)}
+    results: list[list[np.ndarray]] = []
+
+    def run() -> None:
+        kept = [name for name in outputs if name]
+        model = session([node("Norm", names, outputs, epsilon=1e-6)], inputs, kept, weights, len(results) + 1)
+        results.append(model.run(None, given))
+
+    for path in (choose_path(rng), choose_path(rng)):
+        tiles.choose_path(path)
+        if refused(run):
+            return "norm_refused"
+    assert all(same(*pair) for pair in zip(*results, strict=True)), path
+    return "norm"
+
+
+def one_cache(rng: np.random.Generator) -> str:
+    """A cache's functions with any numbers; what is written comes back, in another slot, too."""
+    from edgespec.kernels import tiles
+
+    kernels, nowhere = tiles.kernels(), ctypes.c_void_p(16)
+    kind = int(rng.choice([1, 8, 8, 1, 0, 2, -1, 99]))
+    sizes = np.array(
+        rng.choice([32, 64, 96, 16, 1024, 0, -32, 33, 2**31 - 1], 3, p=[0.5, 0.2, 0.1, *[0.2 / 6] * 6]), np.int32
+    )
+    slots, chunks = (int(rng.choice([1, 2, 3, *HOSTILE], p=[0.3, 0.3, 0.2, *[0.2 / 11] * 11])) for _ in range(2))
+    count = int(rng.choice([3, 3, 3, 0, -1, 2**20 + 1, -(2**63)]))
+    size = kernels.edgespec_cache_bytes(kind, sizes.ctypes.data, count, slots, chunks)
+    if size < 0:
+        assert not kernels.edgespec_hold_cache(nowhere, kind, sizes.ctypes.data, count, slots, chunks)
+        return "cache_refused"
+    if size > 1 << 24:
+        number = kernels.edgespec_hold_cache(nowhere, kind, sizes.ctypes.data, count, slots, chunks)
+        kernels.edgespec_drop_cache(number)
+        return "cache_not_touched"
+    memory = rng.integers(0, 256, size, dtype=np.uint8)
+    number = kernels.edgespec_hold_cache(memory.ctypes.data, kind, sizes.ctypes.data, count, slots, chunks)
+    assert number
+    cells = rng.permutation(chunks * 256).astype(np.int32)[: int(rng.integers(0, 60))]
+    slot, room = int(rng.integers(slots)), -(-len(cells) // 16) * 16
+    flat = np.zeros(room * size // (slots * chunks * 256), np.uint8)
+    change = int(rng.integers(0, 8))
+    asked = [number, 0, slot, cells.ctypes.data, len(cells), flat.ctypes.data, room]
+    if change == 0:
+        asked[0] = int(rng.choice(HOSTILE))
+    elif change == 1:
+        asked[2] = int(rng.choice([-1, slots, *HOSTILE]))
+    elif change == 2 and len(cells):
+        cells[int(rng.integers(len(cells)))] = int(rng.choice([-1, chunks * 256, 2**31 - 1, -(2**31)]))
+    elif change == 3:
+        asked[4] = int(rng.choice([-1, room + 1, 2**62, -(2**63)]))
+    elif change == 4:
+        asked[6] = int(rng.choice([-16, room + 1, 15, 2**62, 2**63 - 16, -(2**63)]))
+    before = memory.copy()
+    for into in (0, 1):
+        asked[1] = into
+        status = kernels.edgespec_copy_cells(*asked)
+        assert np.array_equal(memory, before)
+    if status == 0:
+        asked[2], again = int(rng.integers(slots)), np.zeros_like(flat)
+        assert kernels.edgespec_copy_cells(*asked) == 0
+        asked[1], asked[5] = 0, again.ctypes.data
+        assert kernels.edgespec_copy_cells(*asked) == 0 and np.array_equal(again, flat)
+    kernels.edgespec_drop_cache(number)
+    return "cells_copied" if status == 0 else "cells_refused"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli.main import cli
-from edgespec.engines.llamacpp import devices
+from edgespec.engines.llamacpp import rpc
 from rpc import free_port
 
 
@@ -20,8 +20,8 @@ def run(*arguments: str) -> Result:
 def served(monkeypatch) -> list[tuple[str, dict[str, object]]]:
     """What would be served, in any build."""
     calls: list[tuple[str, dict[str, object]]] = []
-    monkeypatch.setattr(devices, "require_rpc", lambda what: None)
-    monkeypatch.setattr(devices, "serve_rpc", lambda endpoint, **options: calls.append((endpoint, options)))
+    monkeypatch.setattr(rpc, "require_rpc", lambda what: None)
+    monkeypatch.setattr(rpc, "serve_rpc", lambda endpoint, **options: calls.append((endpoint, options)))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return calls
 

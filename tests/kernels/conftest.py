@@ -7,7 +7,7 @@ import pytest
 from edgespec.kernels import tiles
 from edgespec.kernels.library import library_path
 
-PATHS = ("portable", "avx2", "avx-vnni", "avx512-vnni")
+PATHS = ("portable", "avx2", "avx-vnni", "avx512-vnni", "neon-dot", "neon-i8mm")
 
 
 @pytest.fixture(autouse=True)

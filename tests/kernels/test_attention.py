@@ -15,7 +15,7 @@ from tiled import Floats, bits, node, session
 HEADS, KV_HEADS, SIZE, SLOTS, CHUNKS = 6, 2, 64, 3, 3
 WIDTH, LENGTH = (HEADS + 2 * KV_HEADS) * SIZE, 2 * CHUNK + 70
 INPUTS = {"q": TensorProto.FLOAT, "rows": TensorProto.INT32, "cache": TensorProto.INT64}
-PATHS = ("avx512-vnni", "avx-vnni", "avx2", "portable")
+PATHS = ("avx512-vnni", "avx-vnni", "avx2", "neon-i8mm", "neon-dot", "portable")
 ATTRIBUTES = {
     "heads": HEADS,
     "kv_heads": KV_HEADS,

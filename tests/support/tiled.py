@@ -1,6 +1,7 @@
 """Random weights of every GGML type as a GGUF has them, and sessions of graphs of the kernels' operators."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -70,7 +71,7 @@ def bits(values: Floats) -> NDArray[np.uint32]:
     return values.view(np.uint32)
 
 
-def node(kind: str, inputs: Sequence[str], outputs: Sequence[str], /, **attributes: int | list[int]) -> NodeProto:
+def node(kind: str, inputs: Sequence[str], outputs: Sequence[str], /, **attributes: float | list[int]) -> NodeProto:
     made = helper.make_node(kind, inputs, outputs, domain="edgespec")
     for name, value in attributes.items():
         # An empty list has no type of its own.
@@ -82,7 +83,7 @@ def node(kind: str, inputs: Sequence[str], outputs: Sequence[str], /, **attribut
 
 def session(
     nodes: Sequence[NodeProto],
-    inputs: Mapping[str, int],
+    inputs: Mapping[Any, int],
     outputs: Sequence[str],
     weights: Mapping[str, NDArray[np.uint8 | np.float32]],
     threads: int = 1,

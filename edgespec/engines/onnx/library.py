@@ -59,11 +59,6 @@ def installed_providers() -> tuple[str, ...]:
     return tuple(name for name, (provider, _) in PROVIDERS.items() if provider in available or name in devices)
 
 
-def first_choice(provider: str) -> str:
-    """The first of `providers_for`, which is not asked whether it is there."""
-    return provider if provider != "auto" else next(filter(is_hardware, installed_providers()))
-
-
 def device_identity(name: str) -> str:
     """Identifies what was measured on: the provider's version and its device; "" for the CPU.
 

@@ -72,6 +72,7 @@ struct Step {
   Head head;
   float *queries, *partials, *y;  // [kv_heads][count][group][size]; [kv_heads][chunks][count][group][stride]
   Item* items;
+  bool has_partials;
   bool* is_by_chunk;   // by row: whether its items are
   int32_t* straight;   // by row: the first position of its branch that is not in the cell of its number
   std::atomic<bool> out_of_memory;
@@ -204,7 +205,7 @@ int64_t divide(const Step& s, Item* items) {
       from = s.first_chunk(row) < from ? s.first_chunk(row) : from;
       to = s.last_chunk(row) > to ? s.last_chunk(row) : to;
     }
-    const bool by_chunk = last - first < kManyRows && s.partials;
+    const bool by_chunk = last - first < kManyRows && s.has_partials;
     const int64_t block = by_chunk ? last - first : kPairsAtOnce / s.group < 1 ? 1 : kPairsAtOnce / s.group;
     for (int64_t row = first; items && row < last; row++) s.is_by_chunk[row] = by_chunk;
     for (int64_t h = 0; h < s.layer.kv_heads; h++) for (int64_t row = first; row < last; row += block) {
@@ -288,12 +289,12 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   if (!s.count) return nullptr;
 
   const int64_t partials = s.count * s.most_chunks * l.heads * s.stride;
-  if (s.count < kManyRows || partials * int64_t(sizeof(float)) <= kMostPartials) s.partials = s.y;  // marks that there will be some
+  s.has_partials = s.count < kManyRows || partials * int64_t(sizeof(float)) <= kMostPartials;
   const int64_t items = divide(s, nullptr);
   Scratch scratch;
   for (Pieces pieces = {nullptr, 0};; pieces = {scratch.data, 0}) {
     pieces.take(&s.queries, s.count * q_width);
-    if (s.partials) pieces.take(&s.partials, partials);
+    if (s.has_partials) pieces.take(&s.partials, partials);
     pieces.take(&s.items, items);
     pieces.take(&s.is_by_chunk, s.count);
     pieces.take(&s.straight, s.count);
@@ -310,7 +311,7 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   }
   TRY(run_all(context, s.count < 16, place_row, s.count, &s));
   TRY(run_all(context, work < 200000, run_item, items, &s));
-  if (s.partials) TRY(run_all(context, s.count * s.most_chunks * q_width < 100000, merge_row, s.count, &s));
+  if (s.has_partials) TRY(run_all(context, s.count * s.most_chunks * q_width < 100000, merge_row, s.count, &s));
   return s.out_of_memory ? error(kFail, "edgespec: out of memory") : nullptr;
 }
 
@@ -395,8 +396,9 @@ EXPORT int64_t edgespec_cache_bytes(int32_t type, const int32_t* sizes, int64_t 
   }
   return __builtin_mul_overflow(cell * kChunk, slots * chunks, &bytes) ? -1 : bytes;
 }
-// The number of a cache in `memory`, of as many bytes as above, for graphs; 0 without memory. It must outlive all passes.
+// The number of a cache in `memory`, of as many bytes as above, for graphs; 0 if there cannot be one, or without memory. It must outlive all passes.
 EXPORT int64_t edgespec_hold_cache(uint8_t* memory, int32_t type, const int32_t* sizes, int64_t count, int64_t slots, int64_t chunks) {
+  if (edgespec_cache_bytes(type, sizes, count, slots, chunks) < 0) return 0;
   Cache* c = static_cast<Cache*>(malloc(sizeof(Cache) + size_t(count) * (sizeof(int64_t) + sizeof(int32_t))));
   if (!c) return 0;
   int64_t* starts = reinterpret_cast<int64_t*>(c + 1);
@@ -417,10 +419,10 @@ EXPORT void edgespec_drop_cache(int64_t number) {
   for (Cache** each = &caches; *each; each = &(*each)->next) if ((*each)->number == number) { Cache* gone = *each; *each = gone->next; free(gone); return; }
 }
 // Copies `count` cells of a slot to (or from) `flat`, which is, for each head, its keys and its values as a chunk of `room`
-// (a multiple of 16) cells has them. -1: nobody holds the cache, or something is outside it.
+// (a multiple of 16, at most a slot's) cells has them. -1: nobody holds the cache, or something is outside it.
 EXPORT int32_t edgespec_copy_cells(int64_t number, int32_t into_cache, int64_t slot, const int32_t* cells, int64_t count, uint8_t* flat, int64_t room) {
   const Cache* c = find_cache(number);
-  if (!c || slot < 0 || slot >= c->slots || count < 0 || room % kLanes || count > room) return -1;
+  if (!c || slot < 0 || slot >= c->slots || count < 0 || room % kLanes || count > room || room > c->chunks * kChunk) return -1;
   for (int64_t i = 0; i < count; i++) if (cells[i] < 0 || cells[i] >= c->chunks * kChunk) return -1;
   for (int64_t h = 0; h < c->heads; h++) {
     const int64_t bytes = room * vector_bytes(c->type, c->sizes[h]);

@@ -123,10 +123,12 @@ struct Path {
   void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last);
   const Attention* attention;
 };
-extern const Path kPortable, kAvx2, kAvxVnni, kAvx512;  // the last three on x86 only
+extern const Path kPortable, kAvx2, kAvxVnni, kAvx512, kNeonDot, kNeonI8mm;  // the ones after the first on their processors only
 bool has_avx2();
 bool has_avx_vnni();
 bool has_avx512_vnni();
+bool has_neon_dot();
+bool has_neon_i8mm();
 const Path& path_in_use();
 bool choose_path(const char* name);
 

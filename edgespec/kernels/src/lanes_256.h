@@ -12,7 +12,8 @@ struct Two { __m256i a, b; };
 struct TwoFloats { __m256 a, b; };
 
 struct Lanes {
-  static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 4096;
+  static constexpr int kRows = 4, kPairs = 6, kSums = 6, kAhead = 8192;
+  static constexpr bool kSignedCodes = false;
   using Bytes = Two;
   using Int = Two;
   using Part = Two;
@@ -36,6 +37,7 @@ struct Lanes {
     const __m256i table = _mm256_broadcastsi128_si256(load_half(kIq4Values));
     return {_mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b)};
   }
+  OP Bytes centre(Bytes x) { return x; }
   OP Int zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   OP Int broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
   OP Int add(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }

@@ -10,7 +10,7 @@ namespace edgespec {
 namespace {
 struct Lanes {
   static constexpr int kRows = 8, kPairs = 8, kSums = 16, kAhead = 8192;
-  static constexpr bool kWideParts = true;
+  static constexpr bool kWideParts = true, kSignedCodes = false;
   static constexpr int capacity(int) { return 64; }
   using Bytes = __m512i;
   using Int = __m512i;
@@ -25,6 +25,7 @@ struct Lanes {
   template <int low, int high> OP Bytes join(Bytes x, Bytes y) { return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(char(low)), mask<high>(y), 0xea); }  // x & low | y & high
   OP Bytes look_up(Bytes x) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Values))), x); }
 
+  OP Bytes centre(Bytes x) { return x; }
   OP Int zero() { return _mm512_setzero_si512(); }
   OP Int broadcast(int32_t x) { return _mm512_set1_epi32(x); }
   OP Int four_bytes(const void* p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }

@@ -25,7 +25,7 @@ void codes32(const float* x, float inverse, int8_t* q, int* sums) {
 }
 struct Lanes {
   static constexpr int kRows = 1, kPairs = 1, kSums = 1, kAhead = 4096;
-  static constexpr bool kWideParts = true;
+  static constexpr bool kWideParts = true, kSignedCodes = false;
   static constexpr int capacity(int) { return 64; }
   struct Bytes { uint8_t at[64]; };
   struct Int { int32_t at[16]; };
@@ -45,6 +45,7 @@ struct Lanes {
   template <int low, int high> static Bytes join(const Bytes& x, const Bytes& y) { return bytes([&](int i) { return (x.at[i] & low) | (y.at[i] & high); }); }
   static Bytes look_up(const Bytes& x) { return bytes([&](int i) { return kIq4Values[x.at[i] & 15]; }); }
 
+  static Bytes centre(const Bytes& x) { return x; }
   static Int zero() { return {}; }
   static Int broadcast(int32_t x) { return ints([&](int) { return x; }); }
   template <bool first> static Part dot(const Part& sum, const Bytes& w, const int8_t* q) {

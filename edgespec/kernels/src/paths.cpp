@@ -31,6 +31,34 @@ bool has_avx512_vnni() {
   return has_avx2() && saves(0xe6) && has_bits(r.b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) && has_bits(r.c, 1u << 11);  // F, DQ, BW, VL; VNNI
 }
 }  // namespace edgespec
+#elif defined(__aarch64__)
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(_WIN32)
+extern "C" __declspec(dllimport) int __stdcall IsProcessorFeaturePresent(unsigned long feature);
+#else
+#include <sys/auxv.h>
+#endif
+
+namespace edgespec {
+namespace {
+// `bit` of the auxiliary vector's word number `word`; `feature` of winnt.h; `name`: of what sysctl knows.
+bool has([[maybe_unused]] unsigned long word, [[maybe_unused]] int bit, [[maybe_unused]] unsigned long feature, [[maybe_unused]] const char* name) {
+#if defined(__APPLE__)
+  int value = 0;
+  size_t size = sizeof value;
+  return !sysctlbyname(name, &value, &size, nullptr, 0) && value;
+#elif defined(_WIN32)
+  return IsProcessorFeaturePresent(feature);
+#else
+  return getauxval(word) >> bit & 1;
+#endif
+}
+}  // namespace
+
+bool has_neon_dot() { return has(16, 20, 43, "hw.optional.arm.FEAT_DotProd"); }  // AT_HWCAP, HWCAP_ASIMDDP; PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+bool has_neon_i8mm() { return has_neon_dot() && has(26, 13, 66, "hw.optional.arm.FEAT_I8MM"); }  // AT_HWCAP2, HWCAP2_I8MM; PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+}  // namespace edgespec
 #endif
 
 namespace edgespec {
@@ -44,6 +72,12 @@ const Path* const kPaths[] = {
 #endif
 #if defined(__x86_64__) && !defined(EDGESPEC_WITHOUT_AVX2)
     &kAvx2,
+#endif
+#if defined(__aarch64__) && !defined(EDGESPEC_WITHOUT_NEONI8MM)
+    &kNeonI8mm,
+#endif
+#if defined(__aarch64__) && !defined(EDGESPEC_WITHOUT_NEONDOT)
+    &kNeonDot,
 #endif
     &kPortable};
 std::atomic<const Path*> chosen;

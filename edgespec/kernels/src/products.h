@@ -72,9 +72,12 @@ template <Type kType, int j, int pass> INLINE Lanes::Bytes codes(const uint8_t* 
   if constexpr (f.high) c = Lanes::join<low_mask, high_mask>(c, Lanes::shift<f.low - j * f.high % 8>(Lanes::load(planes + 64 * f.low + j * f.high / 8 * 64)));
   else if constexpr (f.low < 8) c = Lanes::mask<low_mask>(c);
   if constexpr (f.is_table) c = Lanes::look_up(c);
+  else if constexpr (f.is_signed()) c = Lanes::centre(c);
   if constexpr (f.is_signed() && !Lanes::kWideParts) return Lanes::mask<15>(Lanes::shift<-4 * pass>(c));
   return c;
 }
+// What a code stands for is this much less: nothing where the dot products take the codes of 8 bits as signed ones.
+template <Type kType> constexpr int kOffset = format(kType).is_signed() && Lanes::kSignedCodes ? 0 : format(kType).offset;
 template <Type kType> constexpr int kPasses = format(kType).is_signed() && !Lanes::kWideParts ? 2 : 1;
 template <class F, int... kJ> INLINE void unrolled(F f, std::integer_sequence<int, kJ...>) { (f(std::integral_constant<int, kJ>()), ...); }
 template <int kCount, class F> INLINE void unrolled(F f) { unrolled(f, std::make_integer_sequence<int, kCount>()); }
@@ -89,7 +92,8 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
   constexpr Format f = format(kType);
   constexpr int groups32 = f.group / 32 ? 2 : 1;  // groups of 32 inputs that a pair of scales is for
   constexpr int capacity = Lanes::capacity(f.max_code()), quads = capacity < f.group / 4 ? capacity : f.group / 4;  // of a part
-  constexpr bool starts_at_offset = f.offset == 32 && Lanes::kWideParts;  // else the offset is subtracted at the end
+  constexpr int offset = kOffset<kType>;
+  constexpr bool starts_at_offset = offset == 32 && Lanes::kWideParts;  // else the offset is subtracted at the end
   const auto* scales = reinterpret_cast<const int8_t*>(tile + f.halves());
   Lanes::Int sum[kRows], other[kRows];
   UNROLL for (int r = 0; r < kRows; r++) sum[r] = other[r] = Lanes::zero();
@@ -113,14 +117,14 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
       });
     });
   }
-  if constexpr (f.has_mins || (f.offset && !starts_at_offset)) UNROLL for (int p = 0; p < 128 / f.group; p++) {
+  if constexpr (f.has_mins || (offset && !starts_at_offset)) UNROLL for (int p = 0; p < 128 / f.group; p++) {
     const Lanes::Pair pair = Lanes::load_pair(scales + (f.has_mins ? f.scales() : 0) + 32 * p);
     UNROLL for (int r = 0; r < kRows; r++) other[r] = Lanes::add_pairs(other[r], pair, (f.group == 16 ? a[r].sums16 : a[r].sums32) + 2 * p);
   }
   const Lanes::Float d = Lanes::load_halves(tile), d_min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
   UNROLL for (int r = 0; r < kRows; r++) {
     const Lanes::Float scale = Lanes::broadcast(a[r].d);
-    if constexpr (f.offset && !starts_at_offset) sum[r] = Lanes::subtract_shifted<__builtin_ctz(f.offset | 256)>(sum[r], other[r]);
+    if constexpr (offset && !starts_at_offset) sum[r] = Lanes::subtract_shifted<__builtin_ctz(offset | 256)>(sum[r], other[r]);
     v[r] = Lanes::fma(Lanes::to_float(sum[r]), Lanes::multiply(d, scale), v[r]);
     if constexpr (f.has_mins) v[r] = Lanes::fnma(Lanes::to_float(other[r]), Lanes::multiply(d_min, scale), v[r]);
   }
@@ -132,7 +136,7 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
   constexpr int quads = Lanes::capacity(f.max_code()) < 8 ? Lanes::capacity(f.max_code()) : 8;  // of a part
   Lanes::Int sum[kRows];
   fetch_ahead<f.tile_bytes()>(tile);
-  UNROLL for (int r = 0; r < kRows; r++) sum[r] = f.offset ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
+  UNROLL for (int r = 0; r < kRows; r++) sum[r] = kOffset<kType> ? Lanes::broadcast(a[r].offsets[f.offset == 8 ? 0 : f.offset == 16 ? 1 : 2]) : Lanes::zero();
   unrolled<kPasses<kType>>([&](auto pass) ALWAYS_INLINE {
     [[maybe_unused]] Lanes::Part part[kRows];
     unrolled<8>([&](auto j) ALWAYS_INLINE {

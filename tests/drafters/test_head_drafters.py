@@ -1,4 +1,4 @@
-"""The DFlash drafter over a head that shows its cache: what it reads and drafts, and the law of what comes out."""
+"""Drafters over heads that show their cache: what they read and draft, and the law of what comes out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.control.base import FixedLength
 from edgespec.control.cost import CostCurve
 from edgespec.control.draft_cost import DraftCost
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.heads import DFlashDrafter
+from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, HeadDrafter
 from edgespec.engines.head import States
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled
@@ -27,9 +27,12 @@ from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
 from laws import ALPHA_1E6, chi_square_score
 from table_engine import TableEngine
-from tiny_heads import LAYERS, OpenBlock
+from tiny_heads import LAYERS, OpenBlock, OpenHead
 
 VOCABULARY = 10
+Reads = tuple[type[HeadDrafter], type[OpenHead | OpenBlock]]
+FORMS: list[Reads] = [(Eagle3Drafter, OpenHead), (DFlashDrafter, OpenBlock)]
+both = pytest.mark.parametrize(("drafts", "opens"), FORMS, ids=["pairs", "blocks"])
 
 
 def features_of(token_ids: TokenIds) -> States:
@@ -41,20 +44,21 @@ def features_of(token_ids: TokenIds) -> States:
     return rows
 
 
-def ask(drafter: DFlashDrafter, text: TokenIds, told: int, most: int) -> Draft:
+def ask(drafter: HeadDrafter, text: TokenIds, told: int, most: int) -> Draft:
     """Draft behind `text` with the features of its last `told` tokens but the pending one."""
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     features = features_of(text[:-1])[-told:] if told else np.zeros((0, 2 * VOCABULARY), np.float32)
     return drafter.draft(DraftRequest(text, most, sampler, layer_inputs=features))
 
 
+@both
 @pytest.mark.parametrize("seed", range(30))
-def test_the_head_reads_the_tokens_of_the_text_and_no_others(seed: int) -> None:
+def test_the_head_reads_what_the_text_says_and_nothing_else(drafts, opens, seed: int) -> None:
     """Texts grow, are cut and change; windows of what is told come and go; the head's own window is small or large."""
     rng = np.random.default_rng(seed)
     context = int(rng.choice([16, 40, 1000]))
-    head = OpenBlock(context)
-    drafter = DFlashDrafter(head, max_features=64)
+    head = opens(context)
+    drafter = drafts(head, max_features=64)
     text = rng.integers(0, VOCABULARY, 12).astype(np.int32)
     for _ in range(60):
         change = rng.integers(10)
@@ -72,19 +76,25 @@ def test_the_head_reads_the_tokens_of_the_text_and_no_others(seed: int) -> None:
             with pytest.raises(Cancelled):
                 ask(drafter, text, told, most)
         assert drafter.num_uncached(text) <= 64
-        assert ask(drafter, text, told, most).num_tokens == min(most, head.most_drafted)
+        assert ask(drafter, text, told, most).num_tokens == min(most, head.most_drafted or context // 4)
         end = text.size - 1
-        assert head.start <= end == head.end and len(head.pairs) == head.end - head.start <= context
-        numbers = features_of(text[:-1])[:, 0]
-        assert [number for _, number in head.pairs] == [float(each) for each in numbers[head.start : end]]
-        assert head.start < end and drafter.num_uncached(text) == 1
+        assert head.start < end <= head.end and len(head.pairs) == head.end - head.start <= context
+        numbers = features_of(text[:-1])[head.start : end, 0]
+        read = head.pairs[: end - head.start]
+        assert [number for _, number in read] == [float(each) for each in numbers]
+        if opens is OpenHead:
+            assert [token_id for token_id, _ in read] == text[head.start + 1 : end + 1].tolist()
+        else:
+            assert head.end == end  # nothing of the block stays
+        assert drafter.num_uncached(text) == 1
 
 
-def test_the_window_is_as_wide_as_what_is_told_and_as_the_head() -> None:
+@both
+def test_the_window_is_as_wide_as_what_is_told_and_as_the_head(drafts, opens) -> None:
     text = np.arange(300, dtype=np.int32) % VOCABULARY
     for told, context, start in ((299, 1000, 0), (40, 1000, 259), (299, 100, 249), (60, 100, 239)):
-        head = OpenBlock(context)
-        drafter = DFlashDrafter(head, max_features=512)
+        head = opens(context)
+        drafter = drafts(head, max_features=512)
         assert ask(drafter, text, told, 4).num_tokens == 4
         assert head.start == start
         for size in range(301, 500):
@@ -92,21 +102,28 @@ def test_the_window_is_as_wide_as_what_is_told_and_as_the_head() -> None:
             assert head.end - head.start >= min(size - 1 - start, context // 2)
 
 
-def test_without_features_nothing_is_drafted() -> None:
-    drafter = DFlashDrafter(OpenBlock(64), max_features=8)
+@both
+def test_without_features_nothing_is_drafted(drafts, opens) -> None:
+    drafter = drafts(opens(64), max_features=8)
     text = np.arange(5, dtype=np.int32)
     assert ask(drafter, text, 0, 4).num_tokens == 0
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     assert drafter.draft(DraftRequest(text, 4, sampler)).num_tokens == 0
+    assert ask(Eagle3Drafter(OpenHead(3), max_features=8), text, 4, 4).num_tokens == 0
 
 
-def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to() -> None:
+@both
+def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to(drafts, opens) -> None:
     text = np.arange(5, dtype=np.int32)
-    drafter = DFlashDrafter(OpenBlock(64), max_features=8)
+    drafter = drafts(opens(64), max_features=8)
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     request = DraftRequest(text, 9, sampler, layer_inputs=features_of(text[:-1]))
     whole = drafter.draft(request)
-    assert whole.num_tokens == 5 and whole.evidence is not None and whole.distributions is None
+    assert (
+        whole.num_tokens == (5 if opens is OpenBlock else 9)
+        and whole.evidence is not None
+        and whole.distributions is None
+    )
     heard: list[int] = []
 
     def two(num_drafted: int, evidence: tuple[float, ...]) -> bool:
@@ -117,7 +134,7 @@ def test_a_draft_ends_behind_an_end_token_and_where_it_is_told_to() -> None:
     told = drafter.draft(DraftRequest(text, 9, sampler, should_continue=two, layer_inputs=request.layer_inputs))
     assert heard == [1, 2] and told.token_ids.tolist() == whole.token_ids[:2].tolist()
     third = int(whole.token_ids[2])
-    ending = DFlashDrafter(OpenBlock(64, frozenset({third})), max_features=8)
+    ending = drafts(opens(64, frozenset({third})), max_features=8)
     ends_at = 1 + whole.token_ids.tolist().index(third)
     assert ending.draft(request).token_ids.tolist() == whole.token_ids[:ends_at].tolist()
 
@@ -133,7 +150,7 @@ def test_the_heads_own_confidence_joins_the_evidence() -> None:
 
 
 def run_once(
-    cached: CachedSequence, drafter: DFlashDrafter | None, rule: str, sampling: Sampling, count: int, length: int = 3
+    cached: CachedSequence, drafter: HeadDrafter | None, rule: str, sampling: Sampling, count: int, length: int = 3
 ) -> list[TokenEvent]:
     cached.keep_layer_inputs(() if drafter is None else drafter.wants_layers)
     sampler = Sampler(sampling, VOCABULARY)
@@ -143,20 +160,21 @@ def run_once(
     return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
 
 
+@both
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-def test_coupled_text_is_plain_text(temperature: float) -> None:
+def test_coupled_text_is_plain_text(drafts, opens, temperature: float) -> None:
     cached = CachedSequence(TableEngine.random(VOCABULARY, order=2, seed=1, context_length=400))
     for seed in range(3):
         sampling = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
         plain = [event.token_id for event in run_once(cached, None, "coupled", sampling, 300)]
         for length in (1, 3, 12):
-            drafter = DFlashDrafter(OpenBlock(100), max_features=512)
+            drafter = drafts(opens(100), max_features=512)
             found = run_once(cached, drafter, "coupled", sampling, 300, length)
             assert [event.token_id for event in found] == plain
             assert sum(event.drafter is not None for event in found) > 10
 
 
-def test_a_head_that_knows_the_target_is_always_right() -> None:
+def test_a_block_of_a_head_that_knows_the_target_is_always_right() -> None:
     """A whole block of the greedy chain is accepted, and costs one pass of the head."""
     target = TableEngine.random(VOCABULARY, order=1, seed=12, context_length=400)
     head = OpenBlock(400)
@@ -169,9 +187,21 @@ def test_a_head_that_knows_the_target_is_always_right() -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_the_joint_law_of_sampled_text_is_the_targets(rule: str) -> None:
+def test_pairs_of_a_head_that_knows_the_target_are_always_right(rule: str) -> None:
+    target = TableEngine.random(VOCABULARY, order=1, seed=1, context_length=400)
+    head = OpenHead(100)
+    head.table, head.share_of_state = np.stack([target.row((token,)) for token in range(VOCABULARY)]), 0.0
+    cached, drafter = CachedSequence(target), Eagle3Drafter(head, max_features=512)
+    sampling = Sampling(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0, seed=7)
+    found = run_once(cached, drafter, rule, sampling, 201)
+    assert sum(event.drafter is not None for event in found) == 150
+
+
+@both
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_the_joint_law_of_sampled_text_is_the_targets(drafts, opens, rule: str) -> None:
     target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=1100)
-    cached, drafter = CachedSequence(target), DFlashDrafter(OpenBlock(200), max_features=512)
+    cached, drafter = CachedSequence(target), drafts(opens(200), max_features=512)
     counts = np.zeros((VOCABULARY, VOCABULARY))
     for seed in range(6):
         sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)

@@ -1,0 +1,7 @@
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "lanes_neon.h"
+#include "products.h"
+#include "attention.h"
+
+namespace edgespec { const Path kNeonDot = {"neon-dot", has_neon_dot, quantise, product, &kAttention}; }
+#endif
