@@ -198,7 +198,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("smollm2", {"architectures": ["MixtralForCausalLM"]}, "is a MixtralForCausalLM; supported .* LlamaForCausalLM"),
     ("smollm2", {"hidden_act": "relu"}, "its hidden_act is 'relu'; allowed: 'silu'"),
     ("smollm2", {"quantization_config": {"quant_method": "awq"}}, "its quantization_config is"),
-    ("smollm2", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "scaled by 'yarn'; .*--exporter builder"),
+    ("smollm2", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "scaled by 'yarn'; .*--exporter optimum"),
     ("smollm2", {"rope_scaling": {"type": "linear", "factor": -1}}, "have factor -1; a number above 0 is needed"),
     ("smollm2", {"rope_scaling": {"type": "linear"}}, "have factor None; a number above 0 is needed"),
     ("smollm2", {"rope_theta": 0}, "have rope_theta 0; a number above 0 is needed"),
