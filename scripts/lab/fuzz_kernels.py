@@ -232,10 +232,10 @@ def random_row_numbers(rng: np.random.Generator, slots: int, cells: int) -> np.n
             if position < cells:
                 rows.append([int(slot), position, cell, parent])
     numbers = np.array(rows, np.int32).reshape(-1, 4)
-    if len(rows) and rng.random() < 0.25:
+    if len(rows) and rng.random() < 0.1:
         hostile = (0, -1, -2, 1, slots, cells, cells - 1, len(rows), 2**31 - 1, -(2**31))
         numbers[int(rng.integers(len(rows))), int(rng.integers(4))] = int(rng.choice(hostile))
-    if len(rows) and rng.random() < 0.1:
+    if len(rows) and rng.random() < 0.03:
         rng.shuffle(numbers)
     return numbers
 
@@ -261,7 +261,7 @@ def one_attention(rng: np.random.Generator) -> str:
         )
     elif rng.random() < 0.1:
         attributes[str(rng.choice(["scale", "cap", "epsilon"]))] = float(rng.choice([np.nan, np.inf, -1.0, 0.0, 1e38]))
-    positions = int(rng.choice([chunks * CHUNK, 2000, 100]))
+    positions = int(rng.choice([chunks * CHUNK, 2000, 100], p=[0.6, 0.35, 0.05]))
     shapes = {"cosines": [positions, int(rng.integers(1, size // 2 + 1))], "q_norm": [size], "k_norm": [size]}
     shapes |= {"sines": shapes["cosines"], "sinks": [heads]}
     if rng.random() < 0.1:
@@ -327,7 +327,7 @@ def one_norm(rng: np.random.Generator) -> str:
         names[int(rng.integers(len(names)))] = ""
     if rng.random() < 0.05:
         outputs[int(rng.integers(len(outputs)))] = ""
-    inputs = {name: TensorProto.FLOAT for name in ("x", "delta") if name in names}
+    inputs: dict[str, int] = {name: TensorProto.FLOAT for name in ("x", "delta") if name in names}
     given = {name: random_x(rng, rows + int(rng.random() < 0.05), width) for name in inputs}
     weights = {"weight": rng.standard_normal(width + int(rng.random() < 0.1)).astype(np.float32)}
     results: list[list[np.ndarray]] = []
@@ -350,12 +350,12 @@ def one_cache(rng: np.random.Generator) -> str:
     from edgespec.kernels import tiles
 
     kernels, nowhere = tiles.kernels(), ctypes.c_void_p(16)
-    kind = int(rng.choice([1, 8, 8, 1, 0, 2, -1, 99]))
+    kind = int(rng.choice([*[1, 8] * 6, 0, 2, -1, 99]))
     sizes = np.array(
-        rng.choice([32, 64, 96, 16, 1024, 0, -32, 33, 2**31 - 1], 3, p=[0.5, 0.2, 0.1, *[0.2 / 6] * 6]), np.int32
+        rng.choice([32, 64, 96, 16, 1024, 0, -32, 33, 2**31 - 1], 3, p=[0.6, 0.2, 0.14, *[0.01] * 6]), np.int32
     )
-    slots, chunks = (int(rng.choice([1, 2, 3, *HOSTILE], p=[0.3, 0.3, 0.2, *[0.2 / 11] * 11])) for _ in range(2))
-    count = int(rng.choice([3, 3, 3, 0, -1, 2**20 + 1, -(2**63)]))
+    slots, chunks = (int(rng.choice([1, 2, 3, *HOSTILE], p=[0.4, 0.3, 0.19, *[0.01] * 11])) for _ in range(2))
+    count = int(rng.choice([*[3] * 16, 0, -1, 2**20 + 1, -(2**63)]))
     size = kernels.edgespec_cache_bytes(kind, sizes.ctypes.data, count, slots, chunks)
     if size < 0:
         assert not kernels.edgespec_hold_cache(nowhere, kind, sizes.ctypes.data, count, slots, chunks)
