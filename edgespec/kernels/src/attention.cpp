@@ -346,6 +346,7 @@ OrtStatus* ORT_CALL compute_norm(void* self, OrtKernelContext* context) {
   for (size_t i = 0; i < outputs && i < 2; i++) {
     OrtValue* y; void* p;
     TRY(output(context, i, x.dims, x.rank, &y));
+    if (!y) continue;  // it has no name
     TRY(data(y, &p));
     *places[i] = static_cast<float*>(p);
   }
