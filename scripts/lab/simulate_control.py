@@ -16,6 +16,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from simulation import (
     recorded,
 )
 
-NOISE = {"noise": 0.05, "outliers": 0.01, "drift": 0.15}
+NOISY = partial(Machine, noise=0.05, outliers=0.01, drift=0.15)
 Times = dict[str, tuple[float, float]]  # by cell: seconds of the controller, and of plain decoding
 ADVERSARIES: dict[str, Callable[[int, int], Text]] = {
     "claims .9, right .1": lambda size, seed: made_up(size, repeat(0.1), always(0.9), seed),
@@ -68,21 +69,21 @@ def usual(world: World) -> AutoController:
     return world.auto()
 
 
-WORLDS: dict[str, tuple[Callable[[World], AutoController], dict[str, float], float]] = {
-    "costs known": (usual, {}, 0.04),
-    "noise, outliers, drift": (usual, NOISE, 0.04),
-    "first run": (cold, {}, 0.04),
-    "lookups only": (lookup_only, {}, 0.04),
-    "dear draft": (usual, {}, 0.3),
+WORLDS: dict[str, tuple[Callable[[World], AutoController], Callable[[dict[int, float]], Machine], float]] = {
+    "costs known": (usual, Machine, 0.04),
+    "noise, outliers, drift": (usual, NOISY, 0.04),
+    "first run": (cold, Machine, 0.04),
+    "lookups only": (lookup_only, Machine, 0.04),
+    "dear draft": (usual, Machine, 0.3),
 }
 
 
 def times_of(name: str, ratios: dict[int, float], texts: list[Text], temperature: float) -> tuple[float, float]:
     """Seconds of the controller and of plain decoding in one world."""
     make, machine, share = WORLDS[name]
-    world = World(Machine(ratios, **machine), draft_share=share)
+    world = World(machine(ratios), draft_share=share)
     taken_s = world.run(make(world), texts, Sampling(temperature=temperature))
-    return taken_s, World(Machine(ratios, **machine)).plain_s(texts)
+    return taken_s, World(machine(ratios)).plain_s(texts)
 
 
 def cells() -> Iterator[tuple[str, str, tuple[float, float]]]:
