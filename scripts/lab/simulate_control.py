@@ -22,11 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
+from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.sampling import Sampling
 from simulation import (
     CURVES,
     Machine,
