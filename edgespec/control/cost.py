@@ -172,7 +172,7 @@ class CostCurve:
     def _learn_row(self, width: int, seconds: float) -> None:
         """Learn what a row costs from a pass. One late pass may raise it by little: the first of a width often is."""
         assert self._row is not None
-        seen = (seconds / (self._base[1] * math.exp(self._drift)) - 1.0) / (width - self._low)
+        seen = (seconds / (float(self._base[1]) * math.exp(self._drift)) - 1.0) / (width - self._low)
         seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * self._row + 0.1)
         self._row_weight = min(self._row_weight + 1.0, _MOST_ROW_PASSES)
         row = self._row + (seen - self._row) / self._row_weight
