@@ -14,8 +14,7 @@ from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, Sampling
 from edgespec.config.values import LOSSY, DrafterName, RuleName
-from edgespec.control.cost import CostCurve
-from edgespec.control.draft_cost import DraftCost
+from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine

@@ -15,7 +15,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-import build_backend
+import hatchling.build
+from build_backend import WHEEL_FOR
 
 FORMATS = {
     "manylinux_2_17_x86_64": "ELF 62",
@@ -39,8 +40,8 @@ def main() -> int:
 
 
 def build(platform: str, out: Path) -> int:
-    os.environ[build_backend.WHEEL_FOR] = platform
-    wheel = out / build_backend.build_wheel(str(out))  # type: ignore[attr-defined]
+    os.environ[WHEEL_FOR] = platform
+    wheel = out / hatchling.build.build_wheel(str(out))
     with zipfile.ZipFile(wheel) as archive:
         found = [format_of(archive.read(name)) for name in archive.namelist() if "/libedgespec_kernels-" in name]
     if not wheel.stem.endswith(platform) or found != [FORMATS[platform]]:

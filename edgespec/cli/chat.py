@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,24 @@ import click
 
 from edgespec.cli import FilePath, as_typed
 from edgespec.cli.dialogue import Chat, SavedChat
-from edgespec.cli.first_model import CHOSEN_HERE, first_model
 from edgespec.cli.main import exit_code
 from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.pull import fetched
 from edgespec.cli.session import open_session, require_chat_template, show_beginning
 from edgespec.cli.slash import COMMANDS, run_slash
 from edgespec.cli.stdin import ReadLine, file_text, is_interactive, line_reader, read_message
-from edgespec.cli.terminal import complain, reply
+from edgespec.cli.terminal import complain, note, reply, verbosity
 from edgespec.config.sources import Settings
 from edgespec.errors import EdgespecError
+from edgespec.installation import has_engine, install_command
+from edgespec.kernels.library import library_path
+from edgespec.loading.catalogue import entries
+from edgespec.loading.registry import registered_folders
+from edgespec.platform import disk_cache
+
+FIRST = "smollm2-135m"
+CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from
+_KEY = disk_cache.key_of("first model", FIRST)
 
 
 @click.command(cls=SettingsCommand)
@@ -108,3 +118,49 @@ def _next_message(chat: Chat, read_line: ReadLine) -> tuple[str, bool]:
     finally:
         if chat.edited is not None and (found is None or found[1] or not found[0].strip()):
             chat.end_edit()
+
+
+# -- which model, where none was named: a small real one, asked for once and in a terminal only; else the demo
+
+
+def first_model(settings: Settings) -> str | None:
+    """The model to chat with where the settings name none and there is a better one than the demo; else None.
+
+    Asks and fetches where that is possible and was not declined before; what fails is said, and the demo serves.
+    """
+    if settings.values.get("model") is not None or settings.values.get("engine", "auto") != "auto":
+        return None
+    return _usable() or _fetched()
+
+
+def _runs_ggufs() -> bool:
+    return library_path() is not None or has_engine("llamacpp")
+
+
+def _usable() -> str | None:
+    return FIRST if FIRST in registered_folders() and _runs_ggufs() else None
+
+
+def _fetched() -> str | None:
+    if not is_interactive() or verbosity() == "quiet" or disk_cache.get("asked", _KEY, bool) is not None:
+        return None
+    if not _runs_ggufs():
+        note(f"no model named: using the demo. To get a real model, first run {install_command('llamacpp')}")
+        return None
+    entry = entries()[FIRST]
+    size = entry.guessed_bytes() / 1e6
+    offer = (
+        f"No model named. {entry.description} (about {size:.0f} MB, {entry.licence}) is small and talks about "
+        "anything; without it, the demo answers, which knows restaurants, travel and the like."
+    )
+    click.echo(click.wrap_text(offer, shutil.get_terminal_size().columns), err=True)
+    if not click.confirm(f"Get {FIRST}?", default=True, err=True):
+        disk_cache.put("asked", _KEY, False)
+        note(f"edgespec pull {FIRST} gets it later")
+        return None
+    try:
+        fetched(FIRST, wants_draft=False)
+    except EdgespecError as exc:
+        note(f"{exc}\nusing the demo for now")
+        return None
+    return _usable()

@@ -131,7 +131,8 @@ class CommandGroup(click.Group):
                 code = super().main(*args, **extra)
             sys.stdout.flush()  # here and not at exit, where a full disk would go unnoticed or end in a traceback
         except click.Abort as exc:  # click's word for the end of input, too
-            cut = isinstance(exc.__cause__, EOFError) and str(exc.__cause__).startswith("marshal")
+            # Python's two words for a compiled file that ends too soon
+            cut = isinstance(exc.__cause__, EOFError) and str(exc.__cause__).startswith(("marshal", "EOF read"))
             code = _report(_CUT_SHORT, FAILED) if cut else INTERRUPTED
             if not cut:
                 click.echo("interrupted", err=True)

@@ -16,11 +16,9 @@ from rich.table import Table
 
 from edgespec.cli.shell import models, run_command
 from edgespec.cli.terminal import note
-from edgespec.control.cost import WIDEST, CostCurve
-from edgespec.control.draft_cost import guessed_draft_cost
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.costs import file_curve
 from edgespec.control.length import expected_speedup
-from edgespec.control.measure import file_curve
-from edgespec.control.prior import PriorCurve, guessed_plain_s
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.formats.gguf.check import require_language_model
 from edgespec.formats.gguf.header import read_header
@@ -259,10 +257,10 @@ def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFil
 
 def _forecast(aim: Aim, size: int, file: ModelFile | None, acceptance: float) -> tuple[float, int]:
     """The best expected speedup over draft lengths, and that length; 1 and 0 where no length gains."""
-    curve = _known_curve(aim.file) or PriorCurve(guessed_plain_s(aim.bytes))
+    curve = _known_curve(aim.file) or CostCurve.guessed(guessed_plain_s(aim.bytes))
     pass_s = curve.table(_CONTEXT)
     own = _known_curve(file)
-    token_s = own.at(1) if own is not None else guessed_draft_cost(size / aim.bytes).token_s * pass_s[1]
+    token_s = own.at(1) if own is not None else DraftCost.guessed(size / aim.bytes).token_s * pass_s[1]
     lengths = [length for length in LENGTHS if length < WIDEST]
     best = max(lengths, key=lambda length: expected_speedup(acceptance, length, pass_s, token_s))
     speedup = expected_speedup(acceptance, best, pass_s, token_s)

@@ -1,14 +1,17 @@
-"""The automatic controller: measured costs, calibrated confidence, the rate rule, a choice among drafters, a time bank.
+"""The automatic controller: costs, calibrated confidence, the rate rule, a choice among drafters, a time bank.
 
-One round: free drafters draft on trial, paid ones are forecast; each has a best length and an expected gain over plain
-decoding (`length`); Hedge chooses one or none (`choice`); a free draft replaces a paid one that turns out to be
-expected to gain less; the bank limits the length (`bank`). After the round costs, confidences and weights are updated
-from its outcome, and from unused drafts as soon as the text shows whether they were right (`round`).
+One round: free drafters draft; what a paid one gains is known from its earlier drafts. Each has an expected gain over
+plain decoding (`length`), and the largest one is taken. A paid drafter is also asked now and then, so that its gain
+stays known in each kind of text (`choice`); where a free draft is expected to gain more than the draft that came of it,
+that one is verified. The bank limits the length (`bank`). Costs and confidences are updated from the outcome, and from
+unused drafts as soon as the text shows whether they were right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 from typing import Any, Self
@@ -16,21 +19,64 @@ from typing import Any, Self
 import numpy as np
 
 from edgespec.control import constants as c
-from edgespec.control.accounts import Accounts
+from edgespec.control.accounts import Accounts, RunCosts
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Clock, Controller, Proposal
-from edgespec.control.choice import BEST, add_ucb_bonus, choice_of
-from edgespec.control.cost import CostCurve
-from edgespec.control.draft_cost import DraftCost, RoundCost
-from edgespec.control.kinds import Kinds, kind_of
-from edgespec.control.length import Prices, best_length, ceiling, forecast, while_it_may_pay
-from edgespec.control.round import PaidRound, Round, UnusedDraft, UnusedDrafts, to_read
-from edgespec.control.run_cost import RunCosts
+from edgespec.control.choice import DrafterState, Kinds, UnusedDrafts, kind_of
+from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.length import Prices, best_length, best_nodes, may_pay, while_it_may_pay
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.engines.sequence import Passes
 from edgespec.reports import RoundRecord
-from edgespec.types import TokenIds, Verdict
+from edgespec.types import Draft, Evidence, TokenIds, Verdict
+
+
+@dataclass(slots=True)
+class PaidDraft:
+    """A draft that took time. `num_uncached`: committed tokens that its drafter had to read first.
+
+    `confidences`: in its tokens; `length`: tokens to verify, which is expected to gain `gain` tokens over a plain
+    round; `seconds`: of drafting.
+    """
+
+    drafter: str
+    cost: DraftCost
+    num_uncached: int
+    draft: Draft
+    confidences: Sequence[float]
+    length: int
+    gain: float
+    seconds: float
+
+    @property
+    def reading_s(self) -> float:
+        """The part of the time spent on reading text that the drafter had not seen."""
+        return self.num_uncached * self.cost.read_s
+
+    @property
+    def expected_s(self) -> float:
+        """The expected time of this draft by its known costs; infinite where these are unknown."""
+        is_known = self.cost.token_s > 0 and (self.cost.read_s > 0 or self.num_uncached <= 4 * self.draft.num_tokens)
+        return self.cost.of(self.draft.num_tokens, self.num_uncached) if is_known else math.inf
+
+
+@dataclass(slots=True)
+class Round:
+    """The round in progress: what the free drafters drafted, how much of that pays, and what each drafter gains."""
+
+    prices: Prices
+    trials: dict[str, Draft]
+    lengths: dict[str, int]
+    gains: dict[str, float]
+    uncached: dict[str, int]  # tokens that each paid drafter would have to read first
+    paid: PaidDraft | None = None
+
+    @property
+    def best_trial(self) -> str | None:
+        """The free drafter whose draft gains most; None if none gains anything."""
+        best = max(self.trials, key=self.gains.__getitem__, default=None)
+        return best if best is not None and self.gains[best] > 0 else None
 
 
 class AutoController(Controller):
@@ -46,16 +92,13 @@ class AutoController(Controller):
         self.drafters = dict(drafters)
         self._accounts, self._kinds = accounts, kinds
         self._clock = self._own_clock = clock
-        self._kind = kinds.of("greedy")
+        self._states = kinds.of("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._dropped = set[str]()  # who was closed
-        self._rest = 0  # rounds before the next decision: where a pass takes a millisecond, deciding is not free
+        self._rest = 0  # rounds before the next decision, since the bank could pay for no draft
         self._rested = 0  # plain rounds since the last one that was decided
-        self._has_begun = False  # with this text's kind
-        self._has_decided = False  # since the prompt: the first decision also reads that
-        self._is_short = False  # it rests because the bank could pay for no draft
         self._predicted = self._came_true = 0  # tokens drafted from the caller's prediction of this answer; accepted
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._prompt_tokens = 0
@@ -81,19 +124,17 @@ class AutoController(Controller):
         """The controller of a model's first sequence, which knows nothing of the drafters yet.
 
         `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of
-        plain decoding's time speculation may lose at most; `threads`: what costs were, or are to be, measured with.
+        plain decoding's time speculation may lose at most; `threads`: what costs were, or are to be, learnt with.
         """
         drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
-        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=not curve.is_scaled)
+        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=True)
         return cls(drafters, Accounts(RunCosts(curve, drafts, threads), bank), Kinds(drafters), clock)
 
     def another(self, drafters: Mapping[str, Drafter]) -> Self:
         """One for another sequence, with rounds of its own; all else is shared. `drafters`: some of the same names."""
         return type(self)(drafters, Accounts(self.costs, self.bank), self._kinds, self._clock)
 
-    def begin(
-        self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
-    ) -> None:
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
         self._own_clock, self._prompt_tokens = clock or self._clock, prompt_ids.size
         for name, drafter in self.drafters.items():
             if name not in self._dropped:
@@ -102,9 +143,8 @@ class AutoController(Controller):
         self._predicted = self._came_true = 0
         self._left_out &= self._dropped
         self._count_rested(self._context_ids.size)  # the end of the last answer cut a rest short
-        self._round, self._rest, self._has_begun, self._has_decided = None, 0, False, False
+        self._round, self._rest = None, 0
         self._accounts.begin(prompt_ids.size, prefill_s)
-        self.costs.read_prompt(num_read, prefill_s)
 
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)
@@ -121,42 +161,8 @@ class AutoController(Controller):
         self._rested, self._rest = self._rest, 0
         return self._rested
 
-    @property
-    def wakes(self) -> bool:
-        return not self._is_short
-
     def wake(self, num_left: int) -> None:
         self._rested -= num_left
-
-    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
-        context = request.token_ids.size
-        self._context_ids = request.token_ids
-        self._count_rested(context)
-        self.costs.follow_threads()
-        self._follow_kind(request)
-        prices = self.costs.prices(context)
-        most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
-        if not self.costs.curve.is_sure_of_plain():
-            return NOTHING  # all costs are relative to plain decoding's, so that is timed first
-        least_s, plain_s = prices.pass_s[2], prices.pass_s[1]
-        self._is_short = not self.bank.can_pay(least_s, plain_s)
-        if most < 1 or (self._is_short and not self._trusts_prediction(request)):
-            # The bank cannot pay for any draft, so no time is spent on deciding until it can.
-            self._rest = min(self.bank.rounds_until(least_s, plain_s), c.LONGEST_REST)
-            return NOTHING
-        request = request.at_most(most)
-        decided = self._expected(request, prices)
-        decided.is_refresh = self._accounts.is_refresh_due
-        trusts = self._trusts_prediction(request) and choice_of(BEST, decided.gains) == PREDICTION
-        decided.chosen = None if decided.is_refresh else PREDICTION if trusts else self._chosen(decided, most)
-        self._round = decided
-        if decided.chosen is None:
-            return NOTHING
-        if decided.chosen in decided.trials:
-            if trusts:
-                return self._kept(decided, PREDICTION, decided.lengths[PREDICTION])
-            return self._affordable(decided, decided.chosen)
-        return (yield from self._paid_proposal(decided, decided.chosen, request))
 
     def leave_out(self) -> str:
         self._left_out.add(self._asked)
@@ -167,18 +173,35 @@ class AutoController(Controller):
         self._dropped.update(names)
         self._left_out.update(names)
 
-    def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-        started_s = self._clock()
-        if proposal.drafter == PREDICTION:
-            self._predicted += record.drafted_tokens
-            self._came_true += record.accepted_tokens
-        self._learn(proposal, verdict, record)
-        new_ids = *proposal.draft.token_ids[list(verdict.accepted_nodes)].tolist(), verdict.next_token_id
-        self._kind.learn_unused(self._unused, np.append(self._context_ids, np.array(new_ids, np.int32)))
-        self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
-        self._accounts.learning_s = self._clock() - started_s
-
     # -- deciding
+
+    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
+        context = request.token_ids.size
+        self._context_ids = request.token_ids
+        self._count_rested(context)
+        self.costs.follow_threads()
+        self._states = self._kinds.of(kind_of(request, self._prompt_tokens))
+        prices = self.costs.prices(context)
+        most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
+        if not self.costs.curve.is_sure_of_plain:
+            return NOTHING  # all costs are relative to plain decoding's, so that is timed first
+        least_s, plain_s = prices.pass_s[2], prices.pass_s[1]
+        trusts = self._trusts_prediction(request)
+        if most < 1 or (not self.bank.can_pay(least_s, plain_s) and not trusts):
+            # The bank cannot pay for any draft, so no time is spent on deciding until it can.
+            self._rest = min(self.bank.rounds_until(least_s, plain_s), c.LONGEST_REST)
+            return NOTHING
+        request = request.at_most(most)
+        self._round = decided = self._expected(request, prices)
+        chosen = max(decided.gains, key=decided.gains.__getitem__, default=None)
+        if trusts and chosen == PREDICTION and decided.gains[chosen] > 0:
+            return self._kept(decided, PREDICTION, decided.lengths[PREDICTION])
+        chosen = self._due(decided, most) or (chosen if chosen is not None and decided.gains[chosen] > 0 else None)
+        if chosen is None:
+            return NOTHING
+        if chosen in decided.trials:
+            return self._affordable(decided, chosen)
+        return (yield from self._paid_proposal(decided, chosen, request))
 
     def _trusts_prediction(self, request: DraftRequest) -> bool:
         """Whether a caller predicts the answer, and most of it came true: he asks for drafts that the bank may lose."""
@@ -188,74 +211,54 @@ class AutoController(Controller):
         """Account for the rounds since the last decision."""
         if self._rested:
             self._accounts.rested(self._rested, context)
-            self._kind.rested(self._rested)
+            for state in self._states.values():
+                state.probe_in -= self._rested
             self._rested = 0
 
-    def _follow_kind(self, request: DraftRequest) -> None:
-        """Use what was learnt of texts of this kind."""
-        self._kind = self._kinds.of(kind_of(request, self._prompt_tokens))
-        if not self._has_begun:
-            self._has_begun = True
-            self._kind.begin()
-
     def _expected(self, request: DraftRequest, prices: Prices) -> Round:
-        """What each drafter is expected to gain: free ones draft on trial, paid ones are forecast."""
+        """What each drafter is expected to gain: free ones draft, of paid ones it is known from earlier drafts."""
         found = Round(prices, {}, {}, {}, {})
         for name, drafter in self.drafters.items():
             if name in self._left_out or not drafter.serves(request):
                 continue
-            self._asked = name
+            self._asked, state = name, self._states[name]
             if drafter.is_free:
-                state = self._kind.states[name]
                 trial = request._replace(should_continue=while_it_may_pay(state.calibrator.predictor(), prices))
                 found.trials[name] = draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
                 confidences = state.confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
             else:
-                cost, state = self.costs.draft(name), self._kind.states[name]
+                cost = self.costs.draft(name)
                 num_uncached = to_read(drafter, request.token_ids, cost, state, prices, self.bank.balance_s)
                 found.uncached[name] = num_uncached
-                found.gains[name] = self._forecast(name, num_uncached, prices, request.max_tokens)
-        if len(found.uncached) > 1:
-            add_ucb_bonus(found.gains, {name: self._kind.states[name].ucb_bonus for name in found.uncached})
+                found.gains[name] = self._gain(state, cost, num_uncached, prices, request.max_tokens)
         return found
 
-    def _forecast(self, name: str, num_uncached: int, prices: Prices, most: int) -> float:
-        """Tokens expected to be gained by asking a paid drafter; what it must read first is spread over rounds.
-
-        Not the gain at the expected confidences: whether to verify is decided when they are known, so that the gain of
-        asking is larger on average.
-        """
-        cost, state = self.costs.draft(name), self._kind.states[name]
+    def _gain(self, state: DrafterState, cost: DraftCost, num_uncached: int, prices: Prices, most: int) -> float:
+        """Tokens expected to be gained by asking a paid drafter; what it must read first is spread over rounds."""
         if not self.bank.can_pay(prices.pass_s[2] + cost.of(1, num_uncached), prices.pass_s[1]):
             return 0.0
-        if not state.gain.is_known:
-            ahead = state.upcoming.chain(None, min(most, c.FORESIGHT))
-            gain = forecast(0, 1.0, ahead, prices, cost.next_s, most)[1]
-            state.gain.value = max(gain - prices.rate * cost.once_s, 0.0)
-        return state.score - prices.rate * num_uncached * cost.read_s / min(c.READING_ROUNDS, most)
+        if not state.times_asked:
+            usual = [c.USUAL_CONFIDENCE] * min(most, 2 * c.PROBE_EVERY)
+            gain = best_length(usual, prices, most, cost.next_s)[1]
+            state.gain = max(gain - prices.rate * cost.once_s, 0.0)
+        return state.gain - prices.rate * num_uncached * cost.read_s / min(c.READING_ROUNDS, most)
 
-    def _chosen(self, decided: Round, most: int) -> str | None:
-        """The round's drafter: one that was hardly tried, what Hedge takes, or a probe that is due.
-
-        First trials come first: lookups that claim a little in each round would otherwise keep a draft model from ever
-        showing what it gains.
-        """
-        first = self._probe(decided, most, first=True)
-        return first or self._kind.hedge.pick(decided.gains) or self._probe(decided, most, first=False)
-
-    def _probe(self, decided: Round, most: int, *, first: bool) -> str | None:
-        """A paid drafter that is due for a trial, one of its `first` or a later one, which the bank can pay.
+    def _due(self, decided: Round, most: int) -> str | None:
+        """A paid drafter that is due for a probe, which can pay, and of which the bank can pay the reading.
 
         One whose reading is too dear now leaves the round to the next: waiting with it saves nothing for it, since
         other drafts are paid from the same bank.
         """
-        pass_s, share = decided.prices.pass_s, c.FIRST_READING if first else c.PROBE_READING
-        for name, state in self._kind.states.items():
-            if name in decided.uncached and state.probe_in <= 0 and first == (state.times_asked < c.FIRST_TRIALS):
-                cost = self.costs.draft(name)
-                may_pay = ceiling(pass_s, cost.next_s, most, cost.once_s)[1] >= c.PROBE_CEILING
-                if may_pay and decided.uncached[name] * cost.read_s <= share * self.bank.balance_s:
+        for name, state in self._states.items():
+            if name in decided.uncached:
+                state.probe_in -= 1
+        for name, num_uncached in decided.uncached.items():
+            if self._states[name].probe_in < 0:
+                cost, certain = self.costs.draft(name), [1.0] * c.MAX_AUTO_LENGTH
+                gain = best_length(certain, decided.prices, most, cost.next_s)[1] - decided.prices.rate * cost.once_s
+                if gain > 0 and num_uncached * cost.read_s <= c.PROBE_READING * self.bank.balance_s:
+                    self._states[name].probe_in = c.PROBE_EVERY  # other sequences need not try it in the same round
                     return name
         return None
 
@@ -268,83 +271,126 @@ class AutoController(Controller):
     def _kept(self, decided: Round, name: str, length: int) -> Proposal:
         """The first `length` tokens of a free drafter's draft."""
         draft = decided.trials[name]
-        confidences = list(islice(self._kind.states[name].confidences(draft), length))
+        confidences = list(islice(self._states[name].confidences(draft), length))
         return Proposal(draft.first(length, confidences), name) if length else NOTHING
 
     def _paid_proposal(self, decided: Round, name: str, request: DraftRequest) -> Passes[Proposal]:
         """A paid drafter's draft, as far as it pays, or a free one's that is expected to gain more."""
         self._asked = name
-        asked = PaidRound(
-            self.drafters[name], self._kind.states[name], self.costs.draft(name), decided.prices, decided.uncached[name]
+        pass_s, cost, num_uncached = decided.prices.pass_s, self.costs.draft(name), decided.uncached[name]
+        most = self.bank.longest(
+            request.max_tokens, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1]
         )
-        if not (most := asked.affordable(request.max_tokens, self.bank)):
+        if not most:
             return NOTHING
-        decided.paid = asked
-        draft, confidences, length = yield from asked.drafting(request, most, self._own_clock)
-        if draft.distributions is not None:
-            length = draft.num_tokens  # under the rejection rule a sampled token may not be dropped for what it is
-        else:
-            free_gains = {free: decided.gains[free] for free in decided.trials}
-            if max(free_gains.values(), default=0.0) > asked.gain:
-                second = self._kind.hedge.second(free_gains)
-                if second is not None:
-                    return self._affordable(decided, second, asked.seconds)
-        return Proposal(draft.first(length, confidences), name) if length else NOTHING
+        decided.paid = paid = yield from self._drafted(decided, name, request, most)
+        if paid.draft.distributions is not None:
+            paid.length = (
+                paid.draft.num_tokens
+            )  # under the rejection rule a sampled token is not dropped for what it is
+        elif (free := decided.best_trial) is not None and decided.gains[free] > paid.gain:
+            return self._affordable(decided, free, paid.seconds)
+        return Proposal(paid.draft.first(paid.length, list(paid.confidences)), name) if paid.length else NOTHING
+
+    def _drafted(self, decided: Round, name: str, request: DraftRequest, most: int) -> Passes[PaidDraft]:
+        """At most `most` tokens of a paid drafter, as long as a further one is expected to pay."""
+        prices, state, cost = decided.prices, self._states[name], self.costs.draft(name)
+        pass_s, token_s, predict = prices.pass_s, cost.next_s, state.calibrator.predictor()
+        found: list[float] = []
+        reach = 1.0
+
+        def should_continue(count: int, evidence: Evidence) -> bool:
+            nonlocal reach
+            found.append(predict(count - 1, evidence))
+            reach *= found[-1]
+            return may_pay(count, reach, found[-1], prices, token_s, most)
+
+        row_cost = prices.rate * ((pass_s[most + 1] - pass_s[1]) / most + token_s)
+        started_s = self._own_clock()
+        draft = yield from self.drafters[name].drafting(
+            request._replace(max_tokens=most, should_continue=should_continue, row_cost=row_cost)
+        )
+        seconds = self._own_clock() - started_s
+        asked_each = draft.is_chain and len(found) == draft.num_tokens
+        confidences = found if asked_each else list(state.confidences(draft))
+        length, gain = best_nodes(draft, confidences, prices, most)
+        return PaidDraft(name, cost, decided.uncached[name], draft, confidences, length, gain, seconds)
 
     # -- learning
 
-    def _learn(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-        plain_s = self.costs.plain_s(record.position)
-        num_tokens, rate = record.accepted_tokens + 1, self.costs.rate(plain_s)
+    def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
+        started_s = self._clock()
+        if proposal.drafter == PREDICTION:
+            self._predicted += record.drafted_tokens
+            self._came_true += record.accepted_tokens
         decided, self._round = self._round, None
-        is_plain = proposal.drafter is None
-        expected_s = decided.paid.expected_s if decided is not None and decided.paid is not None else 0.0
+        paid = None if decided is None else decided.paid
+        plain_s, is_plain = self.costs.plain_s(record.position), proposal.drafter is None
+        expected_s = 0.0 if paid is None else paid.expected_s
         work_s, pass_s = self._accounts.charge(record, plain_s, is_plain=is_plain, expected_s=expected_s)
-        if decided is not None:
-            self._learn_drafts(decided, proposal.drafter, record, rate)
-        self._accounts.learn_pass(record, plain_s, is_plain=is_plain)
-        reading_s = 0.0 if decided is None else decided.reading_s
-        self.costs.earned(num_tokens, work_s + pass_s - reading_s)
-        if decided is None:
-            return
+        if paid is not None and decided is not None:
+            self._learn_paid(paid, decided, is_disturbed=record.is_disturbed)
+        self.costs.earned(record.accepted_tokens + 1, work_s + pass_s - (0.0 if paid is None else paid.reading_s))
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
-            self._kind.states[proposal.drafter].learn_verdict(proposal.draft, verdict)
-            gained = num_tokens - 1 - rate * (work_s + pass_s - reading_s - plain_s)
-        else:
-            gained = -rate * (work_s - reading_s)  # drafted, and a wider pass would not have paid
-        if self._has_decided:
-            self._kind.score.observe(gained)
-            if is_plain and decided.paid is None and not decided.is_refresh and not self._kind.score.pays:
-                self._rest = self._accounts.rounds_to_earn(work_s, plain_s)
-        self._has_decided = True
-        self._kind.hedge.update(decided.gains, decided.net_tokens(proposal.drafter, gained, rate))
-        self._kind.hedge.share()
-        self._kind.count_probes(decided, self.drafters)
+            self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
+        if decided is not None:
+            self._learn_unused(decided, proposal, verdict, record.position)
+        self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
+        self._accounts.learning_s = self._clock() - started_s
 
-    def _learn_drafts(self, decided: Round, used: str | None, record: RoundRecord, rate: float) -> None:
-        """Learn each drafter's costs and confidences; drafts that were not verified wait for the text."""
-        pass_s, context = decided.prices.pass_s, record.position
+    def _learn_paid(self, paid: PaidDraft, decided: Round, *, is_disturbed: bool) -> None:
+        """A paid drafter's cost and gain, from its draft."""
+        if not is_disturbed:
+            paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
+        net = paid.gain - decided.prices.rate * paid.cost.of(paid.draft.num_tokens, 0)
+        free = decided.best_trial
+        is_best = net > (decided.gains[free] if free is not None else 0.0)
+        is_priced = self.costs.curve.is_sure_of_rows
+        self._states[paid.drafter].asked(net if is_priced else None, is_best=is_best)
+
+    def _learn_unused(self, decided: Round, proposal: Proposal, verdict: Verdict, start: int) -> None:
+        """Keep the drafts that were not verified, and learn from those that the text decides by now."""
         for name, draft in decided.trials.items():
-            if name != used:
-                length = decided.lengths[name]
-                extra = rate * (pass_s[length + 1] - pass_s[1])
-                self._unused.add(UnusedDraft(name, context, draft, length, decided.gains, extra))
-        if decided.chosen is not None and decided.paid is not None and decided.paid.draft is not None:
-            is_priced = self.costs.curve.is_sure_of_rows
-            decided.paid.learn(is_disturbed=record.is_disturbed, is_priced=is_priced)
-            if used != decided.chosen and decided.paid.draft.distributions is None:
-                chain = decided.paid.draft.main_chain
-                self._unused.add(UnusedDraft(decided.chosen, context, chain, 0, decided.gains, 0.0))
+            if name != proposal.drafter:
+                self._unused.add(name, start, draft)
+        paid = decided.paid
+        if paid is not None and paid.drafter != proposal.drafter and paid.draft.distributions is None:
+            self._unused.add(paid.drafter, start, paid.draft.main_chain)
+        new_ids = *proposal.draft.token_ids[list(verdict.accepted_nodes)].tolist(), verdict.next_token_id
+        text_ids = np.append(self._context_ids, np.array(new_ids, np.int32))
+        for name, draft, agreed in self._unused.resolved(text_ids):
+            self._states[name].learn(draft, agreed)
 
     # -- kept between runs
 
     def to_json(self) -> dict[str, Any]:
-        """What was learnt of the drafters and of a round's own work, for the next run."""
-        return {"kinds": self._kinds.to_json(), "round": self.costs.round.to_json()}
+        """What was learnt of the drafters, for the next run."""
+        return {"kinds": self._kinds.to_json()}
 
     def restore(self, kept: Any) -> None:
         """Continue from what `to_json` returned; what does not fit is ignored."""
         if isinstance(kept, dict):
             self._kinds.restore(kept.get("kinds"))
-            self.costs.round = RoundCost.from_json(kept.get("round"))
+
+
+def to_read(
+    drafter: Drafter, token_ids: TokenIds, cost: DraftCost, state: DrafterState, prices: Prices, balance_s: float
+) -> int:
+    """Tokens that a paid drafter has to read first: all that it lacks, or as many as the bank can pay.
+
+    What it drafts from a part of a long text is verified as any draft is, so trying it costs little. The rest is read
+    once the bank can pay for it, and what the drafter gains in the rounds over which it is spread.
+    """
+    if not cost.read_s:
+        return drafter.num_uncached(token_ids)
+    balance_s = max(balance_s, 0.0)
+    whole_s = balance_s
+    if not state.times_asked or state.gain <= 0:
+        whole_s *= c.PROBE_READING
+    elif drafter.reads_part:
+        whole_s = min(whole_s * c.PROBE_READING, state.gain * c.READING_ROUNDS / prices.rate)
+    is_long = token_ids.size * cost.read_s > c.LONG_READING * prices.pass_s[1]
+    has_waited = state.probe_in <= -c.READING_ROUNDS
+    part_s = c.PART_READING * balance_s if is_long or has_waited else 0.0
+    return drafter.reading(token_ids, int(whole_s / cost.read_s), int(part_s / cost.read_s))

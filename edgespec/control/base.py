@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from edgespec.control.run_cost import RunCosts
+from edgespec.control.accounts import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
 from edgespec.engines.sequence import Passes
@@ -34,10 +34,8 @@ class Controller(ABC):
     """Proposes before each round and learns from its outcome."""
 
     @abstractmethod
-    def begin(
-        self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
-    ) -> None:
-        """A new generation starts from `prompt_ids` [n], of which the target took `prefill_s` to read `num_read`.
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
+        """A new generation starts from `prompt_ids` [n], which the target took `prefill_s` to read.
 
         `clock`: seconds of this generation, without those of others whose drafts share passes with its own.
         """
@@ -52,11 +50,6 @@ class Controller(ABC):
     def rest(self) -> int:
         """Plain rounds to decode before the next `proposing`; called before every one."""
         return 0
-
-    @property
-    def wakes(self) -> bool:
-        """Whether its rest should end where a grammar forces what comes next, since that is nearly always accepted."""
-        return True
 
     def wake(self, num_left: int) -> None:
         """The rest that was asked for last ended with so many rounds left."""
@@ -97,9 +90,7 @@ class FixedLength(Controller):
         self._is_left_out = self._is_dropped = False
         self._forced, self._predicted = ForcedDrafter(), PredictedDrafter()
 
-    def begin(
-        self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None, num_read: int = 0
-    ) -> None:
+    def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
         self._is_left_out = self._is_dropped  # perhaps while the prompt was read, by another answer of the batch
         self._drafter.begin(prompt_ids)
         self._predicted.begin(prompt_ids)

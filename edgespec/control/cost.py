@@ -1,16 +1,19 @@
-"""What the target's passes cost, by rows and context: measured before, and corrected by every pass.
+"""What passes of the target and drafts cost, by rows and context: guessed or known before, corrected by every pass.
 
 On a CPU a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
 kernel, so the only assumption about the curve is that it does not fall: a narrow pass can always be padded to a wider
-one. Machines are noisy and heat up, so each observation moves the curve a little, an outlier no more than others.
+one. Nothing is measured before the first token: a first run begins with a straight line, a pass of one row costs what
+the first plain passes take, and each further row a share of that, which is too low for many kernels. A few passes put
+that right, and the time bank limits what they can lose; a share that is too high would be believed for ever, since
+nothing would be verified.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +22,11 @@ from edgespec.control import constants as c
 
 WIDEST = 65
 ROWS = np.arange(WIDEST + 1)  # of a pass: every width that has a price
+_CONTEXT_STEP, _MOST_STALE = 64, 0.01  # a table is made anew after so many tokens, or so much learnt (in logarithms)
+_FIRST_PLAIN, _MOST_ROW_PASSES = 2, 24.0
+_BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
+_GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +40,13 @@ class ContextCost:
         return context_tokens * (self.fixed_s + width * self.row_s)
 
 
-def _likenesses() -> NDArray[np.float64]:
+def _likenesses() -> Array:
     """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one; 0 on the diagonal.
 
     0 to and from plain passes (row and column 1): all others are measured against them.
     """
     octaves = np.log2(np.maximum(ROWS, 1))
-    found: NDArray[np.float64] = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / c.LIKENESS)
+    found: Array = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / c.LIKENESS)
     np.fill_diagonal(found, 0.0)
     found[:, :2] = found[:2, :] = 0.0
     return found
@@ -48,119 +56,82 @@ _LIKENESSES = _likenesses()
 
 
 class CostCurve:
-    """t(width, context) in seconds, from passes measured at a few widths on an almost empty cache."""
+    """t(width, context) in seconds, from known times of a few widths, or guessed (`guessed`)."""
 
     def __init__(self, measured: Mapping[int, float], context: ContextCost = ContextCost()) -> None:
         if not measured or min(measured) < 1 or min(measured.values()) <= 0:
             raise ValueError(f"a cost curve needs positive times of positive widths, got {dict(measured)}")
-        self.measured = never_falling(measured)
         self.context = context
-        self._base = _interpolated(self.measured)
-        self._base_s = np.array(self._base)
+        self.is_scaled = True  # its times are in seconds of this machine, and not a guess
+        self._base = _interpolated(never_falling(measured))
         self._passes = np.zeros(WIDEST + 1)  # of each width
         self._own = np.zeros(WIDEST + 1)  # mean logarithm over the base that they took, drift aside
         self._local = np.zeros(WIDEST + 1)  # the same, smoothed over similar widths
-        self._first: list[float] = []  # logarithms of the first plain passes over the base
-        self._odd: dict[int, list[float]] = {}  # recent large deviations of each width
-        self._doubted: set[int] = set()  # widths that were late again and again; a plain pass tells why
+        self._plain_s: list[float] = []  # the first plain passes of this run
         self._drift = 0.0
+        self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
+        self._is_in_doubt = False  # wide passes were late again and again: a plain pass tells why
+        self._row: float | None = None  # what another row costs, in plain passes, where the base is a line
+        self._row_weight, self._low = c.ROW_WEIGHT, 1
         self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
         self._table: list[float] = []
         self._table_step = -1
 
+    @classmethod
+    def guessed(cls, plain_s: float, low: int = 1) -> Self:
+        """A line. `plain_s`: seconds of a plain pass until some were timed; `low`: rows that one token is padded to."""
+        curve = cls({1: plain_s})
+        curve._row, curve._low, curve.is_scaled = c.FIRST_ROW, low, False
+        curve._redraw(plain_s)
+        return curve
+
     def table(self, context_tokens: int) -> list[float]:
         """Seconds of a pass of width 0 (nothing) to WIDEST, never falling, with `context_tokens` in the cache."""
-        step = context_tokens // c.CONTEXT_STEP
-        if step != self._table_step:
-            self._table_step = step
-            self._stale = 0.0
-            self._table = self._rebuilt(step * c.CONTEXT_STEP)
+        step = context_tokens // _CONTEXT_STEP
+        if step != self._table_step or self._stale > _MOST_STALE:
+            self._table_step, self._stale = step, 0.0
+            self._table = self._made(step * _CONTEXT_STEP)
         return self._table
 
     def at(self, width: int, context_tokens: int = 0) -> float:
         """Seconds of one pass."""
         return self.table(context_tokens)[width]
 
-    def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
-        """Learn from a pass that took `seconds`. `is_plain`: it is the plain pass of as many sequences."""
-        if not 1 <= width <= WIDEST or seconds <= 0:
-            return
-        ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
-        is_plain = is_plain or width == 1
-        if is_plain and self._doubted:
-            self._resolve(max(ratio - self._drift - float(self._local[width]), 0.0))
-        if width > 1 or len(self._first) == c.FIRST_PASSES:
-            self._follow(width, ratio, is_plain=is_plain)
-        else:
-            self._first.append(ratio)
-            self._drift = median(self._first)  # an earlier measurement may be from a busier machine
-            if len(self._first) < c.FIRST_PASSES:
-                self._drift = min(self._drift, c.FIRST_LATENESS)
-            self._table_step = -1
-        if self._stale > c.MOST_STALE:
-            self._table_step = -1
-
-    def read_prompt(self, token_s: float) -> None:
-        """A prompt was read in wide passes, `token_s` seconds a token; those of a measured curve are known."""
-
     @property
-    def is_scaled(self) -> bool:
-        """Whether its times are in seconds of this machine, and not a guess."""
-        return True
+    def is_sure_of_plain(self) -> bool:
+        """Whether plain passes were timed in this run, and nothing is in doubt: all else is relative to them."""
+        return self.is_scaled and bool(self._plain_s) and not self._is_in_doubt
 
     @property
     def is_sure_of_rows(self) -> bool:
         """Whether what a row costs is more than a guess."""
-        return True
+        return self._row is None or self._row_weight >= c.ROW_WEIGHT + 2
 
-    def is_sure_of_plain(self) -> bool:
-        """Whether plain passes were timed in this run, and the last one was not much faster than expected.
+    def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
+        """Learn from a pass that took `seconds`. `is_plain`: it is the plain pass of as many sequences."""
+        if not 1 <= width <= WIDEST or seconds <= 0:
+            return
+        if width <= self._low and len(self._plain_s) <= _FIRST_PLAIN:
+            self._plain_s.append(seconds)
+        if not self.is_scaled:
+            if len(self._plain_s) < _FIRST_PLAIN:
+                return
+            self._redraw(min(self._plain_s))  # the first pass of a run often waits for its weights
+            self.is_scaled = True
+            return
+        if self._row is not None and width > self._low:
+            self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
+        self._follow(width, context_tokens, seconds, is_plain=is_plain or width == 1)
 
-        A slower one does no harm: if plain passes are underestimated, drafts look worse than they are. False,
-        too, where a width was late so often that its cost has changed or the whole machine is slow: a plain pass tells.
-        """
-        if self._doubted:
-            return False
-        if len(self._first) < c.FIRST_PASSES:
-            return bool(self._first) and self._first[-1] > -c.FIRST_LATENESS
-        odd = self._odd.get(1)
-        return not (odd and odd[0] < 0)
-
-    def _follow(self, width: int, ratio: float, *, is_plain: bool) -> None:
-        """Move a little towards one pass; after three large deviations in one direction, all the way.
-
-        Where wide passes are late, a plain pass tells first how much of that is the machine's: in a moment of slowness
-        short drafts would look dear, would not be drafted any more, and nothing would ever put that right.
-        """
+    def _follow(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool) -> None:
+        """Move a little towards one pass: a plain one tells mostly of the machine's pace."""
+        ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
         surprise = ratio - self._drift - float(self._local[width])
-        odd = self._odd.setdefault(width, [])
-        if abs(surprise) <= c.MOST_SURPRISE or (odd and (odd[0] > 0) != (surprise > 0)):
-            self._believed(width)
-        if abs(surprise) > c.MOST_SURPRISE:
-            odd.append(surprise)
-        if len(odd) < c.FIRST_PASSES:
-            self._move(width, max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise)), is_plain=is_plain)
-        elif is_plain or surprise < 0 or len(odd) > c.UNTOLD_PASSES:
-            self._jump(width, median(odd))
-            self._believed(width)
-        else:
-            self._doubted.add(width)
-
-    def _resolve(self, late: float) -> None:
-        """A plain pass took `late` more than usual, in logarithms; what the doubted widths took more is theirs."""
-        for width in list(self._doubted):
-            own = median(self._odd[width]) - late
-            if own > c.MOST_SURPRISE:
-                self._jump(width, own)
-            self._believed(width)
-
-    def _believed(self, width: int) -> None:
-        """Nothing is odd about this width any more."""
-        self._odd[width].clear()
-        self._doubted.discard(width)
-
-    def _move(self, width: int, surprise: float, *, is_plain: bool) -> None:
-        """All widths are relative to plain passes, so that a plain pass changes mostly the machine's pace."""
+        if is_plain and (self._is_in_doubt or len(self._plain_s) <= _FIRST_PLAIN):
+            self._resolve(surprise)
+            return
+        self._note(width, surprise, is_plain=is_plain)
+        surprise = max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise))
         self._drift += (c.PLAIN_RATE if is_plain else c.DRIFT_RATE) * surprise
         self._stale += abs(surprise) * c.PLAIN_RATE
         if width > 1:
@@ -169,13 +140,55 @@ class CostCurve:
             self._own[width] += (seen - self._own[width]) / passes
             self._smooth()
 
-    def _jump(self, width: int, surprise: float) -> None:
-        self._stale += abs(surprise)
-        if width == 1:
-            self._drift += surprise
-        else:
-            self._own[width] = self._local[width] + surprise
-            self._smooth()
+    def _note(self, width: int, surprise: float, *, is_plain: bool) -> None:
+        """After three large deviations in one direction costs have changed, as behind a longer context.
+
+        Of wide passes a plain one tells first how much of that is the machine's: in a moment of slowness short drafts
+        would look dear, would not be drafted any more, and nothing would ever put that right.
+        """
+        if abs(surprise) <= c.MOST_SURPRISE or (self._odd and (self._odd[0][1] > 0) != (surprise > 0)):
+            self._odd.clear()
+            self._is_in_doubt = False
+        if abs(surprise) > c.MOST_SURPRISE:
+            self._odd.append((width, surprise))
+        if len(self._odd) < _BELIEVED:
+            return
+        self._is_in_doubt = True
+        if is_plain:
+            self._resolve(surprise)
+
+    def _resolve(self, surprise: float) -> None:
+        """A plain pass deviated by `surprise`; what wide ones deviated more lately is the fault of their width."""
+        self._drift += surprise if self._is_in_doubt else min(surprise, c.MOST_SURPRISE)
+        for width, each in self._odd:
+            if width > 1 and abs(each - surprise) > c.MOST_SURPRISE:
+                self._own[width] = self._local[width] + each - surprise
+                self._passes[width] = max(self._passes[width], _KNOWN_BY)
+        self._smooth()
+        self._is_in_doubt = False
+        self._odd.clear()
+        self._stale += 1.0
+
+    def _learn_row(self, width: int, seconds: float) -> None:
+        """Learn what a row costs from a pass. One late pass may raise it by little: the first of a width often is."""
+        assert self._row is not None
+        seen = (seconds / (float(self._base[1]) * math.exp(self._drift)) - 1.0) / (width - self._low)
+        seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * self._row + 0.1)
+        self._row_weight = min(self._row_weight + 1.0, _MOST_ROW_PASSES)
+        row = self._row + (seen - self._row) / self._row_weight
+        if abs(row - self._row) * (width - 1) > 2 * _MOST_STALE:
+            self._row = row
+            self._redraw(float(self._base[1]))
+
+    def _redraw(self, plain_s: float) -> None:
+        """Draw the line anew; widths that were run keep their times."""
+        assert self._row is not None
+        before = self._base
+        self._base = plain_s * (1.0 + self._row * np.maximum(ROWS - self._low, 0))
+        self._base[0] = 0.0
+        self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base[1:] / before[1:]), 0.0)
+        self._smooth()
+        self._stale += 1.0
 
     def _smooth(self) -> None:
         """What each width costs beyond the base, from its own passes and, while these are few, from similar widths.
@@ -183,17 +196,12 @@ class CostCurve:
         Drafts have many lengths, so each width is seen rarely. Without smoothing the largest of several noisy times
         would make all wider passes look as expensive, since the curve never falls, and drafts would be too long.
         """
-        others = _LIKENESSES @ self._passes
-        of_others = _LIKENESSES @ (self._passes * self._own) / (others + c.FORMER_PASSES)
+        of_others = _LIKENESSES @ (self._passes * self._own) / (_LIKENESSES @ self._passes + c.FORMER_PASSES)
         self._local = (self._passes * self._own + c.FORMER_PASSES * of_others) / (self._passes + c.FORMER_PASSES)
 
-    def refined(self) -> dict[int, float]:
-        """The current estimates by measured width, for the next run; drift is not kept."""
-        return {width: self._base[width] * math.exp(self._local[width]) for width in self.measured}
-
-    def _rebuilt(self, context_tokens: int) -> list[float]:
-        context, scale = self.context, math.exp(self._drift)
-        times = np.exp(self._local) * (self._base_s + context_tokens * (context.fixed_s + ROWS * context.row_s))
+    def _made(self, context_tokens: int) -> list[float]:
+        context = context_tokens * (self.context.fixed_s + ROWS * self.context.row_s)
+        times = np.exp(self._local) * (self._base + context)
         times[0] = 0.0
         # A width that was never run costs no less than the narrower ones that were.
         is_seen = self._passes > 0
@@ -201,8 +209,44 @@ class CostCurve:
         np.maximum(times, np.maximum.accumulate(np.where(is_seen, times, 0.0)), out=times, where=~is_seen)
         # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
         above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
-        found: list[float] = (0.5 * scale * (above + below)).tolist()
+        found: list[float] = (0.5 * math.exp(self._drift) * (above + below)).tolist()
         return found
+
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, for the next run; empty while no plain pass was timed."""
+        if not self.is_scaled or self._row is None:
+            return {}
+        widths = np.flatnonzero(self._passes)
+        return {
+            "plain": float(self._base[1]) * math.exp(self._drift),
+            "row": [self._row, self._row_weight],
+            "widths": [[int(width), float(self._passes[width]), float(self._own[width])] for width in widths],
+        }
+
+    @classmethod
+    def from_json(cls, kept: object, low: int = 1) -> Self | None:
+        """The curve that `to_json` returned; None for anything else."""
+        try:
+            assert isinstance(kept, Mapping)
+            plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])
+            widths = [(int(width), float(passes), float(own)) for width, passes, own in kept["widths"]]
+        except (AssertionError, KeyError, TypeError, ValueError):
+            return None
+        sound = 0 < plain_s < math.inf and 0 <= row <= c.MOST_ROW and c.ROW_WEIGHT <= weight <= _MOST_ROW_PASSES
+        if not sound or not all(1 < w <= WIDEST and 0 < n < math.inf and abs(own) < 20 for w, n, own in widths):
+            return None
+        curve = cls.guessed(plain_s, low)
+        curve._row, curve._row_weight, curve.is_scaled = row, weight, True
+        curve._redraw(plain_s)
+        for width, passes, own in widths:
+            curve._passes[width], curve._own[width] = passes, own
+        curve._smooth()
+        return curve
+
+
+def guessed_plain_s(weight_bytes: int) -> float:
+    """Seconds of a plain pass over so many bytes, as a unit of time until one was timed."""
+    return _GUESSED_PASS_S + weight_bytes / _GUESSED_BYTES_PER_S
 
 
 def never_falling(measured: Mapping[int, float]) -> dict[int, float]:
@@ -221,17 +265,101 @@ def never_falling(measured: Mapping[int, float]) -> dict[int, float]:
     return {width: mean for mean, widths in pools for width in widths}
 
 
-def _interpolated(measured: Mapping[int, float]) -> list[float]:
+def _interpolated(measured: Mapping[int, float]) -> Array:
     """Seconds by width 0..WIDEST: straight lines between measured widths, the last slope beyond them."""
-    widths = list(measured)
-    times = [0.0] * (WIDEST + 1)
-    for width in range(1, WIDEST + 1):
-        above = next((index for index, known in enumerate(widths) if known >= width), len(widths) - 1)
-        high = widths[above]
-        low = widths[max(above - 1, 0)]
-        if high == low:
-            times[width] = measured[high] * (max(width, high) / high)
-            continue
-        slope = (measured[high] - measured[low]) / (high - low)
-        times[width] = max(measured[low] + slope * (width - low), min(measured.values()))
-    return times
+    widths, times = np.array(list(measured), np.float64), np.array(list(measured.values()))
+    if widths.size == 1:
+        found = times[0] * np.maximum(ROWS, widths[0]) / widths[0]
+    else:
+        found = np.interp(ROWS, widths, times)
+        slopes = (times[1] - times[0]) / (widths[1] - widths[0]), (times[-1] - times[-2]) / (widths[-1] - widths[-2])
+        found = np.where(widths[0] > ROWS, times[0] + slopes[0] * (ROWS - widths[0]), found)
+        found = np.where(widths[-1] < ROWS, times[-1] + slopes[1] * (ROWS - widths[-1]), found)
+        found = np.maximum(found, times.min())
+    found[0] = 0.0
+    return np.asarray(found, np.float64)
+
+
+@dataclass(slots=True)
+class DraftCost:
+    """Seconds that a drafter takes: `token_s` per drafted token, `read_s` per committed token that it must read first.
+
+    `is_relative`: both are in units of a plain pass of the target, which has not been timed yet. `is_once`: `token_s`
+    is of a whole draft, whatever its length.
+    """
+
+    token_s: float = 0.0
+    read_s: float = 0.0
+    is_relative: bool = False
+    is_once: bool = False
+    _seen: int = field(default=0, init=False)
+    _read: int = field(default=0, init=False)
+    _among: dict[int, DraftCost] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def guessed(cls, share: float) -> Self:
+        """Of a draft model with `share` of its target's weights, relative until `scale`."""
+        token = min(0.02 + c.DRAFT_SHARE * share, 1.0)
+        return cls(token, c.READ_SHARE * token, is_relative=True)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a draft was timed."""
+        return self._seen > 0
+
+    def among(self, num_sequences: int) -> DraftCost:
+        """The cost to one of `num_sequences` that draft together: its share of their passes, a guess until timed."""
+        if num_sequences == 1:
+            return self
+        if num_sequences not in self._among:
+            share = (1.0 + c.SHARED_DRAFT_ROW * (num_sequences - 1)) / num_sequences
+            self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, self.is_relative, self.is_once)
+        return self._among[num_sequences]
+
+    def scale(self, plain_s: float) -> None:
+        """A plain pass takes `plain_s`: convert to seconds."""
+        for shared in self._among.values():
+            shared.scale(plain_s)
+        if self.is_relative:
+            self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
+
+    def of(self, num_tokens: int, num_uncached: int) -> float:
+        return self._times(num_tokens) * self.token_s + num_uncached * self.read_s
+
+    @property
+    def next_s(self) -> float:
+        """Of one more token of a draft."""
+        return 0.0 if self.is_once else self.token_s
+
+    @property
+    def once_s(self) -> float:
+        """Of a draft, beside its tokens."""
+        return self.token_s if self.is_once else 0.0
+
+    def _times(self, num_tokens: int) -> int:
+        """How often a draft costs `token_s`."""
+        return min(num_tokens, 1) if self.is_once else num_tokens
+
+    def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
+        """Learn from one draft; the cost of reading only if that was most of the work."""
+        if num_tokens < 1:
+            return
+        drafting_s = self._times(num_tokens) * self.token_s
+        if num_uncached > 4 * num_tokens and self.token_s:
+            self._read += 1  # the initial value is a guess here, too
+            rate = max(1.0 / (self._read + 1), c.COST_RATE)
+            self.read_s = moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, rate)
+        elif num_uncached <= 2 * num_tokens + 2:
+            # The first drafts count for more: the initial value is a guess, or from bare passes.
+            self._seen += 1
+            rate = max(1.0 / (self._seen + 1), c.COST_RATE)
+            own_s = max(seconds - num_uncached * self.read_s, 0.1 * seconds)
+            self.token_s = moved(self.token_s, own_s / self._times(num_tokens), rate)
+
+
+def moved(old: float, seen: float, rate: float = c.COST_RATE) -> float:
+    """`old` moved towards `seen`; the step of an outlier is limited."""
+    if old <= 0:
+        return seen
+    surprise = math.log(max(seen, 1e-9) / old)
+    return old * math.exp(rate * max(-c.MOST_DRAFT_SURPRISE, min(c.MOST_DRAFT_SURPRISE, surprise)))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgespec.control import constants as c
 from edgespec.control.confidence import Predictor
 from edgespec.types import Draft, Evidence
 
@@ -58,10 +59,28 @@ def while_it_may_pay(predict: Predictor, prices: Prices) -> Callable[[int, Evide
     return should_continue
 
 
-def best_length(confidences: Iterable[float], prices: Prices, most: int) -> tuple[int, float]:
+def may_pay(count: int, reach: float, confidence: float, prices: Prices, token_s: float, most: int) -> bool:
+    """Whether some further tokens of `token_s` seconds each pay, behind `count` all accepted with probability `reach`.
+
+    They are expected to be as certain as the last one, of probability `confidence`.
+    """
+    pass_s, ahead_s, rate = prices
+    if count >= most or reach <= rate * (ahead_s[count + 1] + token_s):
+        return False
+    expected = 0.0
+    for further in range(1, min(c.FORESIGHT, most - count) + 1):
+        reach *= confidence
+        expected += reach
+        if expected > rate * (pass_s[count + further + 1] - pass_s[count + 1] + further * token_s):
+            return True
+    return False
+
+
+def best_length(confidences: Iterable[float], prices: Prices, most: int, token_s: float = 0.0) -> tuple[int, float]:
     """(tokens k to keep, gain in tokens over a plain round) of a finished draft.
 
     `confidences` [n]: probability that token j is accepted if those before it are, asked for only as far as needed.
+    `token_s`: seconds that each still takes to draft.
     """
     pass_s, ahead_s, rate = prices
     best, best_gain = 0, 0.0
@@ -70,10 +89,10 @@ def best_length(confidences: Iterable[float], prices: Prices, most: int) -> tupl
     for count, confidence in enumerate(islice(confidences, most), 1):
         reach *= confidence
         expected += reach
-        gain = expected - rate * (pass_s[count + 1] - plain_s)
+        gain = expected - rate * (pass_s[count + 1] - plain_s + count * token_s)
         if gain > best_gain:
             best, best_gain = count, gain
-        if reach <= rate * ahead_s[count + 1]:
+        if reach <= rate * (ahead_s[count + 1] + token_s):
             break
     return best, best_gain
 
@@ -101,35 +120,9 @@ def path_products(draft: Draft, confidences: Sequence[float]) -> list[float]:
     return found
 
 
-def forecast(
-    start: int, reach: float, expected_confidences: Sequence[float], prices: Prices, token_s: float, most: int
-) -> tuple[int, float]:
-    """(how many more tokens to draft, their gain) after `start` ones that are all accepted with probability `reach`.
-
-    `expected_confidences[j]`: the expected probability of the j-th new token; `token_s`: seconds to draft one.
-    """
-    pass_s, ahead_s, rate = prices
-    best, best_gain = 0, 0.0
-    expected, here_s = 0.0, pass_s[start + 1]
-    most = min(most - start, len(expected_confidences))
-    for count, confidence in enumerate(expected_confidences[: max(most, 0)], 1):
-        reach *= confidence
-        expected += reach
-        gain = expected - rate * (pass_s[start + count + 1] - here_s + count * token_s)
-        if gain > best_gain:
-            best, best_gain = count, gain
-        if reach <= rate * (ahead_s[start + count + 1] + token_s):
-            break
-    return best, best_gain
-
-
-def ceiling(pass_s: Sequence[float], token_s: float, most: int, once_s: float = 0.0) -> tuple[int, float]:
-    """(draft length, speedup) if all was accepted: no drafter of this cost can gain more on this machine.
-
-    `once_s`: seconds of a draft beside its tokens.
-    """
-    costs_s = [0.0, *(once_s + k * token_s for k in range(1, most + 1))]
-    speedups = [(k, (1 + k) * pass_s[1] / (pass_s[1 + k] + cost_s)) for k, cost_s in enumerate(costs_s)]
+def ceiling(pass_s: Sequence[float], token_s: float, most: int) -> tuple[int, float]:
+    """(draft length, speedup) if all was accepted: no drafter of this cost can gain more on this machine."""
+    speedups = [(k, (1 + k) * pass_s[1] / (pass_s[1 + k] + k * token_s)) for k in range(most + 1)]
     return max(speedups, key=lambda pair: pair[1])
 
 

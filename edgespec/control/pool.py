@@ -14,10 +14,8 @@ from edgespec.config.values import DrafterName, DraftLength
 from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
-from edgespec.control.cost import CostCurve
-from edgespec.control.draft_cost import DraftCost
-from edgespec.control.measure import cost_key
-from edgespec.control.model_costs import ModelCosts
+from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.costs import ModelCosts, cost_key
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter

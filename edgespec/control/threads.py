@@ -25,6 +25,23 @@ from typing import NamedTuple, Self
 
 from edgespec.control import constants as c
 
+_MOST_LATE, _CLIPPED = (
+    1.0,
+    2.0,
+)  # most that one pass may add to the CUSUM; largest lateness that it counts for in a mean
+_STALLED, _MOST_STALLS, _STALL_MEMORY = 1.0, 1.5, 0.95  # lateness of a stall; too many of them, decaying; their decay
+_LACKING_S, _LACKING_RATE = 0.12, 0.33  # seconds that the lacking cores are averaged over; most weight of one pass
+_LACKING_PRIOR_S = 0.03  # prior for that: so many seconds of passes that lacked nothing
+_LATE_RUN = 8  # late passes whose mean is compared with that of fewer threads
+_MOST_WORSE = 0.3  # more threads are given up at once if the first pass is slower by this
+_PACE_RATE, _BASE_RATE, _LEVEL_RATE = 0.05, 0.1, 0.1  # per pass
+_TRIED = 3  # passes that decide about a number of threads, after one to settle
+_MOST_DOUBLINGS = 5  # how often the time between such trials doubles while fewer threads are of no use
+_PAUSE_S = 5.0  # after such a pause, a new generation does not wait to try more threads
+# Most that a change of threads which takes seconds can gain, as a share of the time: on a busy machine (two spinning
+# threads reached .69 to .76 of two sleeping ones), and back on an idle one (5 to 12% with 1.2 billion weights).
+_BUSY_GAIN, _IDLE_GAIN = 0.25, 0.1
+
 
 class Started(NamedTuple):
     """When a pass began: seconds of the wall, and of processor time of the calling thread and of the process."""
@@ -89,11 +106,11 @@ class ThreadControl:
         self._level = 0.0  # mean lateness lately
         self._sum = self._stalls = 0.0
         self._run: list[float] = []  # latenesses since the sum was 0
-        self._least_busy_s, self._busy_s = change_s / c.BUSY_GAIN, 0.0  # how long it must be busy; how long it was
-        self._first_wait_s = max(c.FIRST_WAIT_S, change_s / c.IDLE_GAIN)
+        self._least_busy_s, self._busy_s = change_s / _BUSY_GAIN, 0.0  # how long it must be busy; how long it was
+        self._first_wait_s = max(c.FIRST_WAIT_S, change_s / _IDLE_GAIN)
         self._wait_s, self._next_s, self._returned_s = self._first_wait_s, 0.0, -math.inf
         self._affordable_s = 0.0  # when more of them may be tried again within PROBING
-        self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0  # of recent passes, decaying
+        self._recent_s, self._lacking_s = _LACKING_PRIOR_S, 0.0  # of recent passes, decaying
         self._tells_lacking = False
         self._hold_s = 0.0  # fewer threads are not tried again before this
         self._failures = 0  # consecutive trials of fewer threads that failed
@@ -106,7 +123,7 @@ class ThreadControl:
 
     def begin(self) -> None:
         """A generation begins: after a pause the machine may be less busy."""
-        if self._at and self._clock() - self._last_s > c.PAUSE_S:
+        if self._at and self._clock() - self._last_s > _PAUSE_S:
             self._next_s = min(self._next_s, self._affordable_s)
 
     def reset(self) -> None:
@@ -137,7 +154,7 @@ class ThreadControl:
                     self._trial.lost_s += seconds / 2  # making the change slows passes down
                 return True
             self._settling = False
-            if self._trial is not None and self._trial.is_upward and late is not None and late > c.STALLED:
+            if self._trial is not None and self._trial.is_upward and late is not None and late > _STALLED:
                 self._compare(self._trial, late, seconds)  # late enough to decide without another pass
             return True
         if late is None:
@@ -150,7 +167,7 @@ class ThreadControl:
             self._compare(self._trial, late, seconds)
             return True
         usual = self._level if self._at else 0.0
-        self._level += c.LEVEL_RATE * (_clipped(late) - self._level)
+        self._level += _LEVEL_RATE * (_clipped(late) - self._level)
         if self._at and self._last_s >= self._next_s:
             self._try(self._at - 1, self._level, is_upward=True)
             return late - usual > 0.5
@@ -158,7 +175,7 @@ class ThreadControl:
 
     def _notice(self, seconds: float, lacking_s: float | None) -> None:
         self._tells_lacking = lacking_s is not None
-        kept = math.exp(-min(seconds / c.LACKING_S, c.LACKING_RATE))
+        kept = math.exp(-min(seconds / _LACKING_S, _LACKING_RATE))
         self._recent_s = kept * self._recent_s + seconds
         self._lacking_s = kept * self._lacking_s + (lacking_s or 0.0)
 
@@ -179,17 +196,17 @@ class ThreadControl:
         if is_usual and late < c.ON_TIME:
             # Faster passes count more than slower ones: disturbances only slow a pass.
             factor = 3.0 if late < 0 else 1.0
-            bases[near] += factor * c.BASE_RATE * late
-            self._pace += factor * c.PACE_RATE * late
+            bases[near] += factor * _BASE_RATE * late
+            self._pace += factor * _PACE_RATE * late
         return late
 
     def _watch(self, late: float, more: float, seconds: float) -> bool:
         """Whether a pass, `more` later than usual, was disturbed; tries fewer threads after too many of these."""
-        self._stalls = c.STALL_MEMORY * self._stalls + (more > c.STALLED)
-        self._sum = min(max(self._sum + min(more, c.MOST_LATE) - c.SLACK, 0.0), 3 * c.ALARM)
-        self._run = [*self._run[1 - c.LATE_RUN :], _clipped(late)] if self._sum else []
+        self._stalls = _STALL_MEMORY * self._stalls + (more > _STALLED)
+        self._sum = min(max(self._sum + min(more, _MOST_LATE) - c.SLACK, 0.0), 3 * c.ALARM)
+        self._run = [*self._run[1 - _LATE_RUN :], _clipped(late)] if self._sum else []
         lacking, mean = self.lacking, _mean(self._run)
-        is_late = self._sum > c.ALARM or self._stalls > c.MOST_STALLS
+        is_late = self._sum > c.ALARM or self._stalls > _MOST_STALLS
         is_contended = is_late if lacking is None else lacking > c.CONTENDED
         may_be_contended = lacking is None or lacking > c.CONTENDED / 2
         was_always = not self._sum and not self._failures  # busy before the first pass, so that none is late
@@ -221,16 +238,16 @@ class ThreadControl:
 
     def _switch(self, step: int) -> None:
         self._at, self._settling, self._busy_s = step, True, 0.0
-        self._recent_s, self._lacking_s = c.LACKING_PRIOR_S, 0.0
+        self._recent_s, self._lacking_s = _LACKING_PRIOR_S, 0.0
         self._use(self.steps[step])
 
     def _compare(self, trial: Trial, late: float, seconds: float) -> None:
         trial.seen.append(_clipped(late))
         trial.lost_s += seconds * (1.0 - math.exp(min(trial.lateness - late, 0.0)))
         is_contended = self.lacking is None or self.lacking > c.CONTENDED / 2  # a few passes tell no more
-        is_much_worse = trial.is_upward and len(trial.seen) == 1 and late > trial.lateness + c.MOST_WORSE
+        is_much_worse = trial.is_upward and len(trial.seen) == 1 and late > trial.lateness + _MOST_WORSE
         is_much_worse = is_much_worse and is_contended
-        if len(trial.seen) < c.TRIED and not is_much_worse:
+        if len(trial.seen) < _TRIED and not is_much_worse:
             return
         mean = _mean(trial.seen)
         if trial.is_upward:
@@ -251,7 +268,7 @@ class ThreadControl:
             return
         if self._at != trial.back:
             self._switch(trial.back)
-        self._failures = min(self._failures + 1, c.MOST_DOUBLINGS) if trial.back == trial.first else 0
+        self._failures = min(self._failures + 1, _MOST_DOUBLINGS) if trial.back == trial.first else 0
         if self._failures:
             self._hold_s = self._last_s + 2.0 ** (self._failures - 1) * trial.lost_s / c.PROBING
         if self._at:
@@ -283,4 +300,4 @@ def _mean(lateness: Sequence[float]) -> float:
 
 
 def _clipped(late: float) -> float:
-    return max(-c.MOST_LATE, min(c.CLIPPED, late))
+    return max(-_MOST_LATE, min(_CLIPPED, late))

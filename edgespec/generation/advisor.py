@@ -171,7 +171,7 @@ class Advisor:
         """(a drafted token's time over a plain pass, the speedup if all tokens were accepted); (0, inf): not timed."""
         curve, name = self._pool.cost_curve, self._pool.draft_name
         cost = self._pool.draft_costs.get(name) if name else None
-        if cost is None or not cost.is_observed or cost.is_relative or not curve.is_sure_of_plain():
+        if cost is None or not cost.is_observed or cost.is_relative or not curve.is_sure_of_plain:
             return 0.0, float("inf")
         most = min(_LONGEST_DRAFT, self._target.most_draft_tokens)
         pass_s = [0.0, *(curve.at(width) for width in range(1, most + 2))]

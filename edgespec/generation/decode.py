@@ -87,12 +87,11 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: 
 
 def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id: int) -> Steps[None]:
     """Draft, verify, accept, until the end."""
-    num_read = run.stats.prompt_tokens - run.stats.reused_tokens
-    controller.begin(run.prompt_ids, run.reading_s, run.clock, num_read)
+    controller.begin(run.prompt_ids, run.reading_s, run.clock)
     while run.stats.finish_reason is None:
         rest, begun = controller.rest(), run.stats.rounds
         try:
-            pending_id = yield from _plain_rounds(run, pending_id, rest, wakes=controller.wakes)
+            pending_id = yield from _plain_rounds(run, pending_id, rest, wakes=True)
         finally:
             controller.wake(rest - (run.stats.rounds - begun))
         if run.stats.finish_reason is not None:

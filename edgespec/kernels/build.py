@@ -137,7 +137,9 @@ def flags(target: str) -> tuple[str, ...]:
 
 
 def link_flags(target: str) -> tuple[str, ...]:
-    """What is missing in a library is otherwise found out when it is loaded."""
+    """What is missing in a library is otherwise found out when it is loaded; macOS writes down where it was linked."""
+    if target.startswith("darwin"):
+        return ("-Wl,-install_name,libedgespec_kernels.dylib",)
     return ("-s", "-Wl,-z,defs", "-lm") if target.startswith("linux") else ()
 
 

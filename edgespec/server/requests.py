@@ -197,7 +197,10 @@ def _one_rule(kind: Any) -> str:
 
 
 def _range(kind: Any) -> str:
-    return "" if kind.ge is None else f" from {kind.ge} to {kind.le}"
+    if kind.ge is None:
+        return ""
+    low, high = (f"{bound:g}" if isinstance(bound, float) else bound for bound in (kind.ge, kind.le))
+    return f" from {low} to {high}"
 
 
 def _kind(value: object) -> str:

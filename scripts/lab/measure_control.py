@@ -27,6 +27,7 @@ import numpy as np
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.control.auto import AutoController
+from edgespec.control.costs import WIDTHS
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
@@ -207,7 +208,7 @@ def interleaved(prompts: list[dict[str, str]]) -> list[dict[str, str]]:
 def tell_costs(bench: Bench) -> None:
     facts, curve, costs = bench.models[""].target.facts, bench.models[""].cost_curve, bench.models[""].draft_costs
     print(f"{facts.name}, {facts.threads} threads; cost by width", end=" ")
-    print("  ".join(f"{w}: {s / curve.at(1):.2f}" for w, s in curve.measured.items()), end="; draft token ")
+    print("  ".join(f"{w}: {curve.at(w) / curve.at(1):.2f}" for w in WIDTHS), end="; draft token ")
     slow = {} if bench.slow is None else {"slow draft": bench.slow.draft_costs["model"]}
     print(", ".join(f"{name} {cost.token_s / curve.at(1):.3f}" for name, cost in {**costs, **slow}.items()))
 

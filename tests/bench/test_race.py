@@ -22,7 +22,7 @@ from edgespec.reports import TokenEvent
 
 pty = pytest.importorskip("pty")
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has neither signals for one child nor pseudo terminals")
-FIXED = ("-n", "24", "--drafter", "model", "--draft-length", "4", "--seed", "7")
+FIXED = ("--reproducible", "-n", "24", "--drafter", "model", "--draft-length", "4", "--seed", "7")
 SIDE = {"text", "token_ids", "drafters", "at_s", "stats"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -201,7 +201,7 @@ def test_no_colour_and_a_dumb_terminal_are_heeded() -> None:
     code, shown = terminal("demo", "-n", "8", NO_COLOR="1")
     assert code == 0
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)
-    code, shown = terminal("demo", "-n", "8", TERM="dumb")
+    code, shown = terminal("demo", "--reproducible", "-n", "8", TERM="dumb")
     assert code == 0
     assert "\x1b[?" not in shown
     assert "--- plain and speculative, 8 tokens" in shown

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import edgespec
 from demo import DEMO
-from edgespec.cli import first_model as module
-from edgespec.cli.first_model import FIRST, first_model
+from edgespec.cli import chat as module
+from edgespec.cli.chat import FIRST, first_model
 from edgespec.config.sources import Settings
 from edgespec.errors import DownloadError
 from edgespec.formats.manifest import ModelPair

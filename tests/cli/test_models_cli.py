@@ -17,7 +17,7 @@ from demo import DEMO
 from edgespec.cli.main import cli
 from edgespec.cli.pair import find_aim, rank
 from edgespec.control.cost import CostCurve
-from edgespec.control.measure import store_file_curve
+from edgespec.control.costs import store_file_curve
 from edgespec.loading.catalogue import entries
 from edgespec.loading.own_models import write_manifest
 from edgespec.loading.registry import resolve

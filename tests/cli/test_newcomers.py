@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgespec.cli import command_lines
-from edgespec.cli.first_model import CHOSEN_HERE
+from edgespec.cli.chat import CHOSEN_HERE
 from edgespec.cli.main import cli
 from edgespec.cli.stdin import line_reader
 from edgespec.errors import DownloadError, ModelFileError

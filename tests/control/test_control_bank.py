@@ -15,7 +15,7 @@ import pytest
 from edgespec.control.auto import AutoController
 from edgespec.control.bank import TimeBank
 from edgespec.control.constants import START_PASSES
-from edgespec.control.draft_cost import DraftCost
+from edgespec.control.cost import DraftCost
 from edgespec.drafters.base import DraftRequest
 from edgespec.reports import RoundRecord
 from edgespec.types import Draft

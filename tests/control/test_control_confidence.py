@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
 
-from edgespec.control.confidence import NUM_BUCKETS, BetaTable, Calibrator, Logistic, NextConfidence, bucket_of
+from edgespec.control.confidence import BetaTable, Calibrator, Logistic
 from edgespec.types import Evidence
 from simulation import Text, always, beta_chances, bursts, honest, made_up, opposite, recorded
 
@@ -145,35 +144,3 @@ def test_a_state_of_something_else_is_refused(state: object) -> None:
         with pytest.raises((ValueError, TypeError, KeyError, IndexError)):
             calibrator.restore(state)
         assert calibrator.to_json() == before
-    upcoming = NextConfidence()
-    with pytest.raises((ValueError, TypeError, KeyError, IndexError)):
-        upcoming.restore(state)
-    assert upcoming.to_json() == NextConfidence().to_json()
-
-
-def test_what_comes_next_is_learnt_by_what_came_before() -> None:
-    upcoming = NextConfidence()
-    for _ in range(200):
-        upcoming.observe(None, 0.9)
-        upcoming.observe(0.9, 0.8)
-        upcoming.observe(0.5, 0.1)
-    assert upcoming.expected(None) == pytest.approx(0.9, abs=0.01)
-    assert upcoming.expected(0.91) == pytest.approx(0.8, abs=0.01)
-    assert upcoming.expected(0.5) == pytest.approx(0.1, abs=0.01)
-    assert upcoming.chain(None, 2) == [upcoming.expected(None), upcoming.expected(upcoming.expected(None))]
-    assert upcoming.chain(0.5, 0) == []
-
-
-def test_it_is_soon_known_that_a_drafter_expects_nothing() -> None:
-    """The first few drafts count most: a useless one must not be forecast well for long."""
-    upcoming = NextConfidence()
-    for _ in range(6):
-        upcoming.observe(None, 0.05)
-    assert upcoming.expected(None) < 0.35
-
-
-def test_every_position_has_a_bucket() -> None:
-    buckets = [bucket_of(index) for index in range(64)]
-    assert buckets == sorted(buckets)
-    assert set(buckets) == set(range(NUM_BUCKETS))
-    assert math.isclose(Logistic().probability(63, (0.0,)), Logistic().probability(0, (0.0,)))

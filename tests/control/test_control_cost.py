@@ -10,21 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.control.constants import LEAST_PASSES, UNTOLD_PASSES
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve
-from edgespec.control.draft_cost import DraftCost, RoundCost
-from edgespec.control.measure import (
-    COARSE,
-    WIDTHS,
-    cost_key,
-    draft_cost,
-    quick_costs,
-    smoothed,
-    store_curve,
-    target_curve,
-)
-from edgespec.platform.disk_cache import cache_folder
-from edgespec.types import Batch, Logits
+import edgespec
+from edgespec.control.accounts import RunCosts
+from edgespec.control.auto import AutoController
+from edgespec.control.base import NOTHING
+from edgespec.control.constants import FIRST_ROW, START_PASSES
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost, moved
+from edgespec.control.costs import WIDTHS, cost_key, quick_costs
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.reports import RoundRecord
+from edgespec.types import Verdict
 from table_engine import TableEngine
 
 STEPS = {1: 1.0, 2: 1.4, 4: 1.5, 5: 2.5, 8: 2.6}
@@ -37,41 +32,6 @@ def test_measured_widths_are_kept_and_others_lie_between() -> None:
     assert curve.at(11) == pytest.approx(2.6 + 3 * (2.6 - 2.5) / 3)
     assert curve.table(0)[0] == 0.0
     assert len(curve.table(0)) == WIDEST + 1
-
-
-def test_what_a_round_costs_besides_its_pass_is_told_from_what_its_tokens_cost() -> None:
-    cost = RoundCost()
-    for _ in range(50):
-        cost.decoded(0.001)
-        cost.speculated(4, 4 * 0.001 + 0.003)
-    assert cost.token_s == pytest.approx(0.001)
-    assert cost.round_s == pytest.approx(0.003, rel=0.01)
-    assert cost.speculated(5, 0.004) == 0.0
-    assert RoundCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
-
-
-@pytest.mark.parametrize("kept", [None, 3, [], [1.0], [-1.0, 0.1], ["a", "b"], [0.1, math.nan], [0.1, 2.0]])
-def test_a_round_cost_that_was_kept_badly_is_forgotten(kept: object) -> None:
-    assert RoundCost.from_json(kept) == RoundCost()
-
-
-def test_passes_that_surprise_three_times_in_a_row_are_believed_and_one_is_not() -> None:
-    curve = CostCurve(STEPS)
-    for _ in range(5):
-        curve.observe(1, 0, 1.0)
-    assert curve.is_sure_of_plain()
-    curve.observe(1, 0, 0.3)
-    assert not curve.is_sure_of_plain()
-    assert curve.at(1) > 0.9
-    curve.observe(1, 0, 1.0)
-    assert curve.is_sure_of_plain()
-    curve.observe(1, 0, 3.0)
-    assert curve.is_sure_of_plain(), "a slow plain pass makes no draft look better than it is"
-    curve.observe(1, 0, 1.0)
-    for _ in range(3):
-        curve.observe(1, 0, 3.0)
-    assert curve.is_sure_of_plain()
-    assert curve.at(1) == pytest.approx(3.0, rel=0.15)
 
 
 def late(width: int, times: int, before: int = 8) -> CostCurve:
@@ -87,30 +47,24 @@ def late(width: int, times: int, before: int = 8) -> CostCurve:
 
 def test_a_plain_pass_tells_whether_wide_passes_are_late_or_the_machine_is() -> None:
     curve = late(4, 3)
-    assert not curve.is_sure_of_plain(), "a plain pass is asked for"
+    assert not curve.is_sure_of_plain, "a plain pass is asked for"
     curve.observe(1, 0, 2.0)
-    assert curve.is_sure_of_plain()
+    assert curve.is_sure_of_plain
     for _ in range(30):
         curve.observe(1, 0, 1.0)
     assert curve.at(4) / curve.at(1) == pytest.approx(STEPS[4], rel=0.1)
     curve = late(4, 3)
     curve.observe(1, 0, 1.0)
-    assert curve.is_sure_of_plain()
+    assert curve.is_sure_of_plain
     assert curve.at(4) / curve.at(1) > 1.5 * STEPS[4]
 
 
 def test_a_wide_pass_in_time_ends_the_doubt_about_its_width() -> None:
     curve = late(4, 3)
     curve.observe(4, 0, STEPS[4])
-    assert curve.is_sure_of_plain()
+    assert curve.is_sure_of_plain
     curve.observe(1, 0, 1.0)
     assert curve.at(4) / curve.at(1) < 1.5 * STEPS[4]
-
-
-def test_wide_passes_that_stay_late_are_believed_where_no_plain_pass_follows() -> None:
-    curve = late(4, UNTOLD_PASSES + 1)
-    assert curve.is_sure_of_plain()
-    assert curve.at(4) / curve.at(1) > 1.5 * STEPS[4]
 
 
 def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
@@ -167,7 +121,12 @@ def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
     true, errors = CostCurve({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.5, 16: 2.1}), []
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        curve = CostCurve({width: s * math.exp(0.1 * rng.standard_normal()) for width, s in true.measured.items()})
+        curve = CostCurve(
+            {
+                width: s * math.exp(0.1 * rng.standard_normal())
+                for width, s in ((width, true.at(width)) for width in (1, 2, 4, 8, 16))
+            }
+        )
         for _ in range(60):
             width = int(rng.integers(1, 17))
             curve.observe(width, 0, true.at(width) * math.exp(0.15 * rng.standard_normal()))
@@ -198,15 +157,6 @@ def test_what_cannot_have_been_a_pass_is_not_learnt_from(seen: tuple[int, int, f
     assert curve.table(0) == CostCurve(STEPS).table(0)
 
 
-def test_what_was_refined_is_where_the_next_run_begins() -> None:
-    curve = CostCurve(STEPS)
-    for _ in range(200):
-        curve.observe(8, 0, 4.0)
-        curve.observe(1, 0, 1.0)
-    again = CostCurve(curve.refined())
-    assert again.at(8) / again.at(1) == pytest.approx(curve.at(8) / curve.at(1), rel=0.05)
-
-
 def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
     cost = DraftCost(0.004, 0.001)
     for _ in range(300):
@@ -233,121 +183,141 @@ def test_a_cost_that_was_unknown_is_what_is_seen_first() -> None:
     assert cost.token_s == pytest.approx(0.002)
 
 
-class Counting(TableEngine):
-    """Counts passes by width."""
-
-    passes = 0
-
-    def forward(self, batch: Batch) -> Logits:
-        self.passes += 1
-        return super().forward(batch)
-
-
-def test_a_kink_of_noise_is_drawn_to_the_line_and_a_step_is_not() -> None:
-    line = {width: 1.0 + 0.07 * (width - 1) for width in COARSE}
-    assert smoothed(line) == pytest.approx(line)
-    noisy = {**line, 4: line[4] * 1.06, 5: line[5] * 0.96}
-    found = smoothed(noisy)
-    assert found[5] / found[4] > 1.02 > 1.0 > noisy[5] / noisy[4]
-    steps = {1: 1.0, 2: 1.95, 4: 2.2, 5: 3.4, 8: 3.6, 16: 5.5}
-    assert smoothed(steps) == pytest.approx(steps, rel=0.06)
-    assert smoothed({1: 1.0, 8: 3.0}) == {1: 1.0, 8: 3.0}
+def test_choosing_tokens_is_no_overhead_of_a_round() -> None:
+    costs = RunCosts(CostCurve(STEPS), {}, 1)
+    for _ in range(50):
+        costs.choosing_s = moved(costs.choosing_s, 0.001)
+        costs.observe_round(4, 4 * 0.001 + 0.003)
+    assert costs.round_s == pytest.approx(0.003, rel=0.01)
+    assert costs.observe_round(5, 0.004) == 0.0
 
 
-@pytest.fixture
-def engine() -> Counting:
-    return Counting.random(10, context_length=64, max_batch=8)
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    path = tmp_path / "weights.gguf"
-    path.write_bytes(b"weights")
-    return path
-
-
-def test_every_width_that_fits_is_measured_and_the_engine_left_empty(engine: Counting) -> None:
-    costs = quick_costs(engine, WIDTHS, passes=LEAST_PASSES)
-    assert set(costs) == {width for width in WIDTHS if width <= 8}
-    assert min(costs.values()) > 0
+def test_every_width_that_fits_is_timed_and_the_engine_left_empty() -> None:
+    engine = TableEngine.random(10, context_length=64, max_batch=8)
+    costs = quick_costs(engine, WIDTHS)
+    assert set(costs) == {width for width in WIDTHS if width <= 8} and min(costs.values()) > 0
     assert engine.length() == 0
-    assert engine.passes >= LEAST_PASSES
 
 
-@pytest.mark.parametrize("plain_s", [0.002, 0.05])
-def test_where_passes_are_long_fewer_widths_are_measured_several_times(
-    monkeypatch: pytest.MonkeyPatch, weights: Path, plain_s: float
-) -> None:
-    widths: list[int] = []
-
-    class Slow(TableEngine):
-        def forward(self, batch: Batch) -> Logits:
-            widths.append(batch.width)
-            return super().forward(batch)
-
-    monkeypatch.setattr("edgespec.control.measure.perf_counter", lambda: plain_s * len(widths))
-    engine = Slow.random(10, context_length=64, max_batch=32)
-    measured = target_curve(engine, [weights]).measured
-    assert set(measured) == set(COARSE if plain_s > 0.01 else WIDTHS)
-    assert all(widths.count(width) >= 3 for width in measured)
-    assert plain_s * len(widths) <= 2.0
-
-
-def test_a_curve_is_measured_once(engine: Counting, weights: Path) -> None:
-    first = target_curve(engine, [weights])
-    passes = engine.passes
-    again = target_curve(engine, [weights])
-    assert engine.passes == passes
-    assert again.table(0) == first.table(0)
-
-
-def test_what_a_run_learnt_is_recalled(engine: Counting, weights: Path) -> None:
-    curve = target_curve(engine, [weights])
-    for _ in range(100):
-        curve.observe(8, 0, 3 * curve.at(8))
-    store_curve(cost_key(engine, [weights]), curve)
-    assert target_curve(engine, [weights]).measured == pytest.approx(curve.refined())
-
-
-def test_a_curve_that_a_busy_machine_showed_is_measured_again(engine: Counting, weights: Path) -> None:
-    store_curve(cost_key(engine, [weights]), CostCurve({1: 1.0, 8: 1.1}))
-    assert target_curve(engine, [weights]).at(1) < 0.5
-    assert target_curve(engine, [weights]).at(8) < 0.5
-
-
-CORRUPT = (
-    *("", "{", "null", "[]", "{}", "NaN", '{"widths": {"1": 1}}', '{"widths": {}, "context": [0, 0]}'),
-    *('{"widths": {"1": -1}, "context": [0, 0]}', '{"widths": {"x": 1}, "context": [0, 0]}'),
-)
-
-
-@pytest.mark.parametrize("text", CORRUPT)
-def test_a_corrupt_cache_is_measured_anew(engine: Counting, weights: Path, text: str) -> None:
-    file = cache_folder() / "costs" / f"{cost_key(engine, [weights])}.json"
-    target_curve(engine, [weights])
-    assert file.exists()
-    file.write_text(text)
-    passes = engine.passes
-    assert target_curve(engine, [weights]).at(8) > 0
-    assert engine.passes > passes
-    assert file.read_text() != text
-
-
-def test_other_weights_have_other_costs(engine: Counting, weights: Path) -> None:
+def test_other_weights_have_other_costs(tmp_path: Path) -> None:
+    engine, weights = TableEngine.random(10, context_length=64), tmp_path / "weights.gguf"
+    weights.write_bytes(b"weights")
     before = cost_key(engine, [weights])
     weights.write_bytes(b"other weights")
     assert cost_key(engine, [weights]) != before
 
 
-@pytest.mark.parametrize("text", ["[1]", '["a", "b"]', "[0, 0]", "[-1.0, 1.0]", "{}"])
-def test_a_drafts_costs_are_kept_and_a_corrupt_entry_is_measured_anew(
-    engine: Counting, weights: Path, text: str
+# -- a first run, which begins with a guess
+
+
+def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> CostCurve:
+    """A prior that saw plain passes and then some of widths 2 to 5, each row taking `row` of a plain pass."""
+    curve = CostCurve.guessed(1.0)
+    for _ in range(3):
+        curve.observe(1, 0, plain_s)
+    for index in range(passes):
+        width = 2 + index % 4
+        curve.observe(width, 0, plain_s * (1 + row * (width - 1)))
+    return curve
+
+
+def test_nothing_is_risked_before_plain_passes_were_timed() -> None:
+    curve = CostCurve.guessed(1.0)
+    assert not curve.is_scaled and not curve.is_sure_of_plain
+    curve.observe(1, 0, 0.5)  # the first pass of a run waits for its weights
+    assert not curve.is_sure_of_plain
+    curve.observe(1, 0, 0.02)
+    assert curve.is_sure_of_plain
+    assert curve.at(1) == pytest.approx(0.02)
+    assert curve.at(5) == pytest.approx(0.02 * (1 + 4 * FIRST_ROW))
+
+
+@pytest.mark.parametrize("row", [0.05, 0.2, 0.45, 0.9])
+def test_what_rows_cost_is_learnt_for_widths_that_were_not_run(row: float) -> None:
+    curve = fed(row)
+    assert curve.at(4) / curve.at(1) == pytest.approx(1 + 3 * row, rel=0.1)
+    assert curve.at(12) / curve.at(1) == pytest.approx(1 + 11 * row, rel=0.4)
+    assert curve.table(0) == sorted(curve.table(0))
+
+
+def test_a_width_that_was_run_says_for_itself_what_it_costs() -> None:
+    curve = fed(0.2)
+    for _ in range(12):
+        curve.observe(6, 0, 0.02 * 4)  # a step in the kernel
+        if not curve.is_sure_of_plain:
+            curve.observe(1, 0, 0.02)
+    assert curve.at(6) / curve.at(1) == pytest.approx(4, rel=0.1)
+    assert curve.at(4) / curve.at(1) == pytest.approx(1.6, rel=0.15)
+
+
+def test_rows_up_to_the_padding_are_one_pass() -> None:
+    curve = CostCurve.guessed(1.0, low=2)
+    for width in (1, 2):
+        curve.observe(width, 0, 0.02)
+    assert curve.at(1) == curve.at(2) == pytest.approx(0.02)
+    assert curve.at(3) == pytest.approx(0.02 * (1 + FIRST_ROW))
+
+
+def test_what_was_learnt_goes_on_in_the_next_run() -> None:
+    curve = fed(0.1)
+    again = CostCurve.from_json(json.loads(json.dumps(curve.to_json())))
+    assert again is not None and again.is_scaled
+    assert again.table(0) == pytest.approx(curve.table(0), rel=1e-6)
+    assert not again.is_sure_of_plain  # the machine may be another one today
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"plain": 0}, {"plain": "x"}, {"plain": math.inf}, {"row": [1]}, {"row": [-1, 2]}, {"row": [0.1, 1e9]}),
+        *({"widths": [[1, 1, 0]]}, {"widths": [[200, 1, 0]]}, {"widths": [[2, -1, 0]]}, {"widths": [[2, 1, 99]]}),
+        *({"widths": 3}, {"widths": [[2, 1]]}),
+    ],
+)
+def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
+    assert CostCurve.from_json(fed(0.1).to_json() | damage) is None
+    for kept in (None, [], 3, {}, "text"):
+        assert CostCurve.from_json(kept) is None
+
+
+def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> None:
+    curve, cost = CostCurve.guessed(1.0), DraftCost.guessed(0.1)
+    controller = AutoController.of({"draft": NgramDrafter()}, curve, {"draft": cost}, clock=lambda: 0.0)
+    controller.begin(np.arange(3, dtype=np.int32))
+    assert cost.is_relative
+    for position in range(3, 6):
+        controller.observe(NOTHING, Verdict((), 1), RoundRecord(position, None, 0, 0, (), 0.0, 0.02))
+    assert controller.bank.balance_s == pytest.approx(START_PASSES * 0.02, rel=0.05)
+    assert not cost.is_relative
+    assert 0 < cost.read_s < cost.token_s < 0.02
+
+
+def test_a_late_first_pass_is_believed_in_part_only() -> None:
+    """Memory is allocated for a new width; if that passed for its cost, no draft would ever be verified again."""
+    curve, sound = fed(0.1, passes=0), fed(0.1, passes=1)
+    assert not curve.is_sure_of_rows
+    curve.observe(2, 0, 0.02 * 4)
+    assert curve.at(3) / curve.at(1) < 1 + 2 * 0.45 and not curve.is_sure_of_rows
+    for late in (curve, sound):
+        late.observe(3, 0, 0.02 * 1.2)
+    assert curve.is_sure_of_rows and sound.at(4) < curve.at(4) < 0.02 * 2.2
+    again = CostCurve.from_json(json.loads(json.dumps(curve.to_json())))
+    assert again is not None and again.is_sure_of_rows
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "{}", "NaN", '{"plain": -1, "row": [0.1, 1], "widths": []}'])
+def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
+    target_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
 ) -> None:
-    first = draft_cost(engine, [weights])
-    passes = engine.passes
-    assert draft_cost(engine, [weights]) == first
-    assert engine.passes == passes
-    (cache_folder() / "draft costs" / f"{cost_key(engine, [weights])}.json").write_text(text)
-    found = draft_cost(engine, [weights])
-    assert engine.passes > passes
-    assert found.token_s > 0 and found.read_s > 0
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    options = edgespec.GenerateOptions(max_tokens=8, ignore_eos=True)
+    for is_first in (True, False):
+        with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
+            assert model._pool.cost_curve.is_scaled is not is_first
+            model.generate("one two one two one two", options=options)
+            assert model._pool.cost_curve.is_scaled
+            assert model.cost_curve.at(8) >= model.cost_curve.at(1) > 0  # measured now
+    for file in (tmp_path / "cache" / "learnt costs").iterdir():
+        file.write_text(text)
+    with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
+        assert not model._pool.cost_curve.is_scaled, "a damaged entry is a missing one"

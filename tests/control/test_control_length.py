@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgespec.control.length import Prices, best_length, ceiling, expected_speedup, forecast, least_ahead
+from edgespec.control.constants import FORESIGHT
+from edgespec.control.length import Prices, best_length, ceiling, expected_speedup, least_ahead, may_pay
 
 
 def random_passes(rng: random.Random, widest: int = 40) -> list[float]:
@@ -42,21 +43,19 @@ def test_best_length_is_what_brute_force_finds() -> None:
         assert gains[length] == pytest.approx(gain, abs=1e-12)
 
 
-def test_forecast_is_what_brute_force_finds_behind_what_is_drafted() -> None:
+def test_more_may_pay_where_some_number_of_further_tokens_does() -> None:
     rng = random.Random(1)
     for _ in range(500):
         passes = random_passes(rng)
-        ahead = [rng.random() ** 0.3 for _ in range(rng.randrange(0, 16))]
         rate, token_s, reach = rng.uniform(5.0, 60.0), rng.uniform(0.0, 0.005), rng.random()
-        start = rng.randrange(0, 8)
+        start, confidence = rng.randrange(0, 8), rng.random() ** 0.3
         most = start + rng.randrange(0, 16)
         gains = [0.0]
-        for count in range(1, min(len(ahead), most - start) + 1):
+        for count in range(1, min(FORESIGHT, most - start) + 1):
             extra_s = passes[1 + start + count] - passes[1 + start] + count * token_s
-            gains.append(reach * gain_of(count, ahead, 0.0, 0.0) - rate * extra_s)
-        length, gain = forecast(start, reach, ahead, Prices(passes, least_ahead(passes), rate), token_s, most)
-        assert gain == pytest.approx(max(gains), abs=1e-12)
-        assert gains[length] == pytest.approx(gain, abs=1e-12)
+            gains.append(reach * gain_of(count, [confidence] * count, 0.0, 0.0) - rate * extra_s)
+        prices = Prices(passes, least_ahead(passes), rate)
+        assert may_pay(start, reach, confidence, prices, token_s, most) == (max(gains) > 0)
 
 
 def test_only_the_end_of_a_step_is_worth_its_pass() -> None:
@@ -103,7 +102,6 @@ def test_nothing_to_draft_is_no_gain() -> None:
     ahead_s = least_ahead(passes)
     assert best_length([], Prices(passes, ahead_s, 1.0), 5) == (0, 0.0)
     assert best_length([0.9], Prices(passes, ahead_s, 0.5), 0) == (0, 0.0)
-    assert forecast(0, 1.0, [], Prices(passes, ahead_s, 1.0), 0.1, 5) == (0, 0.0)
 
 
 def test_expected_speedup_is_leviathans_where_passes_are_flat() -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from edgespec import GenerateOptions
 from edgespec.control import constants as c
+from edgespec.control.accounts import RunCosts
 from edgespec.control.cost import CostCurve
 from edgespec.control.length import best_length
-from edgespec.control.prior import PriorCurve
-from edgespec.control.run_cost import RunCosts
 from shared_passes import PASS_S, Costly, Ledger, rate, shared_model
 from simulation import CURVES
 
@@ -75,12 +74,12 @@ def test_the_chosen_length_maximises_the_tokens_of_all_per_second(others: int) -
 
 def test_shared_passes_teach_what_plain_ones_cost() -> None:
     """Where no sequence is ever alone, its first passes still turn the guess into seconds."""
-    curve = PriorCurve(0.5)
+    curve = CostCurve.guessed(0.5)
     found = RunCosts(curve, {}, 1)
     found.share_passes(4, 3)
     for _ in range(40):
         found.observe_shared([1] * 4, 0, 0.02)
-    assert curve.is_scaled and curve.is_sure_of_plain()
+    assert curve.is_scaled and curve.is_sure_of_plain
     assert curve.at(4) == pytest.approx(0.02, rel=0.15)
     assert 0.004 < curve.at(1) < 0.02
 

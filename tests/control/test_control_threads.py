@@ -11,8 +11,7 @@ import pytest
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
-from edgespec.control.draft_cost import DraftCost
-from edgespec.control.prior import PriorCurve
+from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
@@ -326,7 +325,7 @@ def test_a_guess_is_timed_for_each_number_of_threads() -> None:
     """One thread, on a machine that was busy from the start, must not tell what passes of two cost."""
     clock = Clock()
     drafter = TracedDrafter(clock, 0.002, 0.0002)
-    curve = PriorCurve(0.05)
+    curve = CostCurve.guessed(0.05)
     controller = AutoController.of({"model": drafter}, curve, {}, 0.02, clock, threads=2)
     controller.use_threads(1)
     simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)

@@ -11,8 +11,7 @@ import pytest
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import FixedLength
-from edgespec.control.cost import CostCurve
-from edgespec.control.draft_cost import DraftCost
+from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, HeadDrafter
 from edgespec.engines.head import States

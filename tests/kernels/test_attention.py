@@ -303,3 +303,5 @@ def test_norm_of_a_sum(threads: int) -> None:
     np.testing.assert_array_equal(bits(alone), bits(normed))
     plain = session([node("Norm", ["x", "weight"], ["y"], epsilon=1e-5)], {"x": TensorProto.FLOAT}, ["y"], weight)
     np.testing.assert_array_equal(bits(plain.run(None, {"x": total})[0]), bits(normed))
+    unnamed = session([node("Norm", ["x", "weight", "delta"], ["y", ""], epsilon=1e-5)], given, ["y"], weight)
+    np.testing.assert_array_equal(bits(unnamed.run(None, {"x": x, "delta": delta})[0]), bits(normed))

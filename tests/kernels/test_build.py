@@ -37,6 +37,12 @@ if os.environ.get("LACKS") in sys.argv:
 print(*sys.argv[1:], file=open(os.environ["CALLS"], "a"))
 sys.exit(subprocess.run(sys.argv[1:]).returncode)
 """
+# Zig for Arm, by the compiler of this system.
+ZIG = """import subprocess, sys
+_, *asked = sys.argv[1:5]
+assert asked == ["-target", "aarch64-linux-gnu.2.17", "-mcpu=baseline"], asked
+sys.exit(subprocess.run([*{compiler!r}, *sys.argv[5:]]).returncode)
+"""
 is_x86 = build.HOST.partition("-")[2] in build.X86
 
 
@@ -267,6 +273,16 @@ def test_a_wheel_holds_the_library_for_this_system_and_any_python(project, compi
     (built,) = [file for file in files_in(project / name) if "libedgespec_kernels" in file]
     assert Path(built).parent == Path("edgespec/kernels") and not list((project / "edgespec/kernels").glob("lib*"))
     assert "edgespec/kernels/src/interface.cpp" in files_in(project / name), "its hash names the library"
+
+
+def test_a_wheel_for_another_system_holds_a_library_that_is_found_there(project, compiler, monkeypatch):
+    (project / "scripts" / "ziglang.py").write_text(ZIG.format(compiler=compiler))
+    said = backend(project, "build_wheel('.')", EDGESPEC_WHEEL_FOR="manylinux_2_17_aarch64")
+    name = "edgespec-1-py3-none-manylinux_2_17_aarch64.whl"
+    assert said.endswith(name), said
+    (built,) = [file for file in files_in(project / name) if "libedgespec_kernels" in file]
+    monkeypatch.setattr(build, "SOURCES", project / "edgespec" / "kernels" / "src")
+    assert build.source_hash("linux-aarch64") in built
 
 
 @pytest.mark.parametrize("fault", ["none wanted", "no compiler", "does not compile"])

@@ -13,7 +13,7 @@ import numpy as np
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
-from edgespec.control.draft_cost import DraftCost
+from edgespec.control.cost import DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.ngram import NgramDrafter

@@ -18,8 +18,7 @@ import numpy as np
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve
-from edgespec.control.draft_cost import DraftCost
+from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
@@ -34,6 +33,7 @@ TRACES = Path(__file__).parent / "data" / "traces.npz"
 
 # Time of a pass by width over that of width 1, measured on models of 1B on two cores (ONNX Runtime, llama.cpp).
 FLAT = {1: 1.0, 64: 1.05}
+KERNELS = {1: 1.0, 2: 1.0, 4: 1.17, 8: 1.77, 16: 3.2, 32: 6.2}  # our own
 LINEAR = {1: 1.0, 2: 2.0, 64: 64.0}
 STAIRCASE = {1: 1.0, 2: 1.3, 4: 1.35, 5: 2.2, 8: 2.25, 9: 3.2, 16: 3.4, 64: 14.0}
 ORT_INT8 = {1: 1.0, 2: 1.12, 4: 1.54, 6: 1.92, 8: 2.39, 12: 3.14, 16: 3.97, 32: 7.2}
@@ -41,6 +41,7 @@ LLAMA_Q8_0 = {1: 1.0, 2: 1.43, 4: 1.71, 5: 2.7, 6: 2.81, 8: 2.83, 12: 3.74, 16: 
 LLAMA_Q4_K_M = {1: 1.0, 2: 1.58, 4: 2.89, 6: 4.13, 8: 5.58, 12: 7.53, 16: 7.6, 32: 13.5}
 CURVES = {
     "flat": FLAT,
+    "our kernels": KERNELS,
     "linear": LINEAR,
     "staircase": STAIRCASE,
     "onnx int8": ORT_INT8,
@@ -210,8 +211,7 @@ def simulate(
         if isinstance(drafter, TracedDrafter):
             drafter.take(text)
     prefill_s = text.prompt_tokens * PREFILL_SHARE * machine.plain_s if reads_prompts else 0.0
-    num_read = text.prompt_tokens if reads_prompts else 0
-    controller.begin(text.token_ids[: text.prompt_tokens], prefill_s, num_read=num_read)
+    controller.begin(text.token_ids[: text.prompt_tokens], prefill_s)
     records: list[RoundRecord] = []
     resting = 0
     position = text.prompt_tokens + 1  # the prefill gave the first token

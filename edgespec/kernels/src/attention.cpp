@@ -232,7 +232,7 @@ OrtStatus* read_vector(const OrtKernelContext* context, size_t at, const char* n
 OrtStatus* check_row(const Step& s, int64_t i, int64_t positions) {
   const Row& r = s.rows[i];
   const int64_t cells = s.cache->chunks * kChunk;
-  const bool follows = r.parent < 0 ? r.parent == -1 : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position == r.position - 1;
+  const bool follows = r.parent < 0 ? r.parent == -1 : r.parent < i && s.rows[r.parent].slot == r.slot && s.rows[r.parent].position + 1 == r.position;
   if (r.slot < 0 || r.slot >= s.cache->slots || r.position < 0 || r.position >= cells || r.position >= positions || r.cell < 0 || r.cell >= cells || !follows)
     return invalid("edgespec: Attention has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots of %lld cells and %lld positions, or away from its parent", (long long)i, r.slot, r.position, r.cell, r.parent, (long long)s.cache->slots, (long long)cells, (long long)positions);
   return nullptr;
@@ -346,6 +346,7 @@ OrtStatus* ORT_CALL compute_norm(void* self, OrtKernelContext* context) {
   for (size_t i = 0; i < outputs && i < 2; i++) {
     OrtValue* y; void* p;
     TRY(output(context, i, x.dims, x.rank, &y));
+    if (!y) continue;  // it has no name
     TRY(data(y, &p));
     *places[i] = static_cast<float*>(p);
   }

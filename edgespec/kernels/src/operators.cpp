@@ -131,6 +131,7 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
       OrtValue* y; void* p;
       x.dims[x.rank - 1] = run.stride[i];
       TRY(output(context, i, x.dims, x.rank, &y));
+      if (!y) return invalid("edgespec: TiledMatMul's output %zu has no name", i);
       TRY(data(y, &p));
       run.y[i] = static_cast<float*>(p);
     } else run.y[i] = run.y[0] + at;

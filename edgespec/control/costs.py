@@ -1,0 +1,234 @@
+"""What the passes and drafts of a loaded model cost here: kept from earlier runs, guessed, or measured when asked for.
+
+A run measures nothing before its first token. Commands that report costs have a second of passes run for them, which
+teach the curve as those of an answer do. All sequences of the target share what is learnt, and it is kept between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from edgespec.config.values import DrafterName
+from edgespec.control import constants as c
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.threads import ThreadControl
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.spec import SPECS
+from edgespec.engines.base import Engine
+from edgespec.engines.sequence import CachedSequence
+from edgespec.formats.manifest import ModelPair
+from edgespec.platform import disk_cache
+from edgespec.platform.disk_cache import FileVersion, Seconds, file_key, key_of
+from edgespec.platform.machine import processor
+from edgespec.types import Batch, TokenIds
+
+METHOD = 4  # part of the cache key: raise it when what is kept changes
+WIDTHS = (1, 2, 4, 5, 8, 16)  # the end of every step seen in kernels, and its neighbours
+_PREFIX = 8  # tokens cached before: on an empty cache some engines use another kernel
+_QUICK_S, _TURNS = 1.0, 24  # seconds, and most turns of the widths
+_READ_WIDTH, _DRAFTS = 32, 8  # rows of the pass that shows what reading costs; passes that time a draft
+_KeptTable = Annotated[list[Seconds], Meta(min_length=WIDEST, max_length=WIDEST)]
+_LIBRARIES = {"llamacpp": "llama-cpp-python", "onnx": "onnxruntime"}
+
+
+class ModelCosts:
+    """`files`: the versions of each role's files that were loaded. Raises OSError where one is gone already."""
+
+    def __init__(self, pair: ModelPair, target: CachedSequence, drafters: dict[DrafterName, Drafter]) -> None:
+        """`drafters`: those of the first sequence of `target`, opened and closed meanwhile; they own the models."""
+        self.files = {role: tuple(map(file_key, pair.paths(role))) for role in pair.files}
+        self._target, self._drafters = target, drafters
+        self.is_measured = False
+
+    @cached_property
+    def curve(self) -> CostCurve:
+        """What the target's passes cost on this machine, as far as known; refined by every pass."""
+        facts = self._target.engine.facts
+        low = facts.pinned_class[0] if facts.pinned_class else 1
+        kept = disk_cache.get("learnt costs", self._target_key)
+        return CostCurve.from_json(kept, low) or CostCurve.guessed(guessed_plain_s(facts.weight_bytes), low)
+
+    @cached_property
+    def drafts(self) -> dict[str, DraftCost]:
+        """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
+        costs = {name: self._known_draft(name, engine) for name, engine in self._engines()}
+        costs |= {name: DraftCost.guessed(c.EXIT_SHARE) for name in self._parts_of_target() if name not in costs}
+        if self.curve.is_scaled:
+            for cost in costs.values():
+                cost.scale(self.curve.at(1))
+        return costs
+
+    def _known_draft(self, name: str, engine: Engine) -> DraftCost:
+        kept = disk_cache.get("draft costs", self._draft_key(name, engine), tuple[Seconds, Seconds])
+        if kept is not None:
+            return DraftCost(*kept)
+        target = self._target.engine.facts
+        cost = DraftCost.guessed(engine.facts.weight_bytes / max(target.weight_bytes, 1))
+        if target.device.startswith("rpc"):  # a pass of it waits for the network, which a draft does not
+            cost.scale(guessed_plain_s(target.weight_bytes))
+        return cost
+
+    def measure(self, threads: ThreadControl | None) -> None:
+        """Run passes that teach what is not known, with all of the `threads`. Empties the caches."""
+        if threads is not None:
+            threads.reset()
+        self._target.rollback(0)
+        curve, engine = self.curve, self._target.engine
+        times = timed_passes(engine, WIDTHS)
+        for turn in zip(*times.values(), strict=True):
+            for width, pass_s in zip(times, turn, strict=True):
+                curve.observe(width, _PREFIX, pass_s)
+        costs = self.drafts
+        for name, model in self._engines():
+            if not costs[name].is_observed:
+                width = min(_READ_WIDTH, model.widest_pass)
+                found = quick_costs(model, (1, width), most=_DRAFTS)
+                costs[name] = DraftCost(found[1], found[width] / width)
+        for name in self._parts_of_target():
+            if name not in dict(self._engines()) and not costs[name].is_observed:
+                costs[name] = DraftCost(exit_token_s(engine))
+        self.is_measured = True
+
+    def store(self, draft: DrafterName | None) -> None:
+        """For the next run; `draft`: the drafter that the pair's draft became."""
+        if kept := self.curve.to_json():
+            disk_cache.put("learnt costs", self._target_key, kept)
+            store_file_curve(self.files["target"], self.curve)
+        if draft is not None and (engine := self._drafters[draft].engine) is not None:
+            cost = self.drafts[draft]
+            if cost.is_observed and not cost.is_relative:
+                disk_cache.put("draft costs", self._draft_key(draft, engine), [cost.token_s, cost.read_s])
+
+    @property
+    def _target_key(self) -> str:
+        return cost_key(self._target.engine, self.files["target"])
+
+    def _draft_key(self, name: str, engine: Engine) -> str:
+        return cost_key(engine, self.files[SPECS[name].roles[-1]])  # type: ignore[index]
+
+    def _engines(self) -> list[tuple[str, Engine]]:
+        """The drafters with a model of their own, whose caches this empties."""
+        found = ((name, drafter.reset_engine()) for name, drafter in self._drafters.items())
+        return [(name, engine) for name, engine in found if engine is not None]
+
+    def _parts_of_target(self) -> list[DrafterName]:
+        """The opened drafters that run layers of the target."""
+        return [name for name in self._drafters if SPECS[name].owns == "layers of the target"]
+
+
+def timed_passes(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> dict[int, list[float]]:
+    """Seconds of verifying passes by width, which take turns for about a second; the first of each is not counted.
+
+    The engine must be empty, and is left empty. All rows give logits, as in verification.
+    """
+    room = min(engine.widest_pass, engine.facts.context_length - _PREFIX)
+    found: dict[int, list[float]] = {width: [] for width in widths if width <= room}
+    if not found:
+        return found
+    ids = some_ids(engine, _PREFIX + max(found))
+    deadline_s = perf_counter() + _QUICK_S
+    try:
+        read(engine, ids[:_PREFIX])
+        for turn in range(most + 1):
+            for width in found:
+                shorten(engine, ids, _PREFIX)
+                started_s = perf_counter()
+                engine.forward(Batch.chain(ids[_PREFIX : _PREFIX + width]))
+                if turn:
+                    found[width].append(perf_counter() - started_s)
+            if turn > 2 and perf_counter() > deadline_s:
+                break
+    finally:
+        engine.rollback(0)
+    return found
+
+
+def quick_costs(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> dict[int, float]:
+    """Lower quartile of `timed_passes`, since disturbances only make a pass longer."""
+    return {width: sorted(times)[len(times) // 4] for width, times in timed_passes(engine, widths, most).items()}
+
+
+def exit_token_s(engine: Engine) -> float:
+    """Seconds per token of an early exit that shares an empty target's cache, so that it reads nothing itself."""
+    ids, taken = some_ids(engine, _PREFIX + 1 + _DRAFTS), []
+    try:
+        read(engine, ids[:_PREFIX])
+        found = engine.early_exit()
+        found.follow(ids[: _PREFIX + 1])
+        for token in range(_PREFIX, ids.size):
+            started_s = perf_counter()
+            found.feed(ids[token : token + 1])
+            taken.append(perf_counter() - started_s)
+    finally:
+        engine.rollback(0)
+    return sorted(taken[1:])[(len(taken) - 1) // 4]
+
+
+def some_ids(engine: Engine, count: int) -> TokenIds:
+    """Any tokens [count], always the same: multiplicative hashes (Knuth, section 6.4) of their places.
+
+    Without numpy.random, whose import takes a while, and swallows a Ctrl-C that comes meanwhile.
+    """
+    hashes = np.arange(1, count + 1, dtype=np.uint64) * 2_654_435_761 % 2**32
+    return (hashes * engine.vocabulary.size >> np.uint64(32)).astype(np.int32)
+
+
+def read(engine: Engine, ids: TokenIds) -> None:
+    """Append `ids` [n] to the cache, in as few passes as possible."""
+    for start in range(0, ids.size, engine.widest_pass):
+        engine.forward(Batch.chain(ids[start : start + engine.widest_pass], last_only=True))
+
+
+def shorten(engine: Engine, ids: TokenIds, to_length: int) -> None:
+    """Make the cache, which holds the first of `ids` [n], hold `to_length` of them.
+
+    A model with a running state that cannot be rolled back so far reads them again.
+    """
+    if engine.facts.can_rollback or to_length == engine.length():
+        engine.rollback(to_length)
+    else:
+        engine.rollback(0)
+        read(engine, ids[:to_length])
+
+
+def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
+    """A key of everything that the time of a pass depends on: files, library, machine, device, threads, cache."""
+    facts = engine.facts
+    return key_of(
+        METHOD,
+        [file_key(file) for file in files],
+        (facts.name, _library_version(facts.name), processor()),
+        (facts.device, facts.threads, facts.kv_bytes_per_token, facts.pinned_class),
+        *((facts.placement,) if facts.placement else ()),
+    )
+
+
+def store_file_curve(files: Sequence[Path | FileVersion], curve: CostCurve) -> None:
+    """Store the latest curve of a model under its files alone, for plans that are made without loading it."""
+    disk_cache.put("file curves", _file_curve_key(files), curve.table(0)[1:])
+
+
+def file_curve(files: Sequence[Path | FileVersion]) -> CostCurve | None:
+    """The latest curve of a model on this machine, however it was loaded; None where it has not run."""
+    kept = disk_cache.get("file curves", _file_curve_key(files), _KeptTable)
+    return None if kept is None else CostCurve(dict(enumerate(kept, start=1)))
+
+
+def _file_curve_key(files: Sequence[Path | FileVersion]) -> str:
+    return key_of(METHOD, [file_key(file) for file in files], processor())
+
+
+def _library_version(engine_name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 5 ms that only a first load needs
+
+    try:
+        return version(_LIBRARIES[engine_name])
+    except (KeyError, PackageNotFoundError):
+        return ""
