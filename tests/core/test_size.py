@@ -16,5 +16,5 @@ def test_the_package_does_not_grow_by_itself() -> None:
         for path in (ROOT / "edgespec").rglob(pattern)
     )
     most = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["edgespec"]["most_lines"]
-    assert lines <= most, f"edgespec/ has {lines} lines, pyproject.toml allows {most}: raising it is a commit of its own"
+    assert lines <= most, f"edgespec/ has {lines} lines, pyproject.toml allows {most}: raise it in a commit of its own"
     assert lines > most - 2000, f"edgespec/ has only {lines} lines now: lower most_lines in pyproject.toml to it"
