@@ -72,7 +72,9 @@ def build(output: Path, *, has_onnx: bool, has_server: bool) -> None:
     command += ["--collect-submodules", "uvicorn"] if has_server else []
     for name in excluded:
         command += ["--exclude-module", name]
-    for source, target in packaged():
+    # As data, since its name holds a hash of its bytes, and PyInstaller may change a library.
+    kernels = sorted((ROOT / "edgespec" / "kernels").glob("libedgespec_kernels-*")) if has_onnx else []
+    for source, target in [*packaged(), *((path, "edgespec/kernels") for path in kernels)]:
         command += ["--add-data", f"{source}{os.pathsep}{target}"]
     began_s = time.monotonic()
     done = subprocess.run([*command, str(launcher)], check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
