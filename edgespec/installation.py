@@ -126,6 +126,15 @@ def install_command(extra: str = "") -> str:
     return " ".join([_pip("install"), *map(quoted, requirements().get(extra, ()))])
 
 
+def target_command(requirement: str, folder: str) -> list[str]:
+    """The program and arguments that put one package, without those it needs, into a folder of its own."""
+    into = ["install", "--no-deps", "--quiet", "--target", folder]
+    if is_importable("pip"):
+        quiet = ["--no-compile", "--no-input", "--disable-pip-version-check"]
+        return [sys.executable, "-m", "pip", *into, *quiet, requirement]
+    return ["uv", "pip", *into, "--python", sys.executable, requirement]
+
+
 def reinstall_command(package: str, *options: str) -> str:
     """What to type to replace a package that is there and does not work; `options` go to pip."""
     wanted = (text for texts in requirements().values() for text in texts if name_of(text) == package)

