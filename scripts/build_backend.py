@@ -67,7 +67,8 @@ class KernelsHook(BuildHookInterface):  # type: ignore[misc]  # mypy does not se
         platform = os.environ.get(WHEEL_FOR) or self.build_config.builder.get_best_matching_tag().rpartition("-")[2]
         if WHEEL_FOR in os.environ:
             target, zig = TARGETS[platform]
-            compiler = (sys.executable, "-m", "ziglang", "c++", "-target", zig, "-mcpu=baseline")
+            # -g0: macOS's libraries name the folders of what has symbols for a debugger.
+            compiler = (sys.executable, "-m", "ziglang", "c++", "-target", zig, "-mcpu=baseline", "-g0")
         self.scratch = tempfile.TemporaryDirectory(prefix="edgespec-wheel-")
         try:
             library = builder.build(
