@@ -265,7 +265,7 @@ def test_bad_options_are_refused(onnx_path, tmp_path):
         open_engine(onnx_path, cache_type_k="q4_0")
     with pytest.raises(ConfigError, match="provider="):
         load(str(onnx_path.parent), gpu_layers=3)
-    with pytest.raises(ConfigError, match="the same, f32 or int8"):
+    with pytest.raises(ConfigError, match="give -ctk and -ctv the same"):
         load(str(onnx_path.parent), cache_type_k="int8")
 
 

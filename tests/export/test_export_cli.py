@@ -140,7 +140,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_gguf_without_the_check_needs_nothing_but_gguf(tmp_path):
-    missing = ("torch", "transformers", "safetensors", "huggingface_hub")
+    missing = ("torch", "transformers", "safetensors")
     code = (
         f"import sys\nsys.modules.update(dict.fromkeys({missing!r}))\nfrom edgespec.cli.main import cli\n"
         f"cli.main(['export', {DRAFT!r}, '-o', {str(tmp_path / 'pair')!r}, '--no-check'])"
