@@ -51,7 +51,7 @@ def test_a_pipe_gets_the_demo() -> None:
 def test_who_declines_is_not_asked_again(terminal: None) -> None:
     found, shown = asked("n\n")
     assert found is None
-    assert "SmolLM2" in shown and "about 143 MB" in shown and f"edgespec pull {FIRST}" in shown
+    assert "SmolLM2" in shown and "98 MB" in shown and f"edgespec pull {FIRST}" in shown
     assert asked("") == (None, "")
 
 

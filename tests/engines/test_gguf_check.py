@@ -257,7 +257,7 @@ def test_damaged_weights_end_a_load(tmp_path):
     damaged = whole.copy()
     damaged[-1] = math.nan  # of a token that no trial reads
     path = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"token_embd.weight": damaged, "output.weight": whole})
-    with pytest.raises(ModelFileError, match="invalid data"):
+    with pytest.raises(ModelFileError, match=r"infinity or NaN|invalid data"):  # our kernels, llama.cpp
         open_models(LoadOptions(model=str(path), reproducible=False, context_length=16))
 
 
