@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import Closing
+from edgespec.errors import CapabilityError
 from edgespec.formats.head_file import HeadFile, HeadManifest
 from edgespec.types import Logits, TokenIds
 
@@ -52,18 +53,18 @@ class DraftHead(Closing, ABC):
 
     def encode(self, features: States) -> States:
         """States [n, width] of target features [n, feature_width]."""
-        raise NotImplementedError
+        raise self._lacks("encode")
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         """Append pairs of `states` [n, width] and the tokens after them [n]; (logits [vocabulary], state [width]).
 
         Both are of the last pair. After an error the cache is as before the call.
         """
-        raise NotImplementedError
+        raise self._lacks("decode")
 
     def inject(self, features: States) -> None:
         """Append the target's features [n, feature_width] of the next n tokens; of some of them after an error."""
-        raise NotImplementedError
+        raise self._lacks("inject")
 
     def block(self, token_id: int) -> tuple[Logits, Confidences | None]:
         """Score what follows `token_id`, the token behind the cached ones: logits [facts.most_drafted, vocabulary].
@@ -71,7 +72,7 @@ class DraftHead(Closing, ABC):
         With them, for a head that gives any, the probabilities [most_drafted] that the target accepts the likeliest
         tokens. The cache is as before the call, also after an error.
         """
-        raise NotImplementedError
+        raise self._lacks("block")
 
     def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
         """Score what follows `token_id`: (logits [vocabulary], the next state [width]), given a `state` [width].
@@ -79,7 +80,10 @@ class DraftHead(Closing, ABC):
         `position`: of the last token of the target's `sequence`, which the target has not read yet; every step of a
         draft has it.
         """
-        raise NotImplementedError
+        raise self._lacks("step")
+
+    def _lacks(self, what: str) -> CapabilityError:
+        return CapabilityError(f"a head of the kind {type(self).__name__} has no pass {what!r}: use its own drafter")
 
     @abstractmethod
     def rollback(self, to_end: int) -> None:
