@@ -73,8 +73,6 @@ def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_option
     layer as `partition`.
     """
     names = providers_for(settings.provider)
-    if graph.has_tiles:  # our kernels are for processors
-        names = tuple(name for name in names if name == "cpu") or names
     for name in names[:-1]:
         if name in HALF_ONLY and graph.is_shared and not graph.is_half:
             continue  # casting its attention was checked on processors only, so far: for those who ask for it
