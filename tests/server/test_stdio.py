@@ -87,7 +87,7 @@ def test_a_request_is_cancelled_while_it_runs_or_waits(sidecar: subprocess.Popen
 
 
 def test_a_request_is_cancelled_at_once(sidecar: subprocess.Popen[bytes]):
-    send(sidecar, {"op": "generate", "id": "a", "prompt": "x " * 100}, {"op": "cancel", "id": "a"})
+    send(sidecar, {"op": "generate", "id": "a", "prompt": "x " * 100, "ignore_eos": True}, {"op": "cancel", "id": "a"})
     (end,) = [event for event in events_until(sidecar, "a") if event["event"] == "done"]
     assert end["finish_reason"] == "cancelled" and end.keys() >= {"usage", "timings", "seed"}
 
@@ -105,12 +105,16 @@ def test_log_probabilities_come_with_the_text(sidecar: subprocess.Popen[bytes]):
 
 
 def test_a_second_request_of_an_id_does_not_end_the_first(sidecar: subprocess.Popen[bytes]):
-    request = {"op": "generate", "id": "twice", "prompt": "x", "max_tokens": 3}
+    # as long as the context allows: it cannot be over before the second line is read
+    request = {"op": "generate", "id": "twice", "prompt": "x", "ignore_eos": True}
     send(sidecar, request, request)
     events = [read_line(sidecar)]
+    while events[-1]["event"] != "error":
+        events.append(read_line(sidecar))
+    refused = events[-1]
+    send(sidecar, {"op": "cancel", "id": "twice"})
     while events[-1]["event"] != "done":
         events.append(read_line(sidecar))
-    (refused,) = [event for event in events if event["event"] == "error"]
     assert refused["id"] is None and "'twice' is already running" in refused["error"]["message"]
     assert events[-1]["id"] == "twice"
 
