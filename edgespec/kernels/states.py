@@ -61,11 +61,12 @@ class KernelStates:
         """Let go of the memory; graphs that name the states afterwards fail with an error."""
         self._closing()
 
-    def read(self, slot: int, length: int) -> NDArray[np.uint8]:
-        """What a text of `length` rows needs to go on [state_bytes]; it cannot be shortened below that any more.
+    def start(self, slot: int) -> int:
+        """The shortest length but 0 that the text of the latest pass in a slot can be shortened to."""
+        return int(self._slots[slot, :8].view(np.int64)[0])
 
-        Raises ValueError where the log does not reach there.
-        """
+    def read(self, slot: int, length: int) -> NDArray[np.uint8]:
+        """What a text of `length` rows needs to go on [state_bytes]. Raises ValueError where the log lacks them."""
         flat = np.empty(self.state_bytes, np.uint8)
         if self._copy(False, slot, length, flat) < 0:
             raise ValueError(f"the state in slot {slot} does not reach to {length} tokens")

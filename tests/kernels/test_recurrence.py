@@ -178,6 +178,15 @@ def test_branches_of_a_tree_have_the_bits_of_chains(base: int, floor: int) -> No
         np.testing.assert_array_equal(bits(after), bits(chained.chain(0, base + depth, base + depth + 5)))
 
 
+def test_few_rows_are_taken_from_the_log_again(alone: list[Floats]) -> None:
+    model = Model()
+    starts = []
+    for at in range(20):
+        model.chain(0, at, at + 1)
+        starts.append(model.states.start(0))
+    assert starts == [0] * 9 + [9] * 9 + [18] * 2
+
+
 def test_a_floor_keeps_rows_droppable_while_the_log_has_room(alone: list[Floats]) -> None:
     model = Model()
     model.chain(0, 0, 50)
@@ -185,8 +194,10 @@ def test_a_floor_keeps_rows_droppable_while_the_log_has_room(alone: list[Floats]
     for at in range(50, 50 + LOG):
         model.chain(0, at, at + 1, text=1)
     np.testing.assert_array_equal(bits(model.chain(0, 50, 60)), bits(alone[0][50:60]))
+    assert model.states.start(0) == 50
     for at in range(60, 70):
         model.chain(0, at, at + 1)
+    assert model.states.start(0) == 58
     with pytest.raises(Exception, match="position 57 of a text whose state reaches 58 to 70"):
         model.chain(0, 57, 58)
     np.testing.assert_array_equal(bits(model.chain(0, 58, 70)), bits(alone[0][58:70]))
@@ -208,8 +219,9 @@ def test_a_state_is_read_and_written_back(alone: list[Floats]) -> None:
         np.testing.assert_array_equal(
             bits(model.chain(1, length + 30, length + 40, text=0)), bits(alone[0][length + 30 : length + 40])
         )
-        with pytest.raises(ValueError, match=f"does not reach to {length - 1} tokens"):
-            model.states.read(0, length - 1)
+        for beyond in (model.states.start(0) - 1, length + 41):
+            with pytest.raises(ValueError, match=f"does not reach to {beyond} tokens"):
+                model.states.read(0, beyond)
     with pytest.raises(ValueError, match="are not the state of 3 tokens in slot 3"):
         model.states.write(3, 3, kept)
     with pytest.raises(ValueError, match="outside the states"):

@@ -26,17 +26,15 @@ void add_logged(const Recurrence& kernels, const State& s, int64_t head, int64_t
   const int64_t size = s.shape->size;
   kernels.add(from, to, columns, int(size), s.keys(cell) + head % s.shape->key_heads * size, s.decays(cell)[head], s.deltas(cell) + head * size + column * kLanes);
 }
-// Makes S that of the text's first `length` rows, which lie in the log.
-void advance(const State& s, int64_t length) {
-  const Recurrence& kernels = *path_in_use().recurrence;
-  for (int64_t cell = s.header().start; cell < length; cell++) for (int64_t h = 0; h < s.shape->value_heads; h++)
-    for (int64_t column = 0; column < s.shape->size / kLanes; column++) {
-      float* state = s.head(h) + column * s.shape->size * kLanes;
-      add_logged(kernels, s, h, column, 1, cell, state, state);
-    }
-  s.header().start = length;
+// Adds what the log has at `cell` to a copy of S.
+void add_all(const State& s, int64_t cell, float* copy) {
+  const int64_t block = s.shape->size * kLanes;
+  for (int64_t h = 0; h < s.shape->value_heads; h++) for (int64_t column = 0; column < s.shape->size / kLanes; column++, copy += block)
+    add_logged(*path_in_use().recurrence, s, h, column, 1, cell, copy, copy);
 }
 
+// Rows that a pass may take from the log without adding them for good: writing a state costs more.
+constexpr int64_t kMostAgain = 8;
 struct Layer { int64_t number, key_heads, value_heads, size; float epsilon; };  // number: of the states'
 // The rows of one text. S is at position `start` and will be at `settled`, which is beyond `base` where not all rows fit the log.
 struct Part { int64_t first, last, base, start, settled; State state; };
@@ -194,8 +192,8 @@ OrtStatus* divide(Step* s, const char* name, Part* parts) {
     if (part.base && (header.start < 0 || header.start > part.base || header.end < part.base || part.base - header.start > s->states->log))
       return invalid("edgespec: %s has a row %lld at position %lld of a text whose state reaches %lld to %lld", name, (long long)first, (long long)part.base, (long long)header.start, (long long)header.end);
     const int64_t floor = s->states->floors[root.slot], wanted = floor < part.base ? floor : part.base, least = part.base + (last - first) - s->states->log;
-    part.settled = wanted > least ? wanted : least;
-    if (part.settled < part.start) part.settled = part.start;
+    part.settled = part.base - part.start > kMostAgain && wanted > part.start ? wanted : part.start;
+    if (part.settled < least) part.settled = least;
     for (int64_t row = first; row < last; row++) {
       if (part.settled > part.base && row > first && s->rows[row].parent != row - 1) return invalid("edgespec: %s has %lld rows with branches, its states keep %lld", name, (long long)(last - first), (long long)s->states->log);
       s->part_of[row] = int32_t(s->num_parts);
@@ -401,30 +399,30 @@ EXPORT void edgespec_drop_states(int64_t number) {
   for (States** each = &all_states; *each; each = &(*each)->next) if ((*each)->number == number) { States* gone = *each; *each = gone->next; free(gone); return; }
 }
 // Copies what a text of `length` rows needs to go on, for each layer S and the convolution's inputs before it, to (or from)
-// `flat`, of as many bytes as this returns. Afterwards the state reaches back to `length` only. -1: nobody holds the
-// states, or they do not reach there. Null for `flat`: the bytes alone.
-EXPORT int64_t edgespec_copy_states(int64_t number, int32_t into_states, int64_t slot, int64_t length, uint8_t* flat) {
+// `flat`, of as many bytes as this returns. -1: nobody holds the states, or they do not reach there. Null for `flat`: the
+// bytes alone.
+EXPORT int64_t edgespec_copy_states(int64_t number, int32_t into_states, int64_t slot, int64_t length, float* flat) {
   const States* s = find_states(number);
   if (!s || slot < 0 || slot >= s->slots || length < 0) return -1;
-  int64_t bytes = 0;
+  int64_t floats = 0;
   for (int64_t i = 0; i < s->layers; i++) {
     const State state = s->at(slot, i);
     const State::Header& header = state.header();
     if (flat && !into_states && (header.start < 0 || header.start > length || header.end < length || length - header.start > s->log)) return -1;
-    bytes += 4 * (state.shape->state_floats() + int64_t(state.shape->taps - 1) * state.shape->channels);
+    floats += state.shape->state_floats() + int64_t(state.shape->taps - 1) * state.shape->channels;
   }
   for (int64_t i = 0; flat && i < s->layers; i++) {
     const State state = s->at(slot, i);
-    const auto copy = [&](float* ours, int64_t floats) {
-      into_states ? memcpy(ours, flat, size_t(floats) * 4) : memcpy(flat, ours, size_t(floats) * 4);
-      flat += 4 * floats;
+    const auto copy = [&](float* ours, int64_t count) {
+      into_states ? memcpy(ours, flat, size_t(count) * 4) : memcpy(flat, ours, size_t(count) * 4);
+      flat += count;
     };
-    if (!into_states) advance(state, length);
     copy(state.head(0), state.shape->state_floats());
+    if (!into_states) for (int64_t cell = state.header().start; cell < length; cell++) add_all(state, cell, flat - state.shape->state_floats());
     for (int64_t cell = length - state.shape->taps + 1; cell < length; cell++) copy(state.inputs(cell < 0 ? cell + state.rows : cell), state.shape->channels);
     if (into_states) state.header() = {length, length, {}};
   }
-  return bytes;
+  return 4 * floats;
 }
 // Puts the rows of the log at cells `from` to the cells `to`, one after another. -1: nobody holds the states, or a cell is below 0.
 EXPORT int32_t edgespec_move_rows(int64_t number, int64_t slot, const int32_t* to, const int32_t* from, int64_t count) {
