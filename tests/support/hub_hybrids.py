@@ -26,9 +26,15 @@ BOTH = {
     **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
     **{f"feed_forward.{own}": f"ffn_{kind}" for own, kind in (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
     **{f"conv.{kind}": f"shortconv.{kind}" for kind in ("conv", "in_proj", "out_proj")},
-    **{"linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.norm": "ssm_norm"},
-    **{"linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d"},
-    **{"linear_attn.out_proj": "ssm_out", "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"},
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.A_log": "ssm_a",
 }
 OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
 
@@ -109,7 +115,10 @@ def _converted(made: Any, kind: str, shape: HybridShape) -> Any:
             values = -np.exp(values)
         if rest.startswith("linear_attn") and "norm" not in rest:
             values = _spread(values, rest, shape)
-        yield f"blk.{parts[1]}.{own}", values.reshape(values.shape[0], -1) if "conv" in own and values.ndim > 2 else values
+        yield (
+            f"blk.{parts[1]}.{own}",
+            values.reshape(values.shape[0], -1) if "conv" in own and values.ndim > 2 else values,
+        )
 
 
 def _spread(values: Floats, rest: str, shape: HybridShape) -> Floats:

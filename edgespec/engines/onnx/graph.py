@@ -56,9 +56,9 @@ class Graph:
 
     `is_shared`: past and present may be one buffer; `max_positions`: rows of the rotary table, or None;
     `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
-    `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run
-    it; `head_sizes`: of the heads of keys of all its layers, whose cache is then ours; `states`: of its layers that keep
-    a running state; `cells`: of the caches that it was read for, 0 for any.
+    `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run it; `head_sizes`: of the
+    heads of keys of all its layers, whose cache is then ours; `states`: of its layers that keep a running state;
+    `cells`: of the caches that it was read for, 0 for any.
     """
 
     serialised: bytes

@@ -17,7 +17,8 @@ HYBRIDS = {
     "lfm2": Kind("Lfm2ForCausalLM", "lfm2", has_head_norms=True),
 }
 _PRE_NORM = {"input_layernorm.weight": Tensor("attn_norm.weight", "d")}
-_GATED = {"self_attn.q_proj.weight": Tensor("attn_q.weight", "2q d")}
+_NORMED_ATTENTION = {**ATTENTION, **HEAD_NORMS}
+_GATED_ATTENTION = {**_NORMED_ATTENTION, "self_attn.q_proj.weight": Tensor("attn_q.weight", "2q d")}
 _DELTA_NET = {
     "linear_attn.in_proj_qkv.weight": Tensor("attn_qkv.weight", "channels d"),
     "linear_attn.in_proj_z.weight": Tensor("attn_gate.weight", "values d"),
@@ -74,8 +75,6 @@ class _HybridReader(Reader):
 
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         assert isinstance(sizes, _HybridSizes)
-        if not 0 < len(self._recurrent) < sizes.layers:
-            raise self._wrong("its layers are all of one kind, of a hybrid some keep a running state and some attend")
         return HybridConfig(
             **self._settings(sizes, tensors),
             rotary_dim=self._num_rotated(sizes),
@@ -87,10 +86,15 @@ class _HybridReader(Reader):
             has_gated_attention=self._attention["self_attn.q_proj.weight"].shape == "2q d",
         )
 
+    def _check_heads(self, sizes: Sizes) -> None:
+        if not 0 < len(self._recurrent) < sizes.layers:
+            raise self._wrong("its layers are all of one kind; of a hybrid some keep a running state and some attend")
+        super()._check_heads(sizes)
+
     def _num_rotated(self, sizes: Sizes) -> int:
         rotated = self._size("rope.dimension_count", sizes.head_dim)
         if rotated % 2 or rotated > sizes.head_dim:
-            raise self._wrong(f"its rope.dimension_count {rotated} is not even, or above its head size {sizes.head_dim}")
+            raise self._wrong(f"its rope.dimension_count {rotated} is odd, or above its head size {sizes.head_dim}")
         return rotated
 
     def _numbers(self, key: str) -> tuple[int, ...]:
@@ -107,7 +111,7 @@ class _Qwen35(_HybridReader):
         *(f"ssm.{key}" for key in _STATE_KEYS),
         *("full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections", "nextn_predict_layers"),
     )
-    _attention = {**ATTENTION, **HEAD_NORMS, **_GATED}
+    _attention = _GATED_ATTENTION
     _mixer = _DELTA_NET
     _second_norm = "post_attention_norm.weight"
 
@@ -120,7 +124,8 @@ class _Qwen35(_HybridReader):
         self._recurrent = frozenset(n for n in range(layers) if (flags[n : n + 1] or ((n + 1) % every,))[0])
         taps, values, state, value_heads, key_heads = (self._size(f"ssm.{key}") for key in _STATE_KEYS)
         if values != value_heads * state or value_heads % key_heads:
-            raise self._wrong(f"its {value_heads} heads of {state} values for {key_heads} of keys are not {values} wide")
+            told = f"{value_heads} heads of {state} values for {key_heads} of keys"
+            raise self._wrong(f"its {told} are not {values} wide")
         head_dim, kv_heads = self._size("attention.key_length", width // heads), self._size("attention.head_count_kv")
         own = taps, key_heads, value_heads, state
         return _HybridSizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context, *own)
@@ -130,7 +135,7 @@ class _Lfm2(_HybridReader):
     """Short convolutions, and attention in the layers that have heads of keys."""
 
     known_keys = (*KNOWN_KEYS, "shortconv.l_cache")
-    _attention = {**ATTENTION, **HEAD_NORMS}
+    _attention = _NORMED_ATTENTION
     _mixer = _SHORT_CONVOLUTION
 
     def __init__(self, path: Path, header: GgufHeader, kind: Kind, table: Architecture) -> None:

@@ -69,7 +69,7 @@ def kernel_graph(config: LlamaConfig, nodes: Nodes, form: Tiles) -> KernelGraph:
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:
-    """Cosines and sines [positions, half of what is rotated], rounded from 64 bits: numpy's own 32 bits depend on the CPU."""
+    """Cosines and sines [positions, half of what is rotated], from 64 bits: numpy's own 32 bits depend on the CPU."""
     halves = np.arange(0, config.num_rotated, 2, dtype=np.float32) / np.float32(config.num_rotated)
     base = np.full(halves.shape, np.float32(config.rope_theta), np.float64)
     powers: NDArray[np.float32] = np.power(base, halves.astype(np.float64)).astype(np.float32)
