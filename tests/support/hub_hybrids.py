@@ -115,10 +115,7 @@ def _converted(made: Any, kind: str, shape: HybridShape) -> Any:
             values = -np.exp(values)
         if rest.startswith("linear_attn") and "norm" not in rest:
             values = _spread(values, rest, shape)
-        yield (
-            f"blk.{parts[1]}.{own}",
-            values.reshape(values.shape[0], -1) if "conv" in own and values.ndim > 2 else values,
-        )
+        yield f"blk.{parts[1]}.{own}", values[:, 0] if values.ndim > 2 else values
 
 
 def _spread(values: Floats, rest: str, shape: HybridShape) -> Floats:
