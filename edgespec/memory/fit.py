@@ -8,7 +8,8 @@ Without a budget only the draft is given up, as it cannot change a text. In repr
 a text must not depend on whether there was room for a draft.
 
 Before that, numbers take the place of `-c auto` and `-ngl auto`: of the latter as many layers of the target as the free
-memory of the GPU holds, then the draft if it fits beside them. What is on no device runs on the CPU.
+memory of the GPU holds, then the draft if it fits beside them. What is on no device runs on the CPU. Last comes the
+number of answers at once, where that is to be chosen.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from edgespec.loading.requirements import without_drafts
 from edgespec.memory.plan import Fit, Plan, Room, Verdict, planned
 
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
+MOST_SEQUENCES = 4  # that nobody asked for
 _DRAFT_CONTEXTS = (1024, 512)
 _MOST_FILES = 8  # whose headers are read: each holds a whole vocabulary
 # What may be given up of one kind, the least of it first; None: nothing is.
@@ -101,7 +103,8 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     `planned`.
     """
     room = Room.now(options.memory) if room is None else room
-    whole = _fitted(placed(chosen_context(options, pair, room), pair), pair, room, {})
+    options = with_sequences(placed(chosen_context(options, pair, room), pair), pair, room)
+    whole = _fitted(options, pair, room, {})
     # Where nobody set a budget, weights may be read from their files again and again.
     wanted: tuple[Fit, ...] = ("fits",) if options.memory is not None else ("fits", "pages")
     if whole.verdict.fit in wanted:
@@ -117,6 +120,21 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
 def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
     """`options` with a number of tokens in place of 0 and "auto". Raises as `planned`."""
     return in_context(options, pair, lambda tried: _fitted(tried, pair, room, {}).verdict.fit == "fits")
+
+
+def with_sequences(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
+    """`options` with a number in place of parallel="auto": the most that fit with full texts, where these touch memory
+    as they grow. Raises as `planned`.
+    """
+    if options.parallel != "auto":
+        return options
+    for count in range(MOST_SEQUENCES, 1, -1):
+        found = _fitted(replace(options, parallel=count), pair, room, {})
+        if not all(model.footprint.grows for model in found.plan.models):
+            break
+        if found.verdict.fit == "fits":
+            return found.options
+    return replace(options, parallel=1)
 
 
 def _with_faster(found: Fitted, room: Room) -> Fitted:
@@ -297,7 +315,7 @@ def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOption
     """
     if options.context_length not in (0, "auto"):
         return options
-    most = min(own_context(pair.files["target"]), _MOST_CELLS // options.parallel)
+    most = min(own_context(pair.files["target"]), _MOST_CELLS // options.sequences)
     if options.context_length == 0:
         return replace(options, context_length=most)
     sizes = [*range(STEP, most, STEP), most]
