@@ -111,7 +111,7 @@ class LoadOptions:
     `device`: names of llama.cpp's devices for these layers, separated by commas, or "none"; without `gpu_layers`, all
     layers go there. `rpc`: "HOST:PORT[,HOST:PORT...]" of servers that hold the layers of a GGUF target; the draft stays
     on this machine. `memory`: "6GiB", "80%" of the free memory, "auto" for all of it, or bytes; options that are not
-    given are reduced to stay within it. None: the free memory, and only the draft model is reduced or left out.
+    given are reduced to stay within it. None: the free memory, and only the draft model is left out.
 
     `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens, or nodes for
     a drafter that drafts trees if the target can score trees; auto chooses every round; a number with drafter auto

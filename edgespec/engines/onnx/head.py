@@ -15,8 +15,7 @@ from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tiles import NORM
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
@@ -72,15 +71,12 @@ def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
     return rows, [node for node in graph.node if node.op_type in READ_ROWS and rows in node.input]
 
 
-def give_hidden(
-    graph: Any, path: Path, attention: Sequence[Any] = (), scales: NDArray[np.float32] | None = None
-) -> None:
+def give_hidden(graph: Any, path: Path, attention: Sequence[Any] = ()) -> None:
     """Make the input of the head an output of the graph, in float32, with the inputs of some layers before it.
 
-    `attention`: the attention operators of these layers; `scales` [width]: what the head's input was divided by, and is
-    multiplied by again in the output. Raises CapabilityError for an unknown width or structure.
+    `attention`: the attention operators of these layers. Raises CapabilityError for an unknown width or structure.
     """
-    from onnx import helper, numpy_helper
+    from onnx import helper
 
     if any(value.name == HIDDEN for value in graph.output):
         if attention:
@@ -98,10 +94,6 @@ def give_hidden(
     names = [f"edgespec.state.{place}" for place in range(len(states))]
     for state, name in zip(states, names, strict=True):
         graph.node.append(helper.make_node("Cast", [state], [name], to=FLOAT, name=name))
-    if scales is not None and scales.size == width:
-        graph.initializer.append(numpy_helper.from_array(scales, "edgespec.hidden_scales"))
-        graph.node.append(helper.make_node("Mul", [names[-1], "edgespec.hidden_scales"], ["edgespec.own_state"]))
-        names[-1] = "edgespec.own_state"
     graph.node.append(helper.make_node("Concat", names, [HIDDEN], axis=-1, name="give_hidden_states"))
     shape = [1, "sequence_length", width * len(states)]
     graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, shape))
