@@ -53,21 +53,6 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     help="Type of the draft.  [default: --quant, int8 for w8a8]",
 )
 @click.option(
-    "--draft-vocab",
-    type=int,
-    metavar="N",
-    help="ONNX: keep only the N likeliest tokens in the draft's head, so that its passes read less; it proposes no "
-    "others, and the text stays the target's. Pays off where the vocabulary is large compared with the draft.  "
-    "[default: all]",
-)
-@click.option(
-    "--draft-text",
-    type=FilePath(),
-    metavar="FILE.txt",
-    help="Text whose most common tokens --draft-vocab keeps; if it has too few, the tokens with the lowest ids are "
-    "added.",
-)
-@click.option(
     "--group-size",
     type=int,
     metavar="N",

@@ -65,7 +65,6 @@ from edgespec.types import Progress
 if TYPE_CHECKING:
     from edgespec.export.gguf.convert import OutputType
     from edgespec.export.onnx.hub_model import HubModel
-    from edgespec.export.onnx.writer import DraftVocabulary
 
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 GGUF_PACKAGES = ("gguf", "onnx", "tokenizers")
@@ -114,9 +113,7 @@ class ModelSource(ABC):
         """What a graph is written from."""
 
     @abstractmethod
-    def write_graph(
-        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
-    ) -> Path:
+    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
         """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
 
     @abstractmethod
@@ -148,12 +145,10 @@ class GgufFile(ModelSource):
     def config(self) -> LlamaConfig:
         return self.model.config
 
-    def write_graph(
-        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
-    ) -> Path:
+    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
         from edgespec.export.onnx.writer import convert_gguf
 
-        return convert_gguf(self.model, folder, quant, group_size, progress, vocabulary=vocabulary)
+        return convert_gguf(self.model, folder, quant, group_size, progress)
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -198,12 +193,10 @@ class Checkpoint(ModelSource):
     def config(self) -> LlamaConfig:
         return self._opened().config
 
-    def write_graph(
-        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
-    ) -> Path:
+    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
         from edgespec.export.onnx.writer import convert_hub
 
-        return convert_hub(self._opened(), folder, quant, group_size, progress, vocabulary=vocabulary)
+        return convert_hub(self._opened(), folder, quant, group_size, progress)
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -242,7 +235,6 @@ class Checkpoint(ModelSource):
 def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
     draft = f"; draft: {Path(request.draft).name}" if request.draft else ""
     draft += f"; heads: {request.heads.name}" if request.heads else ""
-    draft += f" with {request.draft_vocab} tokens" if request.draft_vocab else ""
     size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
     return f"{target.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
 
@@ -304,8 +296,6 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, ModelSource]
     for role in request.roles:
         given = request.source if role == "target" else cast(str, request.draft)
         models[role] = _gguf(request, given) if request.is_gguf else _checkpoint(request, role, given, reporter)
-        if (vocabulary := request.vocabulary_of(role)) is not None:
-            vocabulary.check(models[role].facts.vocabulary_size)
     if "draft" in models:
         check_same_names(models["target"].token_names(), models["draft"].token_names())
     if request.heads is not None:
@@ -452,7 +442,7 @@ class _Export:
                 size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
                 export_with_optimum(model.folder, folder, quant, size, progress)
             else:
-                model.write_graph(folder, quant, self.request.vocabulary_of(role), self.request.group_size, progress)
+                model.write_graph(folder, quant, self.request.group_size, progress)
         files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
         graph = f"onnx/{role}/model.onnx"
         files.remove(graph)
@@ -523,12 +513,10 @@ class _Export:
         self, model: ModelSource, artefact: Artefact, reference: Reference | None, progress: Progress
     ) -> Checked:
         """Compare a graph of edgespec's own writer with transformers, with llama.cpp, or with itself in float32."""
-        vocabulary, graph = self.request.vocabulary_of(artefact.role), self.workspace.pair / artefact.path
-        config, temporary = model.config(), self.workspace.temporary
-        config = vocabulary.applied(config, graph.parent) if vocabulary else config
+        graph, config, temporary = self.workspace.pair / artefact.path, model.config(), self.workspace.temporary
 
         def write_float(folder: Path) -> Path:
-            return model.write_graph(folder, FLOAT, vocabulary, None, lambda *_: None)
+            return model.write_graph(folder, FLOAT, None, lambda *_: None)
 
         def checked(gguf: Path | None) -> Checked:
             made = Made(graph, artefact.quant, config, model.facts.num_parameters, write_float, gguf, reference)

@@ -24,7 +24,7 @@ from edgespec.export.gguf.quantise import export_gguf
 from edgespec.export.onnx import weights, writer
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.weights import mixed_kind
-from edgespec.export.onnx.writer import DraftVocabulary, convert_gguf, convert_hub, open_gguf
+from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -46,11 +46,11 @@ pytestmark = [
 ]
 
 
-def graph(source: Path, folder: Path, quant: str, vocabulary: DraftVocabulary | None = None) -> Path:
+def graph(source: Path, folder: Path, quant: str) -> Path:
     folder.mkdir()
     if source.is_dir():
-        return convert_hub(open_hub(source), folder, quant, vocabulary=vocabulary)
-    return convert_gguf(open_gguf(source), folder, quant, vocabulary=vocabulary)
+        return convert_hub(open_hub(source), folder, quant)
+    return convert_gguf(open_gguf(source), folder, quant)
 
 
 def logits(path: Path) -> Floats:
@@ -110,14 +110,6 @@ def test_a_type_loses_little_of_a_checkpoint(case: str, quant: str, tmp_path: Pa
     with OnnxEngine.load(graph(source, tmp_path / "exact", "fp32"), context_length=64, threads=TEST_THREADS) as engine:
         exact = engine.forward(Batch.chain(IDS)).copy()
     assert mean_kl(logits(graph(source, tmp_path / "made", quant)), exact) < {"q8_0": 0.006, "q4_k_m": 0.2}[quant]
-
-
-def test_a_draft_keeps_some_rows_of_the_head(tmp_path: Path):
-    whole = logits(graph(TARGET, tmp_path / "whole", "q8_0"))
-    some = logits(graph(TARGET, tmp_path / "some", "q8_0", DraftVocabulary(512)))
-    has_row = some[0] > -1e29
-    assert has_row.sum() == 512
-    np.testing.assert_array_equal(some[:, has_row], whole[:, has_row])
 
 
 @pytest.mark.parametrize("source", [TARGET, CHECKPOINT], ids=["gguf", "checkpoint"])

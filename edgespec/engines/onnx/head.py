@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tiles import NORM
 
-if TYPE_CHECKING:
-    pass
-
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
-SPREAD = {
-    "Pad": 0,
-    "Split": 0,
-    "Concat": 0,
-    "Transpose": 0,
-    "ScatterND": 2,
-}  # join the logits of parts of a vocabulary: which input to follow
 TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
 READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
 
@@ -50,8 +40,8 @@ def head_of(graph: Any, path: Path) -> Any:
     """The operator that turns hidden states into logits. Raises ModelFileError for one of an unknown kind."""
     made = producers(graph)
     head = made[LOGITS]
-    while head.op_type in UNARY_AFTER_HEAD or head.op_type in SPREAD:
-        value = head.input[SPREAD.get(head.op_type, 0)]
+    while head.op_type in UNARY_AFTER_HEAD:
+        value = head.input[0]
         if value not in made:
             break
         head = made[value]
