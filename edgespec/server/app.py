@@ -248,7 +248,6 @@ _NATIVE = Endpoint(NativeCompletion, native.read_native, _generating, native.Nat
 _RESPONSES = Endpoint(ResponseRequest, responses.read_responses, _generating, responses.ResponsesExchange)
 _RESPONSES_TOKENS = Endpoint(ResponseRequest, responses.count_input_tokens, _replying)
 _UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
-_EMBEDDING = Endpoint(embeddings.NativeEmbedding, embeddings.read_native, _embedding)
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
     "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
@@ -269,14 +268,11 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize, _replying),
     "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize, _replying),
     "/apply-template": Endpoint(Chat, chat.apply_template, _replying),
-    "/embedding": _EMBEDDING,
-    "/embeddings": _EMBEDDING,
     # Ollama's
     "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, _generating, OllamaExchange, _UNLOADS_CHAT),
     "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, _generating, OllamaExchange, _UNLOADS),
     "/api/show": Endpoint(facts.ShowRequest, facts.show, _telling),
     "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding),
-    "/api/embeddings": Endpoint(embeddings.OllamaPromptEmbedding, embeddings.read_ollama_prompt, _embedding),
 }
 
 

@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="the tiny models need the package gguf: scripts/run.py install export")
 
-from demo import DEMO, TEST_THREADS
+from demo import TEST_THREADS
 from edgespec.errors import ModelFileError
 from edgespec.export.check import open_engine
 from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.weights import HubWeights
 from edgespec.export.onnx.writer import convert_hub
 from edgespec.export.request import ONNX_QUANTS, TILED
 from edgespec.formats.checkpoint import INDEX, Checkpoint
-from edgespec.formats.onnx import DATA, llama
+from edgespec.formats.onnx import DATA
 from edgespec.types import Batch
 from tiny_checkpoints import (
     COLUMNS,
@@ -132,22 +131,6 @@ def test_a_window_is_kept(tmp_path: Path):
     assert difference(plain[9:], changed[9:]) < 1e-6  # positions 9 - 5 and later are seen
 
 
-def test_qwens_window_needs_its_switch(tmp_path: Path):
-    settings: dict[str, Any] = {"sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 2}
-    off, on = (
-        open_hub(write_checkpoint(tmp_path / str(flag), "qwen2", use_sliding_window=flag, **settings)).config
-        for flag in (False, True)
-    )
-    assert (off.windowed_layers, on.windowed_layers, on.window) == (frozenset(), {1}, 6)
-
-
-def test_layers_without_rotary_positions_are_those_of_the_list(tmp_path: Path):
-    """llama.cpp's SmolLM3 has them in every fourth layer only; a pruned model has others."""
-    source = write_checkpoint(tmp_path / "s", "smollm3", num_hidden_layers=2, no_rope_layers=[0, 1])
-    assert open_hub(source).config.unrotated_layers == {0}
-    assert np.isfinite(logits(graph(source, tmp_path / "made"))).all()
-
-
 def test_the_folders_own_files_come_along(tmp_path: Path):
     source = write_checkpoint(tmp_path / "q", "qwen3")
     settings = json.loads((source / "tokenizer_config.json").read_text())
@@ -180,15 +163,6 @@ def test_a_tag_that_llama_cpp_takes_for_a_control_token_is_one_in_the_graphs_tok
         if token["content"] == "</s>"
     ]
     assert added["special"] and added["id"] == tokenizer["model"]["vocab"]["</s>"]
-
-
-def test_rows_come_in_their_order_whatever_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = open_hub(DEMO / "hf" / "target")
-    name = "model.layers.3.mlp.down_proj.weight"
-    monkeypatch.setattr("edgespec.export.onnx.weights.HUB_WEIGHTS_AT_ONCE", 1000)
-    parts = list(HubWeights(model).rows(name))
-    assert len(parts) > 10
-    np.testing.assert_array_equal(np.concatenate(parts), model.checkpoint.weights(name))
 
 
 # what is refused
@@ -245,15 +219,6 @@ def test_what_the_graph_would_not_compute_is_refused(case: str, changes: dict[st
     assert str(source) in str(refused.value) or "config.json" in str(refused.value)
 
 
-def test_rotary_settings_may_be_there_twice_where_both_say_the_same(tmp_path: Path):
-    linear = {"rope_type": "linear", "factor": 4.0}
-    source = write_checkpoint(
-        tmp_path / "m", "smollm2", rope_parameters={**linear, "rope_theta": 700.0}, rope_scaling={**linear}
-    )
-    found = open_hub(source).config
-    assert (found.rope_theta, set(found.rope_divisors)) == (700.0, {4.0})
-
-
 def test_a_tokenizer_with_more_words_than_the_model_is_refused_before_anything_is_written(tmp_path: Path):
     source = write_checkpoint(tmp_path / "m", "smollm2")
     tokenizer = json.loads((source / "tokenizer.json").read_text())
@@ -262,22 +227,6 @@ def test_a_tokenizer_with_more_words_than_the_model_is_refused_before_anything_i
     with pytest.raises(ModelFileError, match=f"a token with the id {VOCABULARY}, config.json has {VOCABULARY} ids"):
         graph(source, tmp_path / "made")
     assert not list((tmp_path / "made").iterdir())
-
-
-def test_an_architecture_may_be_named_alone(tmp_path: Path):
-    source = write_checkpoint(tmp_path / "m", "smollm2", architectures="LlamaForCausalLM")
-    assert open_hub(source).config.num_layers == 3
-
-
-def test_rotary_tables_do_not_depend_on_how_many_positions_are_made_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    config = open_hub(write_checkpoint(tmp_path / "m", "smollm2")).config
-    whole = llama.rotary_tables(config)
-    monkeypatch.setattr(llama, "_POSITIONS_AT_ONCE", 7)
-    parts = llama.rotary_tables(config)
-    assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
-    assert llama.rotary_bytes(config) == sum(table.nbytes for table in whole)
 
 
 def truncate(source: Path) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("gguf", reason="quantising needs the package gguf: scripts/r
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.errors import ConfigError, ModelFileError, StateError, UsageError
+from edgespec.errors import ConfigError, ModelFileError, StateError
 from edgespec.export.gguf.convert import convert
 from edgespec.export.gguf.quantise import (
     GGUF_QUANTS,
@@ -105,43 +105,6 @@ def test_every_architecture_can_be_quantised(tmp_path: Path, case: str):
     assert np.corrcoef(wanted.ravel(), found.ravel())[0, 1] > 0.95
 
 
-def test_the_importance_matrix_is_heeded(wide_gguf: Path, importance: Importance, tmp_path: Path):
-    """Channels without any importance may be rounded as they come, so other numbers are stored."""
-    plain, weighted = tmp_path / "plain.gguf", tmp_path / "weighted.gguf"
-    quantise(wide_gguf, plain, "q4_k_m", threads=1)
-    quantise(wide_gguf, weighted, "q4_k_m", importance=importance, threads=1)
-    assert plain.stat().st_size == pytest.approx(weighted.stat().st_size, rel=0.01)
-    assert np.abs(logits_of(plain) - logits_of(weighted)).max() > 1e-3
-
-
-def test_progress_counts_the_tensors(wide: Path, tmp_path: Path):
-    calls: list[tuple[int, int, str]] = []
-    export_gguf(wide, tmp_path / "out.gguf", "q4_0", threads=1, progress=lambda *call: calls.append(call))
-    totals = [call[1] for call in calls]
-    assert set(totals) == {20}
-    assert (20, 20, "done") in calls  # the conversion
-    assert [call[0] for call in calls[-20:]] == list(range(1, 21))  # the quantisation
-    assert any(name == "blk.1.ffn_down.weight" for _, _, name in calls[-20:])
-
-
-def test_what_a_progress_callback_raises_comes_out(wide: Path, tmp_path: Path):
-    def stop(done: int, _total: int, _what: str) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
-    for quant in ("f16", "q4_0"):
-        with pytest.raises(KeyboardInterrupt):
-            export_gguf(wide, tmp_path / "out.gguf", quant, threads=1, progress=stop)
-    with pytest.raises(KeyboardInterrupt):
-        quantise(_source(wide, tmp_path), tmp_path / "out.gguf", "q4_0", threads=1, progress=stop)
-    assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
-
-
-def _source(folder: Path, tmp_path: Path) -> Path:
-    convert(folder, tmp_path / "source.gguf", "f16")
-    return tmp_path / "source.gguf"
-
-
 def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="'q9_z' is not known; allowed: f32, f16, bf16, q8_0"):
         export_gguf(wide, tmp_path / "out.gguf", "q9_z")
@@ -195,15 +158,6 @@ def test_importance_is_the_mean_of_squared_inputs(tmp_path: Path):
     assert np.allclose(found["blk.0.attn_q.weight"], (first**2).mean(0), rtol=1e-4)
     last = states[-1][0].numpy()
     assert np.allclose(found["token_embd.weight"], (last**2).mean(0), rtol=1e-4)
-
-
-def test_importance_of_a_text_that_cannot_be_read(tmp_path: Path):
-    pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    for name, message in {"empty": "has 0 tokens", "binary": "cannot be read as UTF-8", "none": "cannot be"}.items():
-        with pytest.raises(UsageError, match=message):
-            measure_importance(DEMO / "draft", tmp_path / f"{name}.txt")
 
 
 LIMITED = """
