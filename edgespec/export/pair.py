@@ -99,11 +99,6 @@ class ModelSource(ABC):
     name: str
     facts: Facts
 
-    @property
-    @abstractmethod
-    def identity(self) -> Any:
-        """A JSON value that changes whenever the weights may have changed."""
-
     @abstractmethod
     def token_names(self) -> list[str]:
         """Token text by id."""
@@ -133,11 +128,6 @@ class GgufFile(ModelSource):
 
         self.model: GgufModel = open_gguf(path)
         self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
-
-    @property
-    def identity(self) -> Any:
-        facts = self.path.stat()
-        return [str(self.path.resolve()), facts.st_size, facts.st_mtime_ns]
 
     def token_names(self) -> list[str]:
         return [text.decode(errors="replace") for text in self.model.header.tokens]
@@ -177,10 +167,6 @@ class Checkpoint(ModelSource):
     def __init__(self, source: Source) -> None:
         self.source, self.name, self.facts = source, source.name, read_facts(source)
         self.folder = source.folder
-
-    @property
-    def identity(self) -> Any:
-        return self.source.identity
 
     def token_names(self) -> list[str]:
         return token_names(self.folder)
@@ -249,17 +235,11 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
     check_output(request.output, replace=request.force)
     with keeping_headers(), opened(request.output, replace=request.force) as workspace:
         models = _found(request, reporter)
-        identity = {**request.identity(), "models": {role: model.identity for role, model in models.items()}}
-        if finished := workspace.begin(identity):
-            reporter.note(f"resuming an interrupted export: {finished} files are finished")
-        try:
-            models = _fetched(request, models, workspace, reporter)
-            export = _Export(request, models, workspace, reporter)
-            artefacts = export.make()
-            figures = export.check(artefacts)
-            files = export.describe(artefacts, figures)
-        finally:
-            workspace.tidy()
+        models = _fetched(request, models, reporter)
+        export = _Export(request, models, workspace, reporter)
+        artefacts = export.make()
+        figures = export.check(artefacts)
+        files = export.describe(artefacts, figures)
         workspace.publish()
     return Exported(request.output, files, figures)
 
@@ -278,12 +258,12 @@ def _require(request: ExportRequest) -> None:
         source_here(request.source, request.revision)  # nobody shall install torch for a folder that cannot be used
         if request.draft is not None:
             source_here(request.draft)
-        require_packages(request.formats, torch=request.check or request.imatrix is not None)
+        require_packages(request.formats, torch=request.check)
     for role in request.roles:
         if "gguf" in request.formats:
             from edgespec.export.gguf.quantise import check_quant
 
-            check_quant(request.quant_of(role, "gguf"), has_importance=request.imatrix is not None)
+            check_quant(request.quant_of(role, "gguf"))
         if "onnx" in request.formats and request.exporter == "edgespec":
             from edgespec.export.onnx.writer import check_form
 
@@ -350,15 +330,12 @@ def check_given_heads(path: Path, target: Facts) -> None:
         )
 
 
-def _fetched(
-    request: ExportRequest, models: Mapping[str, ModelSource], workspace: Workspace, reporter: Reporter
-) -> dict[str, ModelSource]:
+def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter: Reporter) -> dict[str, ModelSource]:
     """The models with their weights fetched, after checking that disk and memory suffice."""
-    finished = sum(facts["bytes"] for facts in workspace.file_facts().values())
     checkpoints = [model for model in models.values() if isinstance(model, Checkpoint)]
     download = sum(model.source.missing_bytes for model in checkpoints)
     needs = needs_of(request, {role: model.facts for role, model in models.items()}, download)
-    check_room(needs, request.output, checkpoints[0].folder if checkpoints else None, finished)
+    check_room(needs, request.output, checkpoints[0].folder if checkpoints else None)
     target = models["target"]
     reporter.note(
         f"{target.name}: {target.facts.architecture}, {target.facts.num_parameters / 1e6:.1f} M parameters; the export "
@@ -384,22 +361,19 @@ class _Export:
     # making the files
 
     def make(self) -> list[Artefact]:
-        """All files; those that are finished are not made again."""
+        """All files."""
         found = []
         for wanted in self.request.formats:
             write = self._gguf if wanted == "gguf" else self._onnx
             for role in self.request.roles:
                 title = f"{role} to {wanted.upper()} {self.request.quant_of(role, wanted)}"
-                found.append(self._once(f"{wanted}.{role}", title, partial(write, role)))
+                found.append(self._made(title, partial(write, role)))
         if self.request.heads is not None:
             kind = read_head_file(self.request.heads).manifest.kind
-            key = f"{self.request.formats[0]}.{kind}"
-            found.append(self._once(key, f"{kind} heads", partial(self._heads, self.request.heads, kind)))
+            found.append(self._made(f"{kind} heads", partial(self._heads, self.request.heads, kind)))
         return found
 
-    def _once(self, key: str, title: str, write: Callable[[Progress], Artefact]) -> Artefact:
-        if (found := self.workspace.finished(key)) is not None:
-            return found
+    def _made(self, title: str, write: Callable[[Progress], Artefact]) -> Artefact:
         with self.reporter.stage(title) as progress:
             found = write(progress)
         self.workspace.finish(found)
@@ -412,18 +386,15 @@ class _Export:
         return Artefact("gguf", role, quant, path.name, (), model.facts.num_parameters)
 
     def _write_gguf(self, role: str, quant: str, path: Path, progress: Progress) -> None:
-        from edgespec.export.gguf.quantise import export_gguf, measure_importance
+        from edgespec.export.gguf.quantise import export_gguf
 
-        request, model, importance = self.request, self.models[role], None
+        request, model = self.request, self.models[role]
         assert isinstance(model, Checkpoint)
-        if request.imatrix is not None:
-            importance = measure_importance(model.folder, request.imatrix, progress=progress)
         name = request.name or self.models["target"].name
         export_gguf(
             model.folder,
             path,
             quant,
-            importance=importance,
             name=name if role == "target" else f"{name} {role}",
             licence=request.licence,
             threads=request.threads,
@@ -458,7 +429,7 @@ class _Export:
     # checking them
 
     def check(self, artefacts: list[Artefact]) -> dict[str, Any]:
-        """Check all models; returns figures for the manifest. Raises ExportRefused after deleting the failed file."""
+        """Check all models; returns figures for the manifest. Raises ExportRefused."""
         figures: dict[str, Any] = {"performed": self.request.check, "tokenisation": "equal"}
         for role, model in self.models.items():
             mine = [artefact for artefact in artefacts if artefact.role == role]
@@ -477,22 +448,18 @@ class _Export:
         for artefact in artefacts:
             path = self.workspace.pair / artefact.path
             pairs = []  # (folder with tokenizer.json, GGUF)
-            try:
-                if isinstance(model, GgufFile):
-                    check_round_trip(path.parent)
-                    if not has_engine("llamacpp"):
-                        return "round trip"
-                    pairs = [(path.parent, model.path)]
-                elif artefact.format == "gguf":
-                    assert isinstance(model, Checkpoint)
-                    pairs = [(model.folder, path)]
-                for folder, gguf in pairs:
-                    from edgespec.export.gguf.tokenizer import check_tokenizer
+            if isinstance(model, GgufFile):
+                check_round_trip(path.parent)
+                if not has_engine("llamacpp"):
+                    return "round trip"
+                pairs = [(path.parent, model.path)]
+            elif artefact.format == "gguf":
+                assert isinstance(model, Checkpoint)
+                pairs = [(model.folder, path)]
+            for folder, gguf in pairs:
+                from edgespec.export.gguf.tokenizer import check_tokenizer
 
-                    check_tokenizer(folder, gguf)
-            except ModelFileError:
-                self.workspace.forget(artefact.key)
-                raise
+                check_tokenizer(folder, gguf)
         return "equal"
 
     def _checked(self, model: ModelSource, artefacts: list[Artefact], progress: Progress) -> Checked:
@@ -522,14 +489,10 @@ class _Export:
             made = Made(graph, artefact.quant, config, model.facts.num_parameters, write_float, gguf, reference)
             return check_conversion(made, temporary, self.request.threads, progress)
 
-        try:
-            if reference is not None:
-                return checked(None)
-            with model.for_llamacpp(temporary) as gguf:
-                return checked(gguf)
-        except _WRONG:
-            self.workspace.forget(artefact.key)
-            raise
+        if reference is not None:
+            return checked(None)
+        with model.for_llamacpp(temporary) as gguf:
+            return checked(gguf)
 
     def _compared(
         self, model: Checkpoint, artefacts: list[Artefact], reference: Reference, progress: Progress
@@ -558,7 +521,6 @@ class _Export:
                 complaint = str(error)
             if complaint:
                 what = "" if quant == artefact.quant else f"before quantisation, as {quant}, "
-                self.workspace.forget(artefact.key)
                 raise ExportRefused(
                     f"the export of {artefact.label} is wrong and was removed: {what}{complaint}. Try another --quant "
                     "or --exporter, and please report this with the model's name"
@@ -570,7 +532,7 @@ class _Export:
 
     def describe(self, artefacts: list[Artefact], figures: Mapping[str, Any]) -> dict[str, int]:
         """Write the manifest and check that it can be read; returns sizes in bytes by file."""
-        values, facts = self.models["target"].describe(self.request), self.workspace.file_facts()
+        values, facts = self.models["target"].describe(self.request), self.workspace.file_facts
         for artefact in artefacts:
             values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
         values["figures"] = {"check": dict(figures)}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from edgespec.config.habits import did_you_mean
-from edgespec.errors import ConfigError, UsageError
-from edgespec.formats.manifest import sha256_of
+from edgespec.errors import ConfigError
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
@@ -41,7 +40,6 @@ class ExportRequest:
     draft: str | None = None
     draft_quants: Mapping[Format, str] = field(default_factory=dict)
     group_size: int | None = None
-    imatrix: Path | None = None
     exporter: str = "edgespec"
     revision: str | None = None
     name: str | None = None
@@ -70,10 +68,6 @@ class ExportRequest:
             for role in self.roles:
                 if (quant := self.quant_of(role, "onnx")) not in OPTIMUM_QUANTS:
                     raise ConfigError(f"--exporter optimum does not write {quant}; allowed: {listed(OPTIMUM_QUANTS)}")
-        if self.imatrix is not None:
-            if "gguf" not in self.quants:
-                raise ConfigError("--imatrix is for GGUF: give --to gguf or --to both")
-            _read_text("--imatrix", self.imatrix)
         if self.is_gguf:
             self._check_gguf()
 
@@ -106,30 +100,6 @@ class ExportRequest:
     def quant_of(self, role: str, wanted: Format) -> str:
         quant = self.quants[wanted]
         return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
-
-    def identity(self) -> dict[str, Any]:
-        """All options that the files depend on, as JSON values."""
-        return {
-            "made_by": self.made_by,
-            "quants": dict(self.quants),
-            "draft_quants": dict(self.draft_quants),
-            "group_size": self.group_size,
-            "heads": None if self.heads is None else sha256_of(self.heads),
-            "exporter": self.exporter,
-            "imatrix": None if self.imatrix is None else sha256_of(self.imatrix),
-            "name": self.name,
-            "licence": self.licence,
-        }
-
-
-def _read_text(flag: str, path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {path} cannot be read as UTF-8 text: {error}") from error
-    if not text.strip():
-        raise UsageError(f"{flag} {path} is empty: give text similar to later use")
-    return text
 
 
 def known_quants(wanted: Format) -> tuple[str, ...]:

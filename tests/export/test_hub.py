@@ -103,7 +103,7 @@ def in_process(tmp_path, hub, monkeypatch) -> HubServer:
 
 def test_small_files_come_first_and_weights_when_they_are_wanted(in_process):
     source = find_source(ID)
-    assert (source.name, source.identity) == ("demo", f"{ID}@{COMMIT}")
+    assert (source.name, source.folder.name) == ("demo", COMMIT)
     assert source.missing == source.weights == {"model.safetensors": (DRAFT / "model.safetensors").stat().st_size}
     assert not (source.folder / "model.safetensors").exists()
     told: list[tuple[str, int]] = []
@@ -111,7 +111,7 @@ def test_small_files_come_first_and_weights_when_they_are_wanted(in_process):
     assert told == list(source.weights.items())
     assert (source.folder / "model.safetensors").read_bytes() == (DRAFT / "model.safetensors").read_bytes()
     assert find_source(ID).missing == {}
-    assert find_source(ID, COMMIT).identity == source.identity
+    assert find_source(ID, COMMIT).folder == source.folder
 
 
 @pytest.mark.parametrize(
