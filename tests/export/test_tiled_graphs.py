@@ -18,10 +18,9 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx import graph as graphs
 from edgespec.engines.onnx.footprint import footprint
-from edgespec.engines.onnx.sessions import reason
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.gguf.quantise import export_gguf
-from edgespec.export.onnx import weights, writer
+from edgespec.export.onnx import writer
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.weights import mixed_kind
 from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
@@ -29,7 +28,7 @@ from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama import rotary_bytes
-from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION, PRODUCT
+from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch
@@ -159,40 +158,3 @@ def test_without_llama_cpp_another_type_is_named(tmp_path: Path, monkeypatch: py
         result = export(source, tmp_path / "pair", "--quant", "q4_k_m", "--no-check")
         assert result.exit_code != 0
         assert "needs llama.cpp" in result.stderr and "or export q8_0" in result.stderr
-
-
-def test_weights_that_half_precision_does_not_hold_are_refused():
-    with pytest.raises(ModelFileError, match="too large for F16"):
-        _Large().pack(HEAD, np.empty(7 * 32, np.uint8))[0]()
-
-
-class _Large(weights.QuantisedTiles):
-    def __init__(self) -> None:
-        super().__init__(self, "q8_0", 1)
-
-    is_tied = False
-
-    def vector(self, name: str) -> Floats:
-        raise AssertionError(f"no vector is asked for, {name} was")
-
-    def shape(self, name: str) -> tuple[int, int]:
-        return 3, 7
-
-    def rows(self, name: str) -> list[Floats]:
-        return [np.full(self.shape(name), 1e6, np.float32)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--exporter", "optimum"], "--exporter optimum does not write q8_0"),
-        (["--group-size", "32"], "--group-size is not for q8_0"),
-    ],
-)
-def test_options_of_other_types_are_refused(arguments: list[str], said: str, tmp_path: Path):
-    result = export(CHECKPOINT, tmp_path / "pair", "--quant", "q8_0", *arguments)
-    assert result.exit_code != 0 and said in result.stderr
-
-
-def test_a_gpu_is_told_that_tiles_are_for_processors():
-    assert "processors only" in reason("webgpu", PRODUCT.encode(), "an operator is missing")
