@@ -5,8 +5,7 @@ Layout of a pair:
 
     target-QUANT.gguf  draft-QUANT.gguf  onnx/target/model.onnx ...  onnx/draft/model.onnx ...  heads/eagle.npz
 
-What is finished is in the workspace's journal, so that an interrupted export can be resumed. The folder gets its final
-name only after all files passed the check.
+The folder gets its final name only after all files passed the check; what an interrupted export wrote is deleted.
 """
 
 from __future__ import annotations

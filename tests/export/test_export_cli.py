@@ -208,7 +208,7 @@ def test_an_existing_pair_is_kept_unless_forced(tmp_path):
 
 
 @POSIX
-def test_an_interrupt_says_how_to_go_on(tmp_path):
+def test_an_interrupt_writes_nothing(tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "export_hf.py")]
     arguments = [TARGET, "-o", str(tmp_path / "pair"), "--no-check", "--quant", "q4_k_m", "--draft", DRAFT]
 
