@@ -347,16 +347,6 @@ def _try(url: str, model: str) -> None:
         return
 
 
-def test_clients_of_both_at_once(private_home: Path):
-    with served(private_home, PATHS[ONNX], *CONTEXT, "--reproducible") as process:
-        url = read_line(process)["url"]
-        expected = {name: complete(url, name).json()["choices"] for name in ("demo", "target")}
-        names = ["demo", "target", "target", "demo"] * 4
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda name: complete(url, name).json(), names))
-        assert all(answer["choices"] == expected[name] for name, answer in zip(names, answers, strict=True))
-
-
 def test_the_sidecar_serves_several_too(private_home: Path):
     with served(private_home, PATHS[ONNX], "--stdio", "-c", "1024") as process:
         assert process.stdin is not None
@@ -413,21 +403,6 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         log = errors_of(process)
         assert log.count("note: answer: ") == 4  # from the engine's thread
         assert log.count("the model is unloaded") == 4 and log.count("is loaded again") == 3 and "Traceback" not in log
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_a_signal_while_it_is_loaded_again_ends_it(private_home: Path):
-    with served(private_home, "--port", "0", "--idle-unload", "0.2") as process:
-        url = read_line(process)["url"]
-        until(lambda: not is_loaded(url), process=process)
-        asking = subprocess.Popen(
-            [sys.executable, "-c", f"import urllib.request as r; r.urlopen('{url}/tokenize', b'{{}}')"]
-        )
-        until(lambda: is_loaded(url) or asking.poll() is not None, process=process)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(ENDS_WITHIN_S) == 0
-        asking.wait(ENDS_WITHIN_S)
-        assert "Traceback" not in errors_of(process)
 
 
 def test_the_sidecar_unloads_too(private_home: Path):
