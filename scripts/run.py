@@ -70,7 +70,7 @@ EXTRAS = {
 }
 # Commands that read a GGUF themselves, if at all.
 ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
-READS_NO_MODEL = ("corpus", "doctor", "ls", "pair", "plan", "pull", "rm", "show")
+READS_NO_MODEL = ("corpus", "doctor", "drafts", "list", "ls", "pair", "plan", "pull", "remove", "rm", "show")
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
 # rest of another.
