@@ -178,15 +178,6 @@ def test_branches_of_a_tree_have_the_bits_of_chains(base: int, floor: int) -> No
         np.testing.assert_array_equal(bits(after), bits(chained.chain(0, base + depth, base + depth + 5)))
 
 
-def test_few_rows_are_taken_from_the_log_again(alone: list[Floats]) -> None:
-    model = Model()
-    starts = []
-    for at in range(20):
-        model.chain(0, at, at + 1)
-        starts.append(model.states.start(0))
-    assert starts == [0] * 9 + [9] * 9 + [18] * 2
-
-
 def test_a_floor_keeps_rows_droppable_while_the_log_has_room(alone: list[Floats]) -> None:
     model = Model()
     model.chain(0, 0, 50)

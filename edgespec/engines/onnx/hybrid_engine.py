@@ -25,11 +25,11 @@ from edgespec.formats.onnx.tiles import STATES
 from edgespec.kernels.states import NO_FLOOR, KernelStates, StateSizes, states_bytes
 from edgespec.types import Batch, Logits
 
-LOG = 32  # rows that a text can drop
+LOG = 32  # rows of a pass that a text can drop
 
 
 class HybridEngine(KernelEngine):
-    """As `KernelEngine`; a text rolls back to its last LOG rows at least, to checkpoints, and to 0."""
+    """As `KernelEngine`; a text drops any of its last pass's rows, up to LOG, or returns to a checkpoint or to 0."""
 
     def __init__(
         self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]

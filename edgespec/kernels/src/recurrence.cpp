@@ -33,8 +33,6 @@ void add_all(const State& s, int64_t cell, float* copy) {
     add_logged(*path_in_use().recurrence, s, h, column, 1, cell, copy, copy);
 }
 
-// Rows that a pass may take from the log without adding them for good: writing a state costs more.
-constexpr int64_t kMostAgain = 8;
 struct Layer { int64_t number, key_heads, value_heads, size; float epsilon; };  // number: of the states'
 // The rows of one text. S is at position `start` and will be at `settled`, which is beyond `base` where not all rows fit the log.
 struct Part { int64_t first, last, base, start, settled; State state; };
@@ -192,7 +190,7 @@ OrtStatus* divide(Step* s, const char* name, Part* parts) {
     if (part.base && (header.start < 0 || header.start > part.base || header.end < part.base || part.base - header.start > s->states->log))
       return invalid("edgespec: %s has a row %lld at position %lld of a text whose state reaches %lld to %lld", name, (long long)first, (long long)part.base, (long long)header.start, (long long)header.end);
     const int64_t floor = s->states->floors[root.slot], wanted = floor < part.base ? floor : part.base, least = part.base + (last - first) - s->states->log;
-    part.settled = part.base - part.start > kMostAgain && wanted > part.start ? wanted : part.start;
+    part.settled = wanted > part.start ? wanted : part.start;
     if (part.settled < least) part.settled = least;
     for (int64_t row = first; row < last; row++) {
       if (part.settled > part.base && row > first && s->rows[row].parent != row - 1) return invalid("edgespec: %s has %lld rows with branches, its states keep %lld", name, (long long)(last - first), (long long)s->states->log);
