@@ -349,6 +349,7 @@ def test_going_on_from_a_kept_path_is_going_on_from_its_tokens(engine, node):
     prompt, draft, after = some_ids(engine, 20), side_draft(engine), some_ids(engine, 5, seed=9)
     path = paths_of(draft)[node] if node >= 0 else ()
     score(engine, prompt)
+    engine.checkpoint()
     scored = engine.forward(Batch.tree(3, draft))
     before = scored.copy()
     engine.keep_path((0, *(i + 1 for i in path)))
