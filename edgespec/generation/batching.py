@@ -161,6 +161,7 @@ class ContinuousBatch:
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
         member.run.on_round = request.on_round
         advisor.begin(request.options)
+        self._look_around(member)
 
     def _joined(
         self,
@@ -217,8 +218,10 @@ class ContinuousBatch:
         """The next event of the one that began alone; None where it has ended, which its handle was told."""
         while self._members and not claim.is_withdrawn:
             (member,) = self._members
-            if member.waiting is not None and not self._run([member]):
-                continue
+            if member.waiting is not None:
+                if not self._run([member]):
+                    continue
+                self._look_around(member)
             if (event := self._resumed(member)) is not None:
                 if event.finish_reason is not None:
                     self._leave(member)
@@ -329,17 +332,12 @@ class ContinuousBatch:
 
     def _move_on(self, member: Member) -> None:
         """Run a member's loop up to its next pass, and hand its events on."""
+        self._look_around(member)
         while (event := self._resumed(member)) is not None:
             member.on_event(event)
 
     def _resumed(self, member: Member) -> TokenEvent | None:
         """Run a member's loop up to its next event; None: it waits for a pass, or has ended."""
-        if member.waiting is not None and member.run.share is not None:
-            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
-        if not member.is_drafting:
-            self._look_around(member)
-        if member.controller is not None:  # controllers share what they know of costs
-            member.controller.share_passes(member.num_sharing, member.other_rows, member.prompt_rows)
         resume, member.resume, member.waiting = member.resume, partial(next, member.steps), None
         try:
             step = resume()
@@ -354,7 +352,15 @@ class ContinuousBatch:
         return None
 
     def _look_around(self, member: Member) -> None:
-        """Note what else the target's next pass holds, for a member's controller and its prompt."""
+        """Before a member goes on: how long it waited for others, and what else the target's next pass holds."""
+        if member.waiting is not None and member.run.share is not None:
+            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
+        if not member.is_drafting:
+            self._note_others(member)
+        if member.controller is not None:  # controllers share what they know of costs
+            member.controller.share_passes(member.num_sharing, member.other_rows, member.prompt_rows)
+
+    def _note_others(self, member: Member) -> None:
         rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
         member.run.target.most_rows = sys.maxsize if len(self._members) == 1 else rows
         num_sharing, decoded_rows, prompt_rows = 1, 0, 0
@@ -443,13 +449,14 @@ def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, i
         member.latest_pass, member.latest_rows = num_passes, 1 if member.is_reading else rows
         member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
     decoding = [member for member in chosen if not member.is_reading]
-    if not decoding:
+    known = shared_costs(decoding)
+    if not known:
         return
     widths = [member.asked.batch.width for member in decoding]
     prompt_rows = num_rows - sum(widths)
     context = sum(member.run.target.length for member in decoding) // len(decoding)
     taught: set[int] = set()  # curves, which controllers of several drafters share
-    for costs in shared_costs(decoding):
+    for costs in known:
         if not prompt_rows and not is_disturbed and id(costs.curve) not in taught:
             costs.observe_shared(widths, context, seconds)
             taught.add(id(costs.curve))
@@ -462,5 +469,5 @@ def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, i
 
 def shared_costs(members: Sequence[Member]) -> list[RunCosts]:
     """The costs that their controllers decide by, where passes are shared: each once."""
-    found = [None if member.controller is None else member.controller.shared_costs for member in members]
+    found = (member.controller.shared_costs for member in members if member.controller is not None)
     return list({id(costs): costs for costs in found if costs is not None and costs.is_shared}.values())

@@ -24,7 +24,7 @@ from edgespec.generation.run_state import Run
 from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, ROOT, Rule, TargetAt
-from edgespec.types import Distribution, Draft, Logits, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")
 Steps = Generator[TokenEvent | PassRequest, Any, Returned]
@@ -74,13 +74,14 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: 
             break  # a draft that is nearly certain is worth a decision
         run.keep_within_memory()
         started_s = run.start_timer()
-        logits = yield from run.target.feeding(np.array([pending_id], np.int32))
+        logits = yield from run.target.scoring(pending_id, EMPTY_DRAFT)
         pass_s, is_disturbed = run.timed(started_s)
+        run.target.keep(pending_id, EMPTY_DRAFT, ())
         position = run.target.length
         run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
-        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
-        yield from run.emit(pending_id, position, logits)
-        run.look_again(logits[None], pass_s)
+        pending_id = run.sampler.pick(run.sampler.distribution(logits[0], run.target.token_ids), position)
+        yield from run.emit(pending_id, position, logits[0])
+        run.look_again(logits, pass_s)
         done += 1
     return pending_id
 
