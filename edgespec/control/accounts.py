@@ -76,6 +76,7 @@ class RunCosts:
         self._threads = self._next_threads = threads  # of the costs in use, and of the next round
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
         self._sharing = Sharing()
+        self.was_shared = False  # the last pass, which no single round's time tells of
         self._made_of: tuple[object, Sharing, float] | None = None  # what the next two were made of
         self._pass_s: list[float] = []
         self._ahead_s: list[float] = []
@@ -159,7 +160,7 @@ class RunCosts:
 
     def observe_pass(self, record: RoundRecord) -> None:
         """Learn what a round's pass cost. A disturbed one counts only until a first pass was timed."""
-        if not self.is_shared and (not self.curve.is_scaled or not record.is_disturbed):
+        if not self.was_shared and (not self.curve.is_scaled or not record.is_disturbed):
             self._observe(record.width, record.position, record.verify_s)
 
     def observe_shared(self, widths: Sequence[int], context: int, seconds: float) -> None:

@@ -25,6 +25,7 @@ from edgespec.control.accounts import RunCosts
 from edgespec.control.base import Controller
 from edgespec.control.cost import WIDEST
 from edgespec.control.threads import Started
+from edgespec.drafters.spec import SPECS
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
@@ -108,6 +109,7 @@ class ContinuousBatch:
         self._members: list[Member] = []
         self._num_passes = 0
         self._can_pack = False
+        self._has_exit = any(SPECS[name].owns == "layers of the target" for name in executor.pool.drafters)
 
     @property
     def claims(self) -> list[Claim]:
@@ -268,8 +270,9 @@ class ContinuousBatch:
 
     def _run(self, chosen: Sequence[Member]) -> list[Member]:
         """Run one pass with the rows of the chosen; those that can go on, which are told its outcome."""
-        for costs in shared_costs(chosen):
-            costs.follow_threads()  # while all of them rest, nobody else does
+        if len(chosen) > 1:
+            for costs in shared_costs(chosen):
+                costs.follow_threads()  # while all of them rest, nobody else does
         started = Started.now()
         try:
             logits = self._logits([member.asked for member in chosen])
@@ -305,7 +308,7 @@ class ContinuousBatch:
         return threads.passed(num_rows, seconds, started.lacking_s(threads.threads), cached)
 
     def _logits(self, requests: Sequence[PassRequest]) -> list[Logits]:
-        """The logits of each request's rows. A copy where several share a pass, as the loops may run passes between."""
+        """The logits of each request's rows: of a shared pass a copy, where the loops may run passes between."""
         engine = requests[0].cache.engine
         gives_states = any(request.hidden for request in requests)
         if engine is self._executor.target and self._executor.slots.have_features:
@@ -316,7 +319,9 @@ class ContinuousBatch:
         if layers:
             engine.give_layer_inputs(layers)
         batches = [request.batch for request in requests]
-        logits = engine.forward(packed(batches)).copy()
+        logits = engine.forward(packed(batches))
+        if engine.class_key or self._has_exit:  # bits may be checked again, or the target's first layers run
+            logits = logits.copy()
         states = engine.hidden_states() if gives_states else None
         inputs = engine.layer_inputs() if layers else None
         found: list[Logits] = []
@@ -450,7 +455,9 @@ def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, i
         member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
     decoding = [member for member in chosen if not member.is_reading]
     known = shared_costs(decoding)
-    if not known:
+    for costs in known:
+        costs.was_shared = len(chosen) > 1
+    if not known or len(chosen) == 1:
         return
     widths = [member.asked.batch.width for member in decoding]
     prompt_rows = num_rows - sum(widths)
@@ -468,6 +475,6 @@ def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, i
 
 
 def shared_costs(members: Sequence[Member]) -> list[RunCosts]:
-    """The costs that their controllers decide by, where passes are shared: each once."""
+    """The costs that their controllers decide by, each once."""
     found = (member.controller.shared_costs for member in members if member.controller is not None)
-    return list({id(costs): costs for costs in found if costs is not None and costs.is_shared}.values())
+    return list({id(costs): costs for costs in found if costs is not None}.values())

@@ -76,6 +76,7 @@ class KernelEngine(SessionEngine):
             pinned_class=whole,
             device=device.provider,
             threads=settings.threads,
+            row_cost=0.05,
             can_pack=slots > 1,
             own_cells=True,
         )
