@@ -368,16 +368,10 @@ class ContinuousBatch:
     def _note_others(self, member: Member) -> None:
         rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
         member.run.target.most_rows = sys.maxsize if len(self._members) == 1 else rows
-        num_sharing, decoded_rows, prompt_rows = 1, 0, 0
-        for other in self._members if self._can_pack else ():  # every member comes here after every pass
-            if other is member:
-                continue
-            if other.is_reading:
-                prompt_rows = max(prompt_rows, other.expected_rows)
-            else:
-                num_sharing, decoded_rows = num_sharing + 1, decoded_rows + other.expected_rows
-        member.num_sharing, member.prompt_rows = num_sharing, prompt_rows
-        member.other_rows = decoded_rows + prompt_rows
+        others = [other for other in self._members if other is not member] if self._can_pack else []
+        decoding = [other.expected_rows for other in others if not other.is_reading]
+        member.prompt_rows = max((other.expected_rows for other in others if other.is_reading), default=0)
+        member.num_sharing, member.other_rows = 1 + len(decoding), sum(decoding) + member.prompt_rows
 
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""
