@@ -37,6 +37,8 @@ class Sharing(NamedTuple):
 
     def added_s(self, table: Sequence[float], num_rows: int) -> float:
         """Seconds that `num_rows` of its rows instead of one add to its share."""
+        if self.num_sequences == 1 and not self.other_rows:
+            return seconds_of(table, num_rows) - table[1]
         count, drafted = self.num_sequences, self.drafted_rows
         beside = self.other_rows - (count - 1)  # rows of drafts and prompts of others
         all_s = whole_s(table, count, beside + num_rows - 1, splits=self.splits)
