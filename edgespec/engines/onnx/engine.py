@@ -23,6 +23,7 @@ from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
+from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
 from edgespec.engines.onnx.opening import cache_scales, open_passes, widths_key
@@ -218,7 +219,8 @@ def _load_on_kernels(
         graph = read_graph(
             source, cells=settings.context_length, hidden_states=use.hidden_states, state_layers=use.state_layers
         )
-    engine = KernelEngine(source, graph, replace(settings, provider="cpu"), config)
+    kind = HybridEngine if graph.states else KernelEngine
+    engine = kind(source, graph, replace(settings, provider="cpu"), config)
     engine.state_layers = use.state_layers
     check_logits(engine, source.path)
     return engine

@@ -46,7 +46,7 @@ class KernelEngine(SessionEngine):
         self.thread_change_s, self.thread_change_bytes = sessions.make_s, 0  # both sessions read the same tiles
         kind, slots = settings.cache_type.upper(), settings.max_sequences
         self._cache = make_cache(kind, graph.head_sizes, slots, settings.context_length)
-        self._cache_name = np.array([self._cache.number])
+        self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes
         widest = max(settings.max_rows, slots)
         self._max_outputs = max(settings.max_outputs(graph.vocabulary_size), slots)
         self._ids, self._rows = np.zeros(widest, np.int64), np.zeros((widest, 4), np.int32)
@@ -142,8 +142,8 @@ class KernelEngine(SessionEngine):
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
             "input_ids": ((1, width), self._ids),
             ROWS: ((width, 4), self._rows),
-            CACHE: ((1,), self._cache_name),
             OUTPUT_ROWS: ((count,), self._outputs),
+            **{name: ((1,), number) for name, number in self._named.items()},
         }
         for name, (shape, array) in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
