@@ -150,9 +150,19 @@ def read_graph(
         weight_bytes=weight_bytes(graph),
         is_half=is_half,
         has_tiles=has_tiles,
-        head_sizes=tuple(attribute(node, "head_size") for node in own for _ in range(attribute(node, "kv_heads"))),
+        head_sizes=_head_sizes(own),
         cells=cells,
     )
+
+
+def _head_sizes(own: list[Any]) -> tuple[int, ...]:
+    """Of the heads of keys in the order of the cache. Layers that share them name the same ones."""
+    sizes = {
+        attribute(node, "first_head") + head: attribute(node, "head_size")
+        for node in own
+        for head in range(attribute(node, "kv_heads"))
+    }
+    return tuple(sizes[head] for head in sorted(sizes))
 
 
 def _has_tiles(graph: Any, path: Path) -> bool:
