@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ import gguf
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.source import open_source
+from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, packed
@@ -122,3 +126,43 @@ def test_quantised_experts_lose_what_their_inputs_do(name: str, kind: str, tmp_p
         found = scored(engine, IDS, 16)
     wanted = Twin(case, weights).logits(IDS)
     assert np.sqrt(np.square(found - wanted).mean()) < 0.05 * wanted.std()
+
+
+def gemma_vocabulary() -> dict[str, Any]:
+    """Metadata of a small vocabulary of Gemma 4's kind: bytes, letters, then what the merges make."""
+    merges = ["h e", "l l", "he ll", "hell o", "\u2581 hello", "\u2581 w", "\n \n", "\n\n \n\n", "\u2581 \u2581", "o r"]
+    letters = ["\u2581", "\n", *"helowrd.,1\u00fc"]
+    texts = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    texts += [merge.replace(" ", "") for merge in merges]
+    kinds = [3, 3, 3, 2, 4] + [6] * 256 + [1] * (len(letters) + len(merges))
+    found = {"tokens": texts, "token_type": kinds, "scores": [0.0] * len(texts), "merges": merges}
+    found |= {"model": "gemma4", "pre": None, "bos_token_id": 2, "eos_token_id": 1, "add_bos_token": True}
+    found |= {"unknown_token_id": np.uint32(3), "padding_token_id": np.uint32(0), "add_space_prefix": False}
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+
+
+@NEEDS_LLAMA
+def test_texts_become_the_tokens_that_llama_cpp_makes_of_gemmas_vocabulary(tmp_path: Path):
+    metadata = gemma_vocabulary()
+    size, case = len(metadata["tokenizer.ggml.tokens"]), CASES["gemma4-31b"]
+    changed = {"token_embd.weight": np.ones((size, case.width), np.float32)}
+    path = write(tmp_path / "tiny.gguf", case, metadata=metadata, changed=changed)
+    texts = [
+        "hello world",
+        " hello\n\n\nhell  w",
+        "\n\n\n\n\n",
+        "hello<|turn>hello \u00fc\u4f60",
+        "",
+        "a\n \n h",
+        "<0x41>1",
+    ]
+    with VocabularyFile(path) as theirs:
+        ours = TokenizerFile(open_source(path).folder, theirs.size)
+        for text in texts:
+            for special in (False, True):
+                assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special), text
+        assert all(ours.token_bytes(each) == theirs.token_bytes(each) for each in range(theirs.size))
+        assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.end_ids) == (
+            *(theirs.bos_id, theirs.eos_id, theirs.adds_bos),
+            theirs.end_ids,
+        )

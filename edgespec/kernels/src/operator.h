@@ -25,17 +25,25 @@ struct Scratch {
   Buffer* buffer = nullptr;
   uint8_t* data = nullptr;  // on 64 bytes
 
+  // The first that is large enough; one that is not goes for a new one, so that there are never more than are in use at once.
   bool get(size_t size) {
-    for (auto& slot : slots) if ((buffer = slot.exchange(nullptr, std::memory_order_acquire))) break;
-    if (!buffer || buffer->size < size) {
-      free(buffer);
+    Buffer* small = nullptr;
+    for (auto& slot : slots) {
+      Buffer* found = slot.exchange(nullptr, std::memory_order_acquire);
+      if (found && found->size >= size) { buffer = found; break; }
+      if (found) { give_back(small); small = found; }
+    }
+    if (buffer) give_back(small);
+    else {
+      free(small);
       if (size > SIZE_MAX - 128 || !(buffer = static_cast<Buffer*>(malloc(size + 128)))) return false;
       buffer->size = size;
     }
     data = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(buffer + 1) + 63) & ~uintptr_t(63));
     return true;
   }
-  ~Scratch() {
+  ~Scratch() { give_back(buffer); }
+  static void give_back(Buffer* buffer) {
     for (auto& slot : slots) { Buffer* none = nullptr; if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return; }
     free(buffer);
   }
