@@ -146,6 +146,8 @@ def main(arguments: list[str]) -> int:
     make_ready([*needed_extras(command, arguments), *(["llamacpp"] if why else [])], why)
     if command == "lint":
         return lint()
+    if command in ("serve", "test"):
+        fetch_page_libraries()
     if command == "test":
         build_kernels()
         keep_bytecode()
@@ -387,6 +389,14 @@ def start_kernels(*, waits: bool = False) -> None:
             low = subprocess.BELOW_NORMAL_PRIORITY_CLASS | subprocess.CREATE_NO_WINDOW
         null = subprocess.DEVNULL  # in a session of its own, since Ctrl-C is for the command
         subprocess.Popen(command, stdin=null, stdout=null, stderr=null, creationflags=low, start_new_session=True)
+
+
+def fetch_page_libraries() -> None:
+    """Have the libraries of the chat page beside it; it works without them."""
+    script = ROOT / "scripts" / "vendor_page.py"
+    done = subprocess.run([str(PYTHON), str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        say(f"the chat page has no formulas, highlighted code and PDFs: {done.stderr.strip().removeprefix('error: ')}")
 
 
 def lint() -> int:

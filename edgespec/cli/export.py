@@ -53,31 +53,10 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     help="Type of the draft.  [default: --quant, int8 for w8a8]",
 )
 @click.option(
-    "--draft-vocab",
-    type=int,
-    metavar="N",
-    help="ONNX: keep only the N likeliest tokens in the draft's head, so that its passes read less; it proposes no "
-    "others, and the text stays the target's. Pays off where the vocabulary is large compared with the draft.  "
-    "[default: all]",
-)
-@click.option(
-    "--draft-text",
-    type=FilePath(),
-    metavar="FILE.txt",
-    help="Text whose most common tokens --draft-vocab keeps; if it has too few, the tokens with the lowest ids are "
-    "added.",
-)
-@click.option(
     "--group-size",
     type=int,
     metavar="N",
     help="ONNX: weights per scale; at 128 or more, int8 is not reproducible.  [default: int8 64, int4 32]",
-)
-@click.option(
-    "--imatrix",
-    type=FilePath(),
-    metavar="FILE.txt",
-    help="GGUF: text from which the importance of weights is measured before they are quantised.",
 )
 @click.option(
     "--exporter",
@@ -102,7 +81,7 @@ def command(**given: Any) -> int:
     that was pulled or added.
 
     GGUF files are checked against transformers; ONNX graphs, which need no torch, against llama.cpp if transformers is
-    not installed. An interrupted export continues when the same command is run again.
+    not installed.
     """
     from edgespec.export.pair import export_pair
 
@@ -111,9 +90,7 @@ def command(**given: Any) -> int:
     try:
         done = export_pair(request, reporter)
     except KeyboardInterrupt:
-        kept = request.output.with_name(f".{request.output.name}.export")
-        files = f"; finished files are kept in {kept}" if kept.exists() else ""
-        note(f"interrupted: run the same command again to continue{files}")
+        note("interrupted: nothing was written")
         return INTERRUPTED
     _print(request, done)
     return 0

@@ -59,7 +59,7 @@ def _show(fitted: Fitted, refusal: str) -> None:
         say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]})" if any(layers) else ""))
     for each in fitted.given_up:
         say(f"given up: {each.text} ({each.flags})")
-    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}{fitted.other}")
+    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
 
 
 def _table(plan: Plan) -> list[str]:

@@ -21,7 +21,7 @@ from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
 from edgespec.config.options import STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
 from edgespec.config.sources import Settings
-from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED
+from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED, NumSequences
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
@@ -67,9 +67,8 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
     "-np",
     "--parallel",
     type=click.IntRange(1, MAX_PARALLEL),
-    default=1,
     metavar="N",
-    help="Answers generated at once, each with its own context; others wait [1]",
+    help="Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
 )
 @_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
 @_option(
@@ -189,11 +188,13 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     if len(pairs) > 1:
         shared["places"] = Places(options.models_max)
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None
+    # What several models share is not taken by the room of one.
+    parallel: NumSequences = own["parallel"] or ("auto" if memory is None else 1)
     found: list[Served] = []
     for each, pair, (name, *others) in zip(settings, pairs, names, strict=True):
         beside = tuple(other for known in names if known[0] != name for other in known)
         service = Service(name, _limits(own), aliases=tuple(others), beside=beside, **shared)
-        found.append(Served(each, pair, service, own["parallel"], memory))
+        found.append(Served(each, pair, service, parallel, memory))
     found[0].service.any_model = own["any_model"]
     if memory is not None:
         memory.services = [served.service for served in found]
@@ -304,7 +305,7 @@ class Served:
     settings: Settings
     pair: ModelPair
     service: Service
-    parallel: int
+    parallel: NumSequences
     memory: SharedMemory | None = None
     context: click.Context = field(default_factory=click.get_current_context)
     has_begun: bool = False

@@ -24,7 +24,7 @@ from edgespec.cli.terminal import (
 )
 from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings
-from edgespec.config.values import RANDOM_SEED
+from edgespec.config.values import RANDOM_SEED, NumSequences
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, PromptError
 from edgespec.loading.drafts import new_draft_hint
@@ -108,7 +108,7 @@ class Session:
                 note(f"note: {hint}")
 
 
-def open_session(settings: Settings, *, remembers: bool = False, parallel: int = 1) -> Session:
+def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSequences = 1) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
     `parallel`: answers at once. `remembers`: a command whose answers may be stored on disk and drafted from, if the
@@ -163,7 +163,7 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
         )
 
 
-def _load(settings: Settings, parallel: int) -> Model:
+def _load(settings: Settings, parallel: NumSequences) -> Model:
     options = settings.part("load") | {"parallel": parallel}
     with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
         return load(**options, on_progress=on_progress)

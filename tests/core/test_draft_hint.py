@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from edgespec.cli.main import cli
 from edgespec.loading import drafts as hints
-from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.catalogue import entries
 from edgespec.loading.registry import resolve
 from tiny_gemma4 import GemmaShape, write_drafter, write_target
 from tiny_gguf import Shape, write_model
@@ -37,20 +36,6 @@ def test_the_largest_neighbour_with_the_same_vocabulary_is_named(big):
     (folder / "damaged.gguf").write_bytes(b"GGUF")
     assert small.stat().st_size * 4 <= big.stat().st_size
     assert hint(big) == f"big has no draft model; small one.gguf in the same folder fits: -md '{small}'"
-
-
-def test_a_family_is_named_where_its_smallest_model_is_small_enough(big, monkeypatch):
-    assert hint(big) is None
-    monkeypatch.setattr(hints, "_FAMILIES", (("^llama", "tiny-llama"),))
-    entry = Entry("tiny-llama", "llama", "MIT", "tiny", 1, repo="o/tiny", weights="o/tiny", quant="Q8_0")
-    monkeypatch.setattr(hints, "entries", lambda: {"tiny-llama": entry})
-    begin = "big has no draft model; tiny-llama usually makes it faster:"
-    assert hint(big) == f"{begin} edgespec pull tiny-llama, then -md tiny-llama"
-    monkeypatch.setattr(hints, "is_known", lambda name: True)
-    assert hint(big) == f"{begin} -md tiny-llama"
-    large = replace(entry, parameters=big.stat().st_size)
-    monkeypatch.setattr(hints, "entries", lambda: {"tiny-llama": large})
-    assert hint(big) is None
 
 
 @pytest.mark.parametrize(

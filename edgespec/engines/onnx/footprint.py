@@ -120,6 +120,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (settings.max_rows * cells + unused),
         context_length=settings.context_length,
         sequences=use.max_sequences,
+        grows=bool(graph.head_sizes),
     )
     return found if use.provider in ("auto", "cpu") else _on_device(found, files)
 
@@ -137,8 +138,8 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
     What a chain sees of it is zeros, which are read and never written.
     """
     if graph.head_sizes:
-        results = 4 * settings.max_rows * (3 * products.inner + 6 * products.width + products.beside)
-        return _ARENA_FACTOR * results + min(settings.max_rows, _ROUTED_ROWS) * products.routed
+        row = 3 * products.inner + 6 * products.width + products.beside
+        return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
     cells = settings.cells(graph)
     is_tiled = not graph.is_half or settings.cache_type == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
@@ -165,8 +166,8 @@ def _on_device(found: Footprint, files: int) -> Footprint:
     What its driver takes of this machine's memory is not known from any file.
     """
     device = found.packed - _SESSION_BYTES + found.mapped + found.cache + found.compute
-    here = {"mapped": 0, "packed": _SESSION_BYTES, "cache": 0, "compute": 0, "loading": 0, "reserved": files}
-    return replace(found, device=device, loading_mapped=files, **here)
+    gone = replace(found, mapped=0, packed=_SESSION_BYTES, cache=0, compute=0, loading=0, reserved=files)
+    return replace(gone, device=device, loading_mapped=files)
 
 
 def _read(source: Source) -> tuple[Graph, Products]:

@@ -225,11 +225,8 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 BEGIN_WITH_BOS = ("llama-bpe", "tekken")  # where the file does not say, as in llama.cpp
 CHANNEL_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # llama.cpp always prints them
 SPM_KINDS = ("llama", "gemma4")  # the latter's merges are in the file
-DEFAULT_IDS = {
-    "llama": {"bos": 1, "eos": 2},
-    "gpt2": {"bos": 11, "eos": 11},
-    "gemma4": {"bos": 2, "eos": 1},
-}  # llama.cpp's, where the file has none
+# llama.cpp's, where the file has none.
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {"bos": 2, "eos": 1}}
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -281,7 +278,7 @@ def splitter_of(header: GgufHeader) -> str:
         return ""
     if kind != "gpt2":
         raise ModelFileError(
-            f"the GGUF's vocabulary is of the kind {kind!r}; allowed: gpt2 (BPE), {' and '.join(SPM_KINDS)} (SentencePiece)"
+            f"the GGUF's vocabulary is of the kind {kind!r}; allowed: gpt2 (BPE), llama and gemma4 (SentencePiece)"
         )
     given = str(header.metadata.get("tokenizer.ggml.pre", "default"))
     name = ALIASES.get(given, given)

@@ -35,8 +35,8 @@ class LlamaConfig:
     `windowed_layers` see the last `window` tokens, and rotate by `window_rope_theta`, undivided, where that is given,
     heads of `window_head_dim` where these differ; `biases`: the products that have one, such as "q_proj";
     `has_head_norms` of queries and keys; `has_post_norms`: attention and feed-forward results are normed too;
-    `logit_cap`: logits are cap * tanh(logits / cap); `drafted`: the only tokens that the head has rows for, ascending,
-    where these are not all; `has_sinks`: each head has a score without a value; `experts`: instead of one feed-forward.
+    `logit_cap`: logits are cap * tanh(logits / cap); `has_sinks`: each head has a score without a value; `experts`:
+    instead of one feed-forward.
     """
 
     hidden_size: int
@@ -63,7 +63,6 @@ class LlamaConfig:
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
-    drafted: tuple[int, ...] = ()
     has_sinks: bool = False
     experts: Experts | None = None
 

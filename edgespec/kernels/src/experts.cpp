@@ -73,15 +73,32 @@ struct Pass {
   int64_t* first;        // [experts + 1]: an expert's places, one for each row that takes it
   int32_t *row, *expert; // by place
   int32_t* active_experts;
-  uint8_t* activations[kKinds];  // by place; of x, then of what the gate gives
-  float* results;        // by place: gate and up, then an expert's result
+  bool* is_uneven;       // by place
+  struct Places {
+    int64_t count;
+    uint8_t* activations[kKinds];  // of x, then of what the gate gives
+    float* results;                // gate and up, then an expert's result
+  } all, rest;           // rest: what the codes of some, `rest_of`, leave, as in TiledMatMul
+  int64_t* rest_of;      // ascending, so those of an expert are together
   int stage;             // of the products: 0 gate and up, 1 down
   int64_t inputs() const { return stage ? e.inner : e.size; }
   int64_t stride() const { return stage ? e.size : 2 * e.inner; }
   bool is_read(int64_t matrix) const { return stage ? matrix == kDown : matrix == kGateUp || (e.has_up && matrix == kUp); }
-  int64_t block_start(int64_t place) const { const int64_t zero = first[expert[place]]; return zero + (place - zero) / block_rows * block_rows; }
-  int64_t block_size(int64_t start) const { const int64_t left = first[expert[start] + 1] - start; return left < block_rows ? left : block_rows; }
-  uint8_t* block(int kind, int64_t start) const { return activations[kind] + activation_bytes(kInputs[kind], inputs(), start); }
+  int32_t expert_of(const Places& some, int64_t at) const { return expert[&some == &rest ? rest_of[at] : at]; }
+  uint8_t* block(const Places& some, int kind, int64_t start) const { return some.activations[kind] + activation_bytes(kInputs[kind], inputs(), start); }
+  // Calls f(start, size) for the blocks of an expert's places, the first of which is `at`; returns the next expert's first.
+  template <class F> int64_t blocks(const Places& some, int64_t at, F f) const {
+    int64_t end = at;
+    while (end < some.count && expert_of(some, end) == expert_of(some, at)) end++;
+    for (; at < end; at += block_rows) f(at, end - at < block_rows ? end - at : block_rows);
+    return end;
+  }
+  bool needs(int kind) const {
+    bool is_needed = false;
+    for (int i = 0; i < kMatrices; i++) is_needed |= is_read(i) && kind_of(e.matrices[i].type) == kind;
+    return is_needed;
+  }
+  const float* input_of(int64_t place) const { return stage ? all.results + place * 2 * e.inner : x + row[place] * e.size; }
 };
 void ORT_CALL choose(void* with, size_t number) {
   const Pass& s = *static_cast<const Pass*>(with);
@@ -120,31 +137,66 @@ void group(Pass& s) {
 }
 void ORT_CALL quantise_place(void* with, size_t number) {
   const Pass& s = *static_cast<const Pass*>(with);
-  const int64_t place = int64_t(number), start = s.block_start(place);
-  const float* from = s.stage ? s.results + place * 2 * s.e.inner : s.x + s.row[place] * s.e.size;
-  for (int kind = 0; kind < kKinds; kind++) {
-    bool is_needed = false;
-    for (int i = 0; i < kMatrices; i++) is_needed |= s.is_read(i) && kind_of(s.e.matrices[i].type) == kind;
-    if (is_needed) s.path->quantise(kInputs[kind], s.stage ? int(s.e.gate) : kNoGate, from, s.inputs(), place - start, s.block_size(start), s.block(kind, start));
+  const int64_t place = int64_t(number), zero = s.first[s.expert[place]], left = s.first[s.expert[place] + 1];
+  const int64_t start = zero + (place - zero) / s.block_rows * s.block_rows, size = left - start < s.block_rows ? left - start : s.block_rows;
+  s.is_uneven[place] = false;
+  for (int kind = 0; kind < kKinds; kind++)
+    if (s.needs(kind) && s.path->quantise(kInputs[kind], s.stage ? int(s.e.gate) : kNoGate, s.input_of(place), s.inputs(), place - start, size, s.block(s.all, kind, start), nullptr)) s.is_uneven[place] = true;
+}
+// What the codes of uneven places leave.
+OrtStatus* quantise_rest(Pass& s, Scratch* scratch) {
+  int64_t size = 0, offset[kKinds];
+  s.rest = {};
+  for (int64_t place = 0; place < s.all.count; place++) if (s.is_uneven[place]) s.rest_of[s.rest.count++] = place;
+  if (!s.rest.count) return nullptr;
+  const int64_t whole = activation_bytes(1, s.inputs(), 1);  // one row's codes again, of which only what they leave is kept
+  for (int kind = 0; kind < kKinds; kind++) if (s.needs(kind)) { offset[kind] = size; size += (activation_bytes(kInputs[kind], s.inputs(), s.rest.count) + 63) & ~63; }
+  if (!scratch->get(size_t(size + 2 * whole) + sizeof(float) * size_t(s.rest.count * s.stride()))) return error(kFail, "edgespec: out of memory");
+  uint8_t* again = scratch->data + size;
+  float* left = reinterpret_cast<float*>(again + whole);
+  s.rest.results = left + s.inputs();
+  for (int kind = 0; kind < kKinds; kind++) if (s.needs(kind)) {
+    s.rest.activations[kind] = scratch->data + offset[kind];
+    for (int64_t at = 0; at < s.rest.count;) at = s.blocks(s.rest, at, [&](int64_t start, int64_t rows) {
+      for (int64_t i = 0; i < rows; i++) {
+        s.path->quantise(kInputs[kind], s.stage ? int(s.e.gate) : kNoGate, s.input_of(s.rest_of[start + i]), s.inputs(), 0, 1, again, left);
+        s.path->quantise(kInputs[kind], kNoGate, left, s.inputs(), i, rows, s.block(s.rest, kind, start), nullptr);
+      }
+    });
   }
+  return nullptr;
+}
+// The tiles begin..end of those that this stage reads of an expert, for its places from `at` on.
+void multiply(const Pass& s, const Pass::Places& some, int64_t at, int64_t begin, int64_t end) {
+  const int32_t expert = s.expert_of(some, at);
+  s.blocks(some, at, [&](int64_t start, int64_t rows) {
+    int64_t zero = 0, output = 0;
+    for (int i = 0; i < kMatrices; i++) if (s.is_read(i)) {
+      const Matrix& m = s.e.matrices[i];
+      const int64_t first = begin > zero ? begin - zero : 0, last = end - zero < m.expert_tiles() ? end - zero : m.expert_tiles();
+      const float* bias = m.bias && &some == &s.all ? m.bias + expert * m.outputs : nullptr;
+      if (first < last) s.path->product(int32_t(m.type), m.tiles + expert * m.expert_bytes(), m.outputs, m.inputs, s.block(some, kind_of(m.type), start), int(rows), some.results + start * s.stride() + output, s.stride(), bias, first, last);
+      zero += m.expert_tiles();
+      output += m.outputs;
+    }
+  });
 }
 // One piece of the tiles that this stage reads, those of one expert after the other.
 void ORT_CALL run_piece(void* with, size_t piece) {
   const Pass& s = *static_cast<const Pass*>(with);
-  int64_t each = 0;
-  for (int i = 0; i < kMatrices; i++) if (s.is_read(i)) each += s.e.matrices[i].expert_tiles();
+  const int64_t each = s.stride() / kOutputs;
   const int64_t begin = s.active * each * int64_t(piece) / s.pieces, end = s.active * each * int64_t(piece + 1) / s.pieces;
   for (int64_t at = begin / each; at * each < end; at++) {
     const int32_t expert = s.active_experts[at];
-    for (int64_t start = s.first[expert]; start < s.first[expert + 1]; start += s.block_rows) {
-      int64_t zero = at * each, output = 0;
-      for (int i = 0; i < kMatrices; i++) if (s.is_read(i)) {
-        const Matrix& m = s.e.matrices[i];
-        const int64_t first = begin > zero ? begin - zero : 0, last = end - zero < m.expert_tiles() ? end - zero : m.expert_tiles();
-        if (first < last) s.path->product(int32_t(m.type), m.tiles + expert * m.expert_bytes(), m.outputs, m.inputs, s.block(kind_of(m.type), start), int(s.block_size(start)), s.results + start * s.stride() + output, s.stride(), m.bias ? m.bias + expert * m.outputs : nullptr, first, last);
-        zero += m.expert_tiles();
-        output += m.outputs;
-      }
+    const int64_t from = begin > at * each ? begin - at * each : 0, to = end - at * each < each ? end - at * each : each;
+    multiply(s, s.all, s.first[expert], from, to);
+    int64_t rest = 0;
+    while (rest < s.rest.count && s.expert_of(s.rest, rest) < expert) rest++;
+    if (rest == s.rest.count || s.expert_of(s.rest, rest) != expert) continue;
+    multiply(s, s.rest, rest, from, to);
+    for (; rest < s.rest.count && s.expert_of(s.rest, rest) == expert; rest++) {
+      float *y = s.all.results + s.rest_of[rest] * s.stride(), *more = s.rest.results + rest * s.stride();
+      for (int64_t o = from * kOutputs; o < to * kOutputs; o++) y[o] += more[o];
     }
   }
 }
@@ -153,22 +205,24 @@ void ORT_CALL add_row(void* with, size_t number) {
   const Choice* choices = s.choices + int64_t(number) * s.e.used;
   float* y = s.y + int64_t(number) * s.e.size;
   for (int64_t c = 0; c < s.e.used; c++) {
-    const float *from = s.results + choices[c].place * s.e.size, weight = choices[c].weight;
+    const float *from = s.all.results + choices[c].place * s.e.size, weight = choices[c].weight;
     if (c) for (int64_t i = 0; i < s.e.size; i++) y[i] += weight * from[i];
     else for (int64_t i = 0; i < s.e.size; i++) y[i] = weight * from[i];
   }
 }
 OrtStatus* run_stage(const OrtKernelContext* context, Pass& s, int stage) {
-  const int64_t places = s.rows * s.e.used;
-  int64_t bytes = 0, tiles = 0;
+  int64_t bytes = 0;
   s.stage = stage;
+  s.all.count = s.rows * s.e.used;
   s.block_rows = s.inputs() > 4096 ? kRowBlock / 2 : kRowBlock;
-  for (int i = 0; i < kMatrices; i++) if (s.is_read(i)) { bytes += s.active * s.e.matrices[i].expert_bytes(); tiles += s.active * s.e.matrices[i].expert_tiles(); }
+  for (int i = 0; i < kMatrices; i++) if (s.is_read(i)) bytes += s.active * s.e.matrices[i].expert_bytes();
   // As in TiledMatMul; more pieces than there, as some experts have more rows than others.
-  const int64_t most = tiles < 256 ? tiles : 256;
+  const int64_t tiles = s.active * s.stride() / kOutputs, most = tiles < 256 ? tiles : 256;
   s.pieces = bytes / 24576 < 1 ? 1 : bytes / 24576 < most ? bytes / 24576 : most;
-  TRY(run_all(context, places * s.inputs() < 65536, quantise_place, places, &s));
-  return run_all(context, bytes / s.active / 8 * places < 12288, run_piece, s.pieces, &s);
+  TRY(run_all(context, s.all.count * s.inputs() < 65536, quantise_place, s.all.count, &s));
+  Scratch rest;
+  TRY(quantise_rest(s, &rest));
+  return run_all(context, bytes / s.active / 8 * s.all.count < 12288, run_piece, s.pieces, &s);
 }
 OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
   Pass s = {};
@@ -202,8 +256,10 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
     pieces.take(&s.active_experts, e.experts);
     pieces.take(&s.row, places);
     pieces.take(&s.expert, places);
-    pieces.take(&s.results, places * width);
-    for (int kind = 0; kind < kKinds; kind++) if (is_used[kind]) pieces.take(&s.activations[kind], activation_bytes(kInputs[kind], e.size > e.inner ? e.size : e.inner, places));
+    pieces.take(&s.is_uneven, places);
+    pieces.take(&s.rest_of, places);
+    pieces.take(&s.all.results, places * width);
+    for (int kind = 0; kind < kKinds; kind++) if (is_used[kind]) pieces.take(&s.all.activations[kind], activation_bytes(kInputs[kind], e.size > e.inner ? e.size : e.inner, places));
     if (pieces.data) break;
     if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
   }
