@@ -19,7 +19,7 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.source import GgufFile, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
-from edgespec.formats.gguf.model import KINDS
+from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
@@ -73,7 +73,7 @@ def test_logits_are_llama_cpps_but_for_the_rounding_of_activations(engine):
 
 
 @NEEDS_LLAMA
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", WRITABLE)
 def test_every_architecture_computes_what_llama_cpp_does(kind, tiny):
     path = tiny(kind)
     ids = np.random.default_rng(5).integers(3, 200, 40).tolist()
