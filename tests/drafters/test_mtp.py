@@ -135,7 +135,7 @@ def test_bad_pairs_are_refused(head: Head) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_change_no_text(model_path: Path, temperature: float) -> None:
     options = GenerateOptions(max_tokens=40, ignore_eos=True)
-    with edgespec.load(model_path, threads=1) as model:
+    with edgespec.load(model_path, threads=1, engine="llamacpp") as model:
         assert "mtp" in model.drafter_names
         for seed in range(3):
             sampling = Sampling(temperature=temperature, seed=seed)

@@ -15,16 +15,18 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.cached_text import PROMPT_END
 from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
+from edgespec.formats.gguf.header import read_header
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
-from hybrid_gguf import HybridShape, write_lfm2, write_qwen35
-from tiny_gguf import write_model
+from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
+from tiny_gguf import replace_metadata, write_model
 
 pytestmark = pytest.mark.skipif(
     library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
@@ -254,13 +256,18 @@ def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) ->
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    shape = HybridShape(hidden=512)
+    """Unless they are asked for by name; also where llama.cpp would take them by itself."""
+    shape = HybridShape(hidden=2048, state_heads=1, key_heads=1)
     plain = write_qwen35(tmp_path / "plain.gguf", shape)
-    from hybrid_gguf import tensors_of
-
     both = write_qwen35(tmp_path / "both.gguf", shape, has_mtp=True, tensors=tensors_of(plain))
+    assert auto_takes_mtp(read_header(both))
     with opened(plain) as one, opened(both) as other:
         assert np.array_equal(chained(one, ids_of(20)), chained(other, ids_of(20)))
+    with edgespec.load(both, threads=1) as model:
+        assert model.target.facts.name == "onnx" and "mtp" not in model.drafter_names
+    if has_engine("llamacpp"):
+        with edgespec.load(both, threads=1, drafter="mtp") as model:
+            assert model.target.facts.name == "llamacpp"
 
 
 @pytest.mark.parametrize(
@@ -287,8 +294,6 @@ def test_what_the_kernels_lack_is_told(
 
 def changed(path: Path, to: Path, metadata: dict[str, object]) -> Path:
     """The same file with other metadata."""
-    from tiny_gguf import replace_metadata
-
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
