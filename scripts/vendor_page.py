@@ -5,7 +5,8 @@
 
 Markdown, formulas, highlighted code and the text of PDFs. They are no part of the repository, and are in its wheels;
 without them the page draws Markdown by itself (static/markdown.js) and the rest as text. Each version is pinned with
-the registry's hash of its archive. The registry is the one that npm is set up with; without npm, npm_config_registry.
+the registry's hash of its archive. npm fetches them from the registry that it is set up with; without npm,
+npm_config_registry names one.
 The build of a wheel and scripts/run.py do the same. EDGESPEC_PAGE_LIBRARIES=none leaves them out.
 """
 
@@ -124,8 +125,9 @@ def fetch_with_npm(library: Library, scratch: Path) -> bytes:
 
 
 def fetch_plainly(library: Library) -> bytes:
-    set_up = os.environ.get("npm_config_registry") or os.environ.get("NPM_CONFIG_REGISTRY")  # noqa: SIM112 - npm's name
-    registry = set_up or "https://registry.npmjs.org/"  # npm's own default
+    registry = os.environ.get("npm_config_registry") or os.environ.get("NPM_CONFIG_REGISTRY")  # noqa: SIM112 - npm's name
+    if not registry:
+        raise CannotFetch("they need npm, or npm_config_registry with the address of a registry")
     address = f"{registry.rstrip('/')}/{library.name}/-/{library.name.rpartition('/')[2]}-{library.version}.tgz"
     with urllib.request.urlopen(address, timeout=ANSWERS_WITHIN_S) as answered:
         found: bytes = answered.read()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from edgespec import __version__
 from edgespec.cli import FilePath, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.shell import files
+from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
 from edgespec.platform.files import exists, expanded, resolved
 
@@ -86,7 +86,7 @@ def command(**given: Any) -> int:
     from edgespec.export.pair import export_pair
 
     request = _request(**given)
-    reporter: Reporter = _Bars() if sys.stderr.isatty() else _Lines()
+    reporter: Reporter = _Stages()
     try:
         done = export_pair(request, reporter)
     except KeyboardInterrupt:
@@ -177,37 +177,14 @@ def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"compared with {figures['reference']}"
 
 
-class _Lines:
-    """One line per stage and note, for logs and pipes."""
+class _Stages:
+    """Shows what is being done, how far it is, and what is done."""
 
     def note(self, text: str) -> None:
         note(text)
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Progress]:
-        click.echo(f"{title} ...", err=True)
-        yield lambda done, total, what: None
+        with waiting(title) as on_progress:
+            yield on_progress
         click.echo(f"{title}: done", err=True)
-
-
-class _Bars:
-    """A bar per stage, for terminals."""
-
-    def note(self, text: str) -> None:
-        note(text)
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Progress]:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[what]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bars:
-            task = bars.add_task(title, total=None, what="")
-            yield lambda done, total, what: bars.update(task, completed=done, total=total or None, what=what)
-            bars.update(task, completed=1, total=1, what="done")

@@ -358,7 +358,7 @@ class Sampling:
     """
 
     temperature: float = _sampling(
-        0.8, "--temp", "Temperature; 0 is greedy", basic=True, check=_limited(0, MAX_TEMPERATURE)
+        0.8, "--temp --temperature", "Temperature; 0 is greedy", basic=True, check=_limited(0, MAX_TEMPERATURE)
     )
     top_k: int = _sampling(
         40,
@@ -523,13 +523,12 @@ class SessionOptions:
 
     system: str | None = _prompt(None, "-s --system", "System prompt", basic=True)
     chat_template: bool = _prompt(True, "--chat-template", "Put the prompt into the chat template")
-    thinking: bool | None = _prompt(None, "--thinking", "Let the model reason before it answers, if it can")
+    thinking: bool | None = _prompt(None, "--thinking --think", "Let the model reason before it answers, if it can")
     reasoning_format: ReasoningFormat = _output(
         "auto",
         "--reasoning-format",
         "Reasoning before an answer: kept separate (auto, deepseek) or left in the text (none)",
     )
-    show_draft: bool = _output(False, "--show-draft", "Show accepted draft tokens in another colour")
     stats: bool = _output(False, "--stats", "Show speed and acceptance after each answer", basic=True)
     raw: bool = _output(False, "--raw", "In a terminal: no word wrap, tool calls as the model wrote them")
 
@@ -595,8 +594,10 @@ BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 REMEMBERING = ("recall", "learn")
 STRUCTURE = (*STRUCTURES, "free_until")  # of one answer: for commands that give several kinds
 PROMPTING = ("system", "thinking")  # of the prompt, besides its text: for commands with prompts of their own
+# What means one model's files, layers or training.
+OF_ONE_MODEL = ("draft", "medium", "heads", "exit_layer", "chat_template_file", "pooling")
 # How one answer is printed: for commands that print none to leave out.
-PRINTING = ("show_draft", "stats", "raw", "reasoning_format")
+PRINTING = ("stats", "raw", "reasoning_format")
 for _setting in SETTINGS:
     if _setting.part in ("load", "sampling", "generate") and _setting.name != "model":
         name_option(_setting.key, _setting.name, is_switch=_setting.kind == "switch", is_name=bool(_setting.choices))

@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec import __version__
-from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
+from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
 from edgespec.server.exchange import Exchange
@@ -80,6 +80,9 @@ def create_app(
         Route(path, _caught(each.kind(services, bodies, each)), methods=["POST"]) for path, each in ENDPOINTS.items()
     ]
     routes += [Route(path, _caught(_reading(services, each)), methods=["GET"]) for path, (_, each) in READABLE.items()]
+    deletes = partial(pulling.respond_delete, services, bodies)
+    routes.append(Route("/api/delete", _caught(deletes), methods=["DELETE"]))
+    routes += [Route(path, _caught(partial(_refuse, why)), methods=["POST"]) for path, why in NOT_HERE.items()]
     shown = page_routes()
     paths = [route.path for route in (*routes, *shown)]
     open_paths = ["/health", "/v1/health", *(route.path for route in shown)]
@@ -88,7 +91,7 @@ def create_app(
         CORSMiddleware,
         allow_origins=origins,
         allow_origin_regex=LOCAL_ORIGINS.pattern,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=[NOTES],
     )
@@ -162,6 +165,14 @@ def _telling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
             return json_response(await asyncio.to_thread(lambda: endpoint.read(service, parse_object(body.data))))
 
     return handle
+
+
+def _pulling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
+    return partial(endpoint.read, services, bodies)
+
+
+async def _refuse(why: str, request: Request) -> Response:
+    raise HttpError(501, why, code="not_supported")
 
 
 def _caught(handler: Handler) -> Handler:
@@ -272,7 +283,15 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, _generating, OllamaExchange, _UNLOADS_CHAT),
     "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, _generating, OllamaExchange, _UNLOADS),
     "/api/show": Endpoint(facts.ShowRequest, facts.show, _telling),
+    "/api/pull": Endpoint(pulling.ModelName, pulling.respond_pull, _pulling),
     "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding),
+}
+_NO_RERANKING = "this server does not rerank: compare texts by the cosine of their /v1/embeddings"
+_NO_MAKING = "models are made and named on the command line: edgespec add, edgespec export"
+# What clients of other servers may ask for.
+NOT_HERE = {
+    **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), _NO_RERANKING),
+    **dict.fromkeys(("/api/create", "/api/copy", "/api/push"), _NO_MAKING),
 }
 
 
@@ -301,6 +320,8 @@ def document(names: Names) -> Schema:
         body = {"required": True, "content": {"application/json": {"schema": bodies[each.request]}}}
         about = (each.read.__doc__ or "").partition(".")[0]
         paths[path] = {"post": _described(about, kinds) | {"requestBody": body}}
+    removes = {"content": {"application/json": {"schema": bodies[pulling.ModelName]}}}
+    paths["/api/delete"] = {"delete": _described("Remove a model (Ollama)", {}) | {"requestBody": removes}}
     info = {"title": "edgespec", "version": __version__, "description": "Local text generation, drafted and verified"}
     key = {"key": {"type": "http", "scheme": "bearer"}}
     components = {"schemas": schemas, "securitySchemes": key}

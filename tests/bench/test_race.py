@@ -106,7 +106,7 @@ def test_through_a_pipe_there_are_no_control_codes() -> None:
         (["nothing-like-it"], "no model"),
         (["demo", "-p", " "], "the prompt is empty"),
         (["demo", "-s", "Be brief.", "--no-chat-template"], "--system needs the chat template"),
-        (["demo", "--show-draft"], "no such option"),
+        (["demo", "--raw"], "no such option"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:

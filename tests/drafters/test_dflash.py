@@ -14,7 +14,6 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.cli.pair import find_aim, rank
 from edgespec.config.options import LoadOptions
 from edgespec.control.base import FixedLength
 from edgespec.drafters.heads import DFlashDrafter
@@ -27,6 +26,7 @@ from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.heads import read_head
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
+from edgespec.loading.draft_ranking import find_aim, rank
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.plan import planned
 from edgespec.sampling import Sampler

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.loading.model_facts import QUANTIZATIONS
 from edgespec.server.chat import placed
-from edgespec.server.facts import QUANTIZATIONS
 from edgespec.server.http_errors import HttpError
 from edgespec.server.ollama import read_keep_alive
 from edgespec.server.web import NOTES

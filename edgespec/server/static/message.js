@@ -27,7 +27,7 @@ export function addTokens(message, tokens) {
   }
 }
 
-function painter({ content, runs }) {
+function painter({ content, runs = [] }) {
   let offset = 0;
   const spans = runs.map(([length, drafter]) => ({ start: offset, end: (offset += length), drafter }));
   if (offset < content.length) spans.push({ start: offset, end: content.length, drafter: null });
@@ -56,13 +56,21 @@ function figures(message) {
 const ENDINGS = { stopped: "Stopped.", length: "Ended at the limit of tokens." };
 const WHO = { user: "You", assistant: "Answer", tool: "Result of a call" };
 
-/**
- * `actions`: what a message can ask for: copy(text), edit(message, text), again(message), goOn(message),
- * dropSchema(message), version(message), results(texts). `place`: {versions, isLast} of the message.
- */
+/** @typedef {import("./thread.js").Message} Message */
+
 export class MessageView {
+  /**
+   * @param {Message} message
+   * @param {{ versions: Message[], isLast: boolean }} place
+   * @param {Object<string, Function>} actions what a message can ask for: copy(text), edit(message, text), again(message),
+   *   goOn(message), dropSchema(message), version(message), results(message, texts)
+   */
   constructor(message, place, actions) {
-    Object.assign(this, { message, place, actions, progress: null });
+    this.message = message;
+    this.place = place;
+    this.actions = actions;
+    /** @type {{ total: number, processed: number } | null} of the prompt */
+    this.progress = null;
     this.reasoning = h("details", { class: "reasoning", hidden: true }, h("summary", {}), h("div", {}));
     this.files = h("div", { class: "files" }, ...(message.files ?? []).map((file) => fileChip(file)));
     this.text = h("div", { class: "text" });

@@ -99,7 +99,11 @@ function tokensOf(parent, source) {
 /** One block while it is drawn. `at`: how far the source is drawn; `isOpen`: whether more of the block may come. */
 class Drawing {
   constructor(source, paint, { start, end }, isOpen) {
-    Object.assign(this, { source, paint, at: start, end, isOpen });
+    this.source = source;
+    this.paint = paint;
+    this.at = start;
+    this.end = end;
+    this.isOpen = isOpen;
   }
 
   /** The place of `text` behind what is drawn; -1 if it is not in this block as it is. */
