@@ -449,9 +449,6 @@ def load(
                 keep_one_arena()
             with start_trial(chosen, pair) as trial:
                 fitted = fit(chosen, pair, room)
-                if fitted.has_other_draft:  # which that trial does not know
-                    trial.close()
-                    trial = start_trial(fitted.options, fitted.pair)
                 pair, target, drafters = open_models(fitted.options, fitted.pair, trial)
     except MemoryError as exc:
         why = "needs more memory than this process may have. Use a smaller --ctx-size, a smaller model, or no draft"

@@ -1,9 +1,10 @@
-"""How pip builds edgespec: hatchling, with the library of the kernels in the wheel.
+"""How pip builds edgespec: hatchling, with the library of the kernels and those of the chat page in the wheel.
 
 Where no C++ compiler works, Zig's is asked for, 100 MB, which pip puts into a folder of its own for as long as it
 builds. An editable installation builds nothing (scripts/run.py does), so nothing is asked for it: that is why this is
 not the hook's own `dependencies`. A wheel for all systems, without the library: EDGESPEC_KERNELS=none. One for another
-system, by Zig: EDGESPEC_WHEEL_FOR, which scripts/wheels.py sets.
+system, by Zig: EDGESPEC_WHEEL_FOR, which scripts/wheels.py sets. The page's come from the npm registry
+(scripts/vendor_page.py); where that cannot be reached, the wheel has the page without them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def is_wanted() -> bool:
 
 def load_builder() -> ModuleType:
     """edgespec/kernels/build.py; the package itself needs more than what pip installs for building."""
-    spec = importlib.util.spec_from_file_location("edgespec_kernels_build", KERNELS / "build.py")
+    return load(KERNELS / "build.py")
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"edgespec_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -57,12 +62,29 @@ def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) 
     return found
 
 
-class KernelsHook(BuildHookInterface):  # type: ignore[misc]  # mypy does not see hatchling
-    """Builds the library into the wheel; one without it works too, slower."""
+class WheelHook(BuildHookInterface):  # type: ignore[misc]  # mypy does not see hatchling
+    """Adds the libraries to the wheel; one without them works too, slower and plainer."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if version == "editable" or not is_wanted():
+        if version == "editable":
             return
+        self.add_page_libraries(build_data)
+        if is_wanted():
+            self.add_kernels(build_data)
+
+    def add_page_libraries(self, build_data: dict[str, Any]) -> None:
+        page = load(Path(__file__).with_name("vendor_page.py"))
+        if not page.are_wanted():
+            return
+        try:
+            page.vendor()
+        except page.CannotFetch as exc:
+            why = "formulas, highlighted code and PDFs, since its libraries cannot be fetched from the npm registry"
+            self.app.display_warning(f"the chat page in this wheel has no {why}: {exc}")
+        else:
+            build_data["force_include"][str(page.VENDOR)] = "edgespec/server/static/vendor"
+
+    def add_kernels(self, build_data: dict[str, Any]) -> None:
         builder, compiler, target = load_builder(), None, None
         platform = os.environ.get(WHEEL_FOR) or self.build_config.builder.get_best_matching_tag().rpartition("-")[2]
         if WHEEL_FOR in os.environ:

@@ -59,6 +59,8 @@ KERNELS_LOG = VENV / "kernels.log"
 KERNELS_LOCK = VENV / "kernels.lock"
 KERNELS_FAILED = VENV / "kernels-failed.txt"  # hash of the sources that could not be compiled; TOLD is appended
 TOLD = " told"
+PAGE_FAILED = VENV / "page-libraries-failed"  # when it is from
+DAY_S = 86400
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
 EXTRAS = {
@@ -70,7 +72,7 @@ EXTRAS = {
 }
 # Commands that read a GGUF themselves, if at all.
 ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
-READS_NO_MODEL = ("corpus", "doctor", "ls", "pair", "plan", "pull", "rm", "show")
+READS_NO_MODEL = ("corpus", "doctor", "drafts", "list", "ls", "pair", "plan", "pull", "remove", "rm", "show")
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
 # rest of another.
@@ -146,6 +148,8 @@ def main(arguments: list[str]) -> int:
     make_ready([*needed_extras(command, arguments), *(["llamacpp"] if why else [])], why)
     if command == "lint":
         return lint()
+    if command in ("serve", "test"):
+        fetch_page_libraries()
     if command == "test":
         build_kernels()
         keep_bytecode()
@@ -387,6 +391,19 @@ def start_kernels(*, waits: bool = False) -> None:
             low = subprocess.BELOW_NORMAL_PRIORITY_CLASS | subprocess.CREATE_NO_WINDOW
         null = subprocess.DEVNULL  # in a session of its own, since Ctrl-C is for the command
         subprocess.Popen(command, stdin=null, stdout=null, stderr=null, creationflags=low, start_new_session=True)
+
+
+def fetch_page_libraries() -> None:
+    """Have the libraries of the chat page beside it; it works without them. After a failure a day passes."""
+    script = ROOT / "scripts" / "vendor_page.py"
+    with contextlib.suppress(OSError):
+        if time.time() - PAGE_FAILED.stat().st_mtime < DAY_S:
+            return
+    done = subprocess.run([str(PYTHON), str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        with contextlib.suppress(OSError):  # the checkout may be read-only
+            PAGE_FAILED.touch()
+        say(f"the chat page has no formulas, highlighted code and PDFs: {done.stderr.strip().removeprefix('error: ')}")
 
 
 def lint() -> int:

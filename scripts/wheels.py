@@ -4,7 +4,7 @@
     python scripts/wheels.py [PLATFORM ...] --out dist
 
 Platforms: TARGETS in build_backend.py; all if none is named. Each wheel is checked: it holds one library of kernels, of
-its system's format. Exit code 1 if one was not made.
+its system's format, and the libraries of the chat page. Exit code 1 if one was not made.
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ def build(platform: str, out: Path) -> int:
     wheel = out / hatchling.build.build_wheel(str(out))
     with zipfile.ZipFile(wheel) as archive:
         found = [format_of(archive.read(name)) for name in archive.namelist() if "/libedgespec_kernels-" in name]
+        has_page = "edgespec/server/static/vendor/versions.json" in archive.namelist()
     if not wheel.stem.endswith(platform) or found != [FORMATS[platform]]:
         wheel.unlink()
         print(f"error: {wheel.name} held the libraries {found}, not {FORMATS[platform]}", file=sys.stderr)
+        return 1
+    if not has_page:
+        wheel.unlink()
+        print(f"error: {wheel.name} lacked the libraries of the chat page", file=sys.stderr)
         return 1
     print(f"{wheel} {wheel.stat().st_size / 1e6:.1f} MB, {found[0]}", flush=True)
     return 0

@@ -104,12 +104,6 @@ class Conversation:
         del self.turns[last + 1 :]
         return True
 
-    @property
-    def last_question(self) -> str | None:
-        """The last user message; None if there is none."""
-        last = self._last_question()
-        return None if last is None else str(self.turns[last]["content"])
-
     def _last_question(self) -> int | None:
         return next((i for i in reversed(range(len(self.turns))) if self.turns[i]["role"] == "user"), None)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -64,13 +65,8 @@ def say(text: str) -> None:
     click.echo(wrapped(text, sys.stdout))
 
 
-def command_lines(command: str, columns: int) -> str:
-    """Indented lines of a shell command that can be copied: continued with a backslash between words."""
-    if os.name == "nt":
-        return f"  {command}"
-    lines = [" "]
-    for word in re.findall(r"(?:'[^']*'|[^\s'])+", command):
-        if len(lines[-1]) + len(word) + len("  \\") > columns and lines[-1].strip():
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    return " \\\n".join(lines)
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows of a table as lines; the columns `right` end, and the others begin, below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if index in right else str.ljust for index in range(len(widths))]
+    return ["  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows]

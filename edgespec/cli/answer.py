@@ -5,9 +5,9 @@ elsewhere.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -15,12 +15,11 @@ from rich.cells import cell_len
 
 from edgespec.chat.reasoning import Reasoning
 from edgespec.cli import has_escapes, printable
-from edgespec.cli.terminal import note
 from edgespec.reports import TokenEvent
 from edgespec.vocabulary import Vocabulary
 
-DRAFT_COLOUR = "cyan"
-_OPENINGS = ("<tool_call>", "<tool_response>")
+_WHOLE = re.compile(r"<tool_(call|response)>(.*?)</tool_\1>", re.DOTALL)
+_BEGUN = re.compile(r"<tool_(call|response)>((?!</tool_\1>).)*$|<[a-z_]{0,13}$", re.DOTALL)
 _FENCE, _TAB = "```", 8
 
 
@@ -33,20 +32,15 @@ class AnswerPrinter:
     answer apart, whatever is printed.
     """
 
-    def __init__(
-        self, *, show_draft: bool = False, raw: bool = False, reasoning: tuple[Reasoning, Vocabulary] | None = None
-    ) -> None:
+    def __init__(self, *, raw: bool = False, reasoning: tuple[Reasoning, Vocabulary] | None = None) -> None:
         self.text = ""
         self.parts = ("", "")  # (reasoning, answer); without `reasoning`, all is answer
         self._reasoning = reasoning
         self._splitter = None if reasoning is None else reasoning[0].splitter()
-        self._show_draft = show_draft and has_escapes()
-        if show_draft and not self._show_draft:
-            note("--show-draft: no colours here (TERM=dumb or NO_COLOR)")
         self._is_terminal = sys.stdout.isatty()
         is_laid_out = self._is_terminal and not raw
         self._wrap = WordWrap() if is_laid_out else None
-        self._calls = ToolCalls() if is_laid_out and not self._show_draft else None
+        self._calls = ToolCalls() if is_laid_out else None
         self._dims = is_laid_out and has_escapes()
         self._splits = reasoning is not None and (self._dims or reasoning[0].marks.has_channels)
         self._is_reasoning = self._is_dim = False
@@ -59,9 +53,9 @@ class AnswerPrinter:
             reasoning, answer = "", event.text
         else:
             reasoning, answer = self._splitter.push(self._mark(event) + event.text)
-        self._take(reasoning, answer, event.from_draft)
+        self._take(reasoning, answer)
         if not self._splits and event.text:
-            self._show(event.text, event.from_draft)
+            self._show(event.text)
         if event.finish_reason is not None:
             self.end_line()
 
@@ -69,29 +63,29 @@ class AnswerPrinter:
         """The mark of reasoning that a control token is, which prints nothing."""
         return "" if self._reasoning is None else self._reasoning[0].spelled(self._reasoning[1], event.token_id)
 
-    def _take(self, reasoning: str, answer: str, is_draft: bool) -> None:
+    def _take(self, reasoning: str, answer: str) -> None:
         """Remember two parts of the text, and print them where reasoning is told apart."""
         self.parts = (self.parts[0] + reasoning, self.parts[1] + answer)
         if not self._splits:
             return
         if reasoning:
             self._is_reasoning, self._is_dim = True, self._dims
-            self._lay_out(reasoning, is_draft)
+            self._lay_out(reasoning)
         if answer:
             self._end_reasoning()
-            self._show(answer, is_draft)
+            self._show(answer)
 
     def _end_reasoning(self) -> None:
         """Print what is held of the reasoning, and an empty line."""
         if not self._is_reasoning:
             return
         self._end_wrap()
-        self._print("\n\n", False)
+        self._print("\n\n")
         self._is_reasoning = self._is_dim = False
         self._wrap = None if self._wrap is None else WordWrap()
 
-    def _show(self, text: str, is_draft: bool) -> None:
-        self._lay_out(text if self._calls is None else self._calls.push(text), is_draft)
+    def _show(self, text: str) -> None:
+        self._lay_out(text if self._calls is None else self._calls.push(text))
 
     def end_line(self) -> None:
         """Print what was held back and end the line, once; an answer that was stopped has no last event."""
@@ -99,28 +93,25 @@ class AnswerPrinter:
             return
         self._has_ended = True
         if self._splitter is not None:
-            self._take(*self._splitter.finish(), False)
+            self._take(*self._splitter.finish())
         if self._calls is not None:
-            self._lay_out(self._calls.end(), False)
+            self._lay_out(self._calls.end())
         self._end_wrap()
         if not self._last.endswith("\n"):
             click.echo()
 
     def _end_wrap(self) -> None:
-        for text, is_draft in () if self._wrap is None else self._wrap.end():
-            self._print(text, is_draft)
+        if self._wrap is not None:
+            self._print(self._wrap.end())
 
-    def _lay_out(self, text: str, is_draft: bool) -> None:
+    def _lay_out(self, text: str) -> None:
         shown = printable(text) if self._is_terminal else text
-        pieces = [(shown, is_draft)] if self._wrap is None else self._wrap.push(shown, is_draft)
-        for piece, is_drafted in pieces:
-            self._print(piece, is_drafted)
+        self._print(shown if self._wrap is None else self._wrap.push(shown))
 
-    def _print(self, text: str, is_draft: bool) -> None:
+    def _print(self, text: str) -> None:
         if text:
             self._last = text
-            colour = DRAFT_COLOUR if is_draft and self._show_draft else None
-            click.echo(click.style(text, fg=colour, dim=self._is_dim) if colour or self._is_dim else text, nl=False)
+            click.echo(click.style(text, dim=True) if self._is_dim else text, nl=False)
 
 
 class ToolCalls:
@@ -131,23 +122,11 @@ class ToolCalls:
 
     def push(self, text: str) -> str:
         """What can be shown after `text`; a call is held back until it is complete."""
-        self._held += text
-        shown = ""
-        while True:
-            starts = [(at, opening) for opening in _OPENINGS if (at := self._held.find(opening)) >= 0]
-            if not starts:
-                passed = len(self._held) - _begun(self._held)
-                shown, self._held = shown + self._held[:passed], self._held[passed:]
-                return shown
-            start, opening = min(starts)
-            shown, self._held = shown + self._held[:start], self._held[start:]
-            closing = f"</{opening[1:]}"
-            end = self._held.find(closing)
-            if end < 0:
-                return shown
-            whole = self._held[: end + len(closing)]
-            shown += _readable(whole, self._held[len(opening) : end], is_call=opening == _OPENINGS[0])
-            self._held = self._held[len(whole) :]
+        whole = readable(self._held + text)
+        begun = _BEGUN.search(whole)
+        passed = len(whole) if begun is None else begun.start()
+        self._held = whole[passed:]
+        return whole[:passed]
 
     def end(self) -> str:
         """What was held back: a call that never ended is shown as it is."""
@@ -157,26 +136,19 @@ class ToolCalls:
 
 def readable(text: str) -> str:
     """A whole text with readable tool calls and responses."""
-    calls = ToolCalls()
-    return calls.push(text) + calls.end()
+    return _WHOLE.sub(_readable, text)
 
 
-def _begun(text: str) -> int:
-    """How many characters at the end of `text` may begin a tool call or response."""
-    most = max(map(len, _OPENINGS)) - 1
-    ends = (n for n in range(min(most, len(text)), 0, -1) if any(each.startswith(text[-n:]) for each in _OPENINGS))
-    return next(ends, 0)
-
-
-def _readable(whole: str, source: str, *, is_call: bool) -> str:
-    """`[calls NAME(key=value, ...)]` or `[tool result: key=value, ...]`; `whole` where `source` is no such JSON."""
+def _readable(found: re.Match[str]) -> str:
+    """`[calls NAME(key=value, ...)]` or `[tool result: key=value, ...]`; what is no such JSON stays as it is."""
+    is_call = found[1] == "call"
     try:
-        content: Any = json.loads(source)
+        content: Any = json.loads(found[2])
         fields = (content.get("arguments") or {}) if is_call else content
         given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in fields.items())
         return f"[calls {content['name']}({given})]" if is_call else f"[tool result: {given}]"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return whole
+        return found[0]
 
 
 class WordWrap:
@@ -189,29 +161,29 @@ class WordWrap:
     def __init__(self, columns: int | None = None) -> None:
         self._fixed = columns
         self._column = 0
-        self._gap: list[tuple[str, bool]] = []  # blanks since the last word
-        self._word: list[tuple[str, bool]] = []
+        self._gap = ""  # blanks since the last word
+        self._word = ""
         self._line = ""  # the first characters of the line
         self._is_begun = False  # whether a part of the present word is printed, so that no line may end inside it
         self._is_code = False  # between fences
         self._is_first = True  # in the first line, which a blank may begin that only parts it from the prompt
-        self._out: list[tuple[str, bool]] = []
+        self._out: list[str] = []
 
-    def push(self, text: str, is_draft: bool = False) -> Iterator[tuple[str, bool]]:
-        """(text, whether it was drafted) of what can be printed now."""
+    def push(self, text: str) -> str:
+        """What can be printed now."""
         for letter in text:
-            self._take(letter, is_draft)
-        yield from self._drain()
+            self._take(letter)
+        return self._drain()
 
-    def end(self) -> Iterator[tuple[str, bool]]:
+    def end(self) -> str:
         self._flush()
-        yield from self._drain()
+        return self._drain()
 
-    def _take(self, letter: str, is_draft: bool) -> None:
+    def _take(self, letter: str) -> None:
         if letter == "\n":
             self._flush()
             self._is_code ^= self._line.startswith(_FENCE)
-            self._out.append((letter, is_draft))
+            self._out.append(letter)
             self._column, self._line, self._is_first = 0, "", False
             return
         if len(self._line) < len(_FENCE):
@@ -219,50 +191,42 @@ class WordWrap:
         is_parted = self._is_first and self._line[0] == " " != self._line[1:2]
         if self._is_code or (self._line[0] in " \t|" and not is_parted):
             self._flush()
-            self._emit(letter, is_draft)
+            self._emit(letter)
         elif letter in " \t":
             if self._word or self._is_begun:
                 self._flush()
-            self._gap.append((letter, is_draft))
+            self._gap += letter
         else:
-            self._take_letter(letter, is_draft)
+            self._take_letter(letter)
 
-    def _take_letter(self, letter: str, is_draft: bool) -> None:
+    def _take_letter(self, letter: str) -> None:
         is_wide = cell_len(letter) > 1
         if is_wide:
             self._flush()
         elif self._is_begun:
-            self._emit(letter, is_draft)
+            self._emit(letter)
             return
-        self._word.append((letter, is_draft))
-        if self._column > 0 and self._column + self._width(self._gap) + self._width(self._word) > self._columns:
-            self._out.append(("\n", False))
-            self._column, self._gap = 0, []
+        self._word += letter
+        if self._column > 0 and self._column + cell_len(self._gap) + cell_len(self._word) > self._columns:
+            self._out.append("\n")
+            self._column, self._gap = 0, ""
         if is_wide or self._column == 0:
             self._flush()
             self._is_begun = not is_wide
 
     def _flush(self) -> None:
-        for letter, is_draft in (*self._gap, *self._word):
-            self._emit(letter, is_draft)
-        self._gap, self._word = [], []
+        for letter in self._gap + self._word:
+            self._emit(letter)
+        self._gap = self._word = ""
         self._is_begun = False
 
-    def _emit(self, letter: str, is_draft: bool) -> None:
-        self._out.append((letter, is_draft))
+    def _emit(self, letter: str) -> None:
+        self._out.append(letter)
         self._column += _TAB - self._column % _TAB if letter == "\t" else cell_len(letter)
 
-    def _drain(self) -> Iterator[tuple[str, bool]]:
-        """The output so far, neighbours of one colour joined."""
-        out, self._out = self._out, []
-        start = 0
-        for end in range(1, len(out) + 1):
-            if end == len(out) or out[end][1] != out[start][1]:
-                yield "".join(letter for letter, _ in out[start:end]), out[start][1]
-                start = end
-
-    def _width(self, letters: list[tuple[str, bool]]) -> int:
-        return sum(cell_len(letter) for letter, _ in letters)
+    def _drain(self) -> str:
+        out, self._out = "".join(self._out), []
+        return out
 
     @property
     def _columns(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,8 @@ def _bench(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
 
         trials: dict[tuple[str, int], Trial] = {}
         by_key = {task.key: task for task in tasks}
-        with stops(cancel) as interruption, progress(len(tasks)) as on_trial:
+        on_trial = progress(len(tasks))
+        with stops(cancel) as interruption:
             for trial in Runner(model, standard, setup.options, lambda: interruption.happened).run(tasks):
                 trials[trial.key] = trial
                 on_trial(_trial_line(by_key[trial.key], trial))
@@ -178,7 +179,8 @@ def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     choices = fixed_choices(model) if own["sweep"] else []
     choices += explain_choices(model) if own["explain"] else []
     sweep = Sweep(model, choices, session.options)
-    with stops(model.cancel) as interruption, progress(len(tasks) * len(sweep.choices)) as on_run:
+    on_run = progress(len(tasks) * len(sweep.choices))
+    with stops(model.cancel) as interruption:
         for task, choice, measured in sweep.run(tasks, lambda: interruption.happened):
             on_run(f"{task.prompt.domain:<15}  {choice!s:<20}  {measured.stats.tokens_per_second:.1f}")
     if not sweep.domains:
@@ -207,23 +209,7 @@ def _trial_line(task: Task, trial: Trial) -> str:
     return f"{task.prompt.domain:<15}  {text:<{_SHOWN_CHARACTERS}}  {plain:.1f} -> {drafted:.1f}  {ratio}"
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show each finished run: a line, and a bar below it where stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.percentage:>3.0f}%"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # A thread that redraws the bar would take the time of what is measured: it is drawn between two runs only.
-    with Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False) as bars:
-        bar = bars.add_task("", total=total)
-
-        def on_run(line: str) -> None:
-            if console.is_terminal:
-                bars.console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
-            else:
-                note(line)
-            bars.update(bar, advance=1, refresh=True)
-
-        yield on_run
+def progress(total: int) -> Callable[[str], None]:
+    """Shows each finished run as a line: a thread that redraws a bar would take the time of what is measured."""
+    done = count(1)
+    return lambda line: note(f"{next(done)}/{total}  {line}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from edgespec.loading.registry import registered_folders
 from edgespec.platform import disk_cache
 
 FIRST = "smollm2-135m"
-CHOSEN_HERE = "chosen by chat, as no model was named"  # where /show says the model comes from
+CHOSEN_HERE = "chosen, as no model was named"  # where /show says the model comes from
 _KEY = disk_cache.key_of("first model", FIRST)
 
 
@@ -57,11 +58,19 @@ def command(
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
+    return converse(given, model_name, config_file, session_path, first_file)
+
+
+def converse(
+    given: Mapping[str, Any],
+    model_name: str | None,
+    config_file: Path | None,
+    session_path: Path | None = None,
+    first_file: str | None = None,
+) -> int:
+    """The whole chat; the exit code."""
     first = None if first_file is None else file_text(first_file, "--file")
-    settings = resolve_settings(given, model_name, config_file)
-    if (name := first_model(settings)) is not None:
-        settings = resolve_settings(given, name, config_file)
-        settings = Settings(settings.values, {**settings.sources, "model": CHOSEN_HERE})
+    settings = settings_with_model(given, model_name, config_file)
     saved = None if session_path is None else SavedChat(session_path)
     require_chat_template(settings, is_chat=True)
     session = open_session(settings, remembers=True)
@@ -76,7 +85,7 @@ def command(
         finally:
             saved.end(chat)
     finally:
-        session.model.close()
+        chat.session.model.close()
 
 
 def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first: str | None = None) -> int:
@@ -90,7 +99,7 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first:
             if first is not None:
                 message, is_command, first = first, False, None
             else:
-                message, is_command = _next_message(chat, read_line)
+                message, is_command = read_message(read_line)
             if is_command:
                 if not run_slash(chat, message):
                     return code
@@ -109,18 +118,16 @@ def _run(chat: Chat, read_line: ReadLine, saved: SavedChat | None = None, first:
             code = 0 if is_interactive() else exit_code(exc)
 
 
-def _next_message(chat: Chat, read_line: ReadLine) -> tuple[str, bool]:
-    """As `read_message`; an edit that ends in no message leaves the conversation as it is."""
-    found = None
-    try:
-        found = read_message(read_line, chat.edited or "")
-        return found
-    finally:
-        if chat.edited is not None and (found is None or found[1] or not found[0].strip()):
-            chat.end_edit()
-
-
 # -- which model, where none was named: a small real one, asked for once and in a terminal only; else the demo
+
+
+def settings_with_model(given: Mapping[str, Any], model_name: str | None, config_file: Path | None) -> Settings:
+    """As `resolve_settings`, with a model chosen where none is named."""
+    settings = resolve_settings(given, model_name, config_file)
+    if (name := first_model(settings)) is not None:
+        settings = resolve_settings(given, name, config_file)
+        settings = Settings(settings.values, {**settings.sources, "model": CHOSEN_HERE})
+    return settings
 
 
 def first_model(settings: Settings) -> str | None:

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from edgespec.cli import FilePath, printable, say
+from edgespec.cli import FilePath, aligned, printable, say
 from edgespec.cli.terminal import note
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
@@ -87,14 +85,12 @@ def ls(model: str | None) -> int:
     """List the texts and the memory they take, and how much --learn stored."""
     with _opened(model) as (_, corpus, learnt):
         texts = corpus.texts()
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        for heading in ("name", "tokens", "files", "MiB", "added", "from"):
-            table.add_column(heading, justify="right" if heading in ("tokens", "files", "MiB") else "left")
+        rows = [("name", "tokens", "files", "MiB", "added", "from")]
         for text in texts:
-            row = str(text.num_tokens), str(text.num_documents), f"{text.num_bytes / _MIB:.1f}", _date_of(text.added_s)
-            table.add_row(printable(text.name), *row, printable(text.source))
-        if texts:
-            Console(highlight=False, markup=False).print(table)
+            counts = str(text.num_tokens), str(text.num_documents), f"{text.num_bytes / _MIB:.1f}"
+            rows.append((printable(text.name), *counts, _date_of(text.added_s), printable(text.source)))
+        for line in aligned(rows, right=(1, 2, 3)) if texts else ():
+            click.echo(line)
         total = sum(text.num_bytes for text in texts)
         say(
             f"corpus for {_name_of(model)}: {total / _MIB:.1f} of {corpus.budget_bytes() / _MIB:.0f} MiB, {corpus.path}"
@@ -160,11 +156,7 @@ def _reasons(documents: Documents) -> str:
 
 
 def _date_of(seconds: float) -> str:
-    """The day, in UTC; a clock that was far off, or another program, may have written a time that has none."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).date().isoformat()
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
 
 
 def _described(text: CorpusText) -> str:

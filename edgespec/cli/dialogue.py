@@ -35,34 +35,13 @@ class Chat:
         self.totals = Totals()
         self.last = Stats()  # of the last answer
         self.attached: list[str] = []  # texts that go behind the next message
-        self.edited: str | None = None  # the last message as it was typed, which the next one replaces
-        self._behind: list[str] = []  # what went behind that one
-        self._asked = ("", "", self._behind)  # the last message: whole, as it was typed, what went behind it
 
     def say(self, text: str) -> None:
         """Ask `text` and print the answer; a failure leaves the conversation as it was."""
         before = self.conversation.copy()
-        behind = [*self._behind, *self.attached]
-        if self.edited is not None:
-            self.conversation.undo()
-            self.end_edit()
-        whole = "\n\n".join((text, *behind))
-        self.conversation.ask(whole)
+        self.conversation.ask("\n\n".join((text, *self.attached)))
         self._answer(before)
-        self._asked = whole, text, behind
         self.attached = []
-
-    def begin_edit(self) -> str | None:
-        """The last message as it was typed, which the next one replaces; None without one."""
-        last = self.conversation.last_question
-        if last is not None:
-            whole, typed, behind = self._asked
-            self.edited, self._behind = (typed, behind) if whole == last else (last, [])
-        return self.edited
-
-    def end_edit(self) -> None:
-        """The next message is a new one."""
-        self.edited, self._behind = None, []
 
     def say_again(self) -> None:
         """Answer the last message again with the next seed; the same seed would give the same text."""

@@ -17,7 +17,8 @@ from typing import Any
 import click
 
 from edgespec import __version__
-from edgespec.cli import command_lines, say, wrapped
+from edgespec.cli import say, wrapped
+from edgespec.cli.terminal import counted
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.manifest import ModelFile, read_pair
@@ -38,13 +39,16 @@ PROBE_TIMEOUT_S = 60
 # Backends of llama.cpp for GPUs, and what each is for.
 GPUS = {"vulkan": "any GPU", "cuda": "NVIDIA", "rocm": "AMD", "metal": "Apple Silicon"}
 NO_GPU = {"CPU", "BLAS", "RPC"}  # ggml's names of the other backends
-FOR_DEVELOPERS = {"lint", "peers", "test"}  # extras that no command needs
+NOT_OF_COMMANDS = {"all", "lint", "peers", "test"}  # extras that no command needs
 
 
 @click.command(short_help="Show what is installed, what is missing and how to get it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> int:
-    """Show versions, engines, devices, models, and what is missing. Exit code 1 when something does not work."""
+    """Show whether all is well, versions, engines, devices, models, and how to get what is missing.
+
+    Exit code 1 when something does not work.
+    """
     report = examine()
     if as_json:
         click.echo(json.dumps(report, indent=1))
@@ -172,11 +176,9 @@ def _cpu_name() -> str:
 
 
 def _memory_bytes() -> int | None:
-    """Physical memory; None where that cannot be found out."""
-    if sys.platform != "win32":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Physical memory; None where psutil is missing: doctor also runs where requirements are."""
     try:
-        import psutil  # doctor also runs where requirements are missing
+        import psutil
     except ImportError:
         return None
     return int(psutil.virtual_memory().total)
@@ -203,7 +205,7 @@ def _extras() -> dict[str, dict[str, Any]]:
     wanted = {
         extra: dict.fromkeys(map(name_of, texts))
         for extra, texts in requirements().items()
-        if extra and extra not in FOR_DEVELOPERS
+        if extra and extra not in NOT_OF_COMMANDS
     }
     return {
         extra: {"missing": [name for name in names if _version(name) is None], "install": install_command(extra)}
@@ -212,51 +214,66 @@ def _extras() -> dict[str, dict[str, Any]]:
 
 
 def _say(text: str, commands: str = "") -> None:
-    """A line; in a terminal it is broken at words, and `commands` follow on lines that can be copied."""
+    """A line; in a terminal it is broken at words, and `commands` follow on lines of their own."""
     if not commands or not sys.stdout.isatty():
         say(f"{text} {commands}".rstrip())
         return
     say(text)
     for command in commands.split(", then "):
-        click.echo(command_lines(command, shutil.get_terminal_size().columns))
+        click.echo(f"  {command}")  # in one piece, to be copied
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """One line that says whether all is well."""
+    if report["problems"]:
+        return f"Not ready: {counted(len(report['problems']), 'problem')}, said below"
+    own, engines = report["kernels"], report["engines"]
+    runs = [f"GGUF models on edgespec's kernels ({own['instructions']})"] if own["library"] else []
+    runs += ["on llama.cpp"] if engines["llamacpp"]["available"] else []
+    runs += ["ONNX models"] if engines["onnx"]["available"] else []
+    slow = "" if own["library"] else "; GGUF models would be faster with the kernels, which are not built"
+    gpu = (
+        ""
+        if engines["llamacpp"].get("gpu_offload") or not gpu_backend()
+        else "; the GPU is not used, the command for it is below"
+    )
+    return f"Ready: {', '.join(runs)} with {counted(report['threads'], 'thread')}{slow}{gpu}"
 
 
 def _print(report: dict[str, Any]) -> None:
     memory = report["memory_bytes"]
+    click.secho(wrapped(verdict(report), sys.stdout), bold=True)
+    for problem in report["problems"]:
+        click.secho(wrapped(f"problem: {problem}", sys.stdout), fg="red")
     _say(f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}")
     _say(
         f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}"
         + (f", {memory / 2**30:.1f} GiB memory" if memory else "")
     )
-    _print_llamacpp(report["engines"]["llamacpp"])
-    onnx = report["engines"]["onnx"]
+    own, llama, onnx = report["kernels"], report["engines"]["llamacpp"], report["engines"]["onnx"]
+    _say("kernels: " + (f"{own['instructions']}, {own['library']}" if own["library"] else f"none: {own['reason']}"))
+    _print_llamacpp(llama)
     found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
     _say(f"engine onnx: {found}")
     for provider, reason in onnx.get("unusable", {}).items():
         _say(f"provider {provider} cannot be used: {reason}")
-    own = report["kernels"]
-    _say("kernels: " + (f"{own['instructions']}, {own['library']}" if own["library"] else f"none: {own['reason']}"))
-    for package, version in report["packages"].items():
-        _say(f"package {package}: {version or 'MISSING'}")
-    if not report["packages"]:
-        _say("packages: unknown, since edgespec runs from its source and is not installed")
+    missing = [package for package, version in report["packages"].items() if not version]
+    _say(f"packages: {'MISSING ' + ', '.join(missing) if missing else 'complete'}")
     for extra, entry in report["extras"].items():
-        missing = ", ".join(entry["missing"])
-        missing += " (instead of onnxruntime)" if extra == "gpu" and missing else ""
-        if missing:
-            _say(f"extra {extra}: lacks {missing}:", entry["install"])
-        else:
-            _say(f"extra {extra}: complete")
+        if entry["missing"]:
+            instead = " (instead of onnxruntime)" if extra == "gpu" else ""
+            _say(f"extra {extra}: lacks {', '.join(entry['missing'])}{instead}:", entry["install"])
     for model in report["models"]:
         sizes = [f"{role} {_size(file)}" for role, file in model["files"].items()]
         _say(f"model {model['name']} ({', '.join(model['engines'])}): {', '.join(sizes)}")
-    for problem in report["problems"]:
-        click.secho(wrapped(f"problem: {problem}", sys.stdout), fg="red")
 
 
 def _print_llamacpp(llama: dict[str, Any]) -> None:
+    backend = gpu_backend()
     if not llama["available"]:
         _say(f"engine llamacpp: {'NOT available' if llama['installed'] else llama['reason']}")
+        if backend:
+            _say(f"for this machine's GPU ({GPUS[backend]}):", build_command(backend))
         return
     _say(f"engine llamacpp: llama-cpp-python {llama['version']}")
     for device in llama["devices"]:
@@ -268,19 +285,21 @@ def _print_llamacpp(llama: dict[str, Any]) -> None:
     elif idle:
         _say(f"no GPU: this build of llama.cpp has {', '.join(idle)}, which finds none (is its driver installed?)")
     else:
-        _say("no GPU in this build of llama.cpp (-ngl has no effect); to build one that uses a GPU:")
-        for backend in _gpu_backends():
-            _say(f"  {backend} ({GPUS[backend]}):", build_command(backend))
-    if llama["rpc"]:
-        _say("several machines (RPC): yes (edgespec rpc-server, --rpc)")
-    else:
-        _say("several machines (RPC): not in this build:", build_command("rpc"))
-    _say(f"instruction sets: {', '.join(llama['features'])}")
+        what = f"this machine's GPU ({GPUS[backend]})" if backend else "a GPU, of which none was found here"
+        _say(f"this build of llama.cpp uses no GPU; one for {what}:", build_command(backend or "vulkan"))
+    rpc = ("yes (edgespec rpc-server, --rpc)", "") if llama["rpc"] else ("not in this build:", build_command("rpc"))
+    _say(f"several machines (RPC): {rpc[0]}", rpc[1])
 
 
-def _gpu_backends() -> tuple[str, ...]:
-    """Backends of llama.cpp for GPUs that this system may have."""
-    return ("metal",) if sys.platform == "darwin" else ("vulkan", "cuda", "rocm")
+def gpu_backend() -> str:
+    """The backend of llama.cpp for the GPU that this machine seems to have; empty for none."""
+    if sys.platform == "darwin":
+        return "metal"
+    if shutil.which("nvidia-smi"):
+        return "cuda"
+    if Path("/dev/kfd").exists():
+        return "rocm"
+    return "vulkan" if sys.platform == "win32" or any(Path("/dev/dri").glob("renderD*")) else ""
 
 
 def _size(file: dict[str, Any]) -> str:
@@ -294,7 +313,7 @@ def _size(file: dict[str, Any]) -> str:
 
 
 def describe_library() -> dict[str, Any]:
-    """Version, build features, backends, the devices that this build sees, and whether it has RPC. Memory in bytes."""
+    """Version, backends, the devices that this build sees, and whether it has RPC. Memory in bytes."""
     from edgespec.engines.llamacpp.library import library, version
 
     try:
@@ -305,18 +324,11 @@ def describe_library() -> dict[str, Any]:
     return {
         "available": True,
         "version": version(),
-        "features": _features(llama.llama_print_system_info().decode("utf-8", errors="replace")),
         "gpu_offload": any("gpu" in device["kind"] for device in found),
         "rpc": bool(llama.llama_supports_rpc()),
         "backends": _backends(),
         "devices": found,
     }
-
-
-def _features(system_info: str) -> list[str]:
-    """'CPU : AVX2 = 1 | NEON = 0 | ...' as the names that are on."""
-    items = system_info.replace(":", "|").split("|")
-    return [item.split("=")[0].strip() for item in items if item.strip().endswith("= 1")]
 
 
 def _backends() -> list[str]:

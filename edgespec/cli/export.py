@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from edgespec import __version__
 from edgespec.cli import FilePath, say
 from edgespec.cli.main import INTERRUPTED
 from edgespec.cli.shell import files
+from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
 from edgespec.platform.files import exists, expanded, resolved
 
@@ -53,31 +53,10 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     help="Type of the draft.  [default: --quant, int8 for w8a8]",
 )
 @click.option(
-    "--draft-vocab",
-    type=int,
-    metavar="N",
-    help="ONNX: keep only the N likeliest tokens in the draft's head, so that its passes read less; it proposes no "
-    "others, and the text stays the target's. Pays off where the vocabulary is large compared with the draft.  "
-    "[default: all]",
-)
-@click.option(
-    "--draft-text",
-    type=FilePath(),
-    metavar="FILE.txt",
-    help="Text whose most common tokens --draft-vocab keeps; if it has too few, the tokens with the lowest ids are "
-    "added.",
-)
-@click.option(
     "--group-size",
     type=int,
     metavar="N",
     help="ONNX: weights per scale; at 128 or more, int8 is not reproducible.  [default: int8 64, int4 32]",
-)
-@click.option(
-    "--imatrix",
-    type=FilePath(),
-    metavar="FILE.txt",
-    help="GGUF: text from which the importance of weights is measured before they are quantised.",
 )
 @click.option(
     "--exporter",
@@ -102,18 +81,16 @@ def command(**given: Any) -> int:
     that was pulled or added.
 
     GGUF files are checked against transformers; ONNX graphs, which need no torch, against llama.cpp if transformers is
-    not installed. An interrupted export continues when the same command is run again.
+    not installed.
     """
     from edgespec.export.pair import export_pair
 
     request = _request(**given)
-    reporter: Reporter = _Bars() if sys.stderr.isatty() else _Lines()
+    reporter: Reporter = _Stages()
     try:
         done = export_pair(request, reporter)
     except KeyboardInterrupt:
-        kept = request.output.with_name(f".{request.output.name}.export")
-        files = f"; finished files are kept in {kept}" if kept.exists() else ""
-        note(f"interrupted: run the same command again to continue{files}")
+        note("interrupted: nothing was written")
         return INTERRUPTED
     _print(request, done)
     return 0
@@ -200,37 +177,14 @@ def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"compared with {figures['reference']}"
 
 
-class _Lines:
-    """One line per stage and note, for logs and pipes."""
+class _Stages:
+    """Shows what is being done, how far it is, and what is done."""
 
     def note(self, text: str) -> None:
         note(text)
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Progress]:
-        click.echo(f"{title} ...", err=True)
-        yield lambda done, total, what: None
+        with waiting(title) as on_progress:
+            yield on_progress
         click.echo(f"{title}: done", err=True)
-
-
-class _Bars:
-    """A bar per stage, for terminals."""
-
-    def note(self, text: str) -> None:
-        note(text)
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Progress]:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[what]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bars:
-            task = bars.add_task(title, total=None, what="")
-            yield lambda done, total, what: bars.update(task, completed=done, total=total or None, what=what)
-            bars.update(task, completed=1, total=1, what="done")

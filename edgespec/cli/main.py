@@ -29,56 +29,40 @@ from edgespec.errors import (
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Modules are imported when their command runs: `edgespec --help` must not pay for numpy, jinja2 or an engine.
-_SECTIONS = {
-    "Use": {
-        "chat": "Talk to a model.",
-        "generate": "Answer one prompt, or continue it.",
-        "serve": "Answer other programs: OpenAI's API, or JSON lines.",
-        "race": "Watch plain and speculative decoding side by side.",
-        "plan": "Show the memory that a model would take, and whether it fits.",
-        "rpc-server": "Lend this machine's devices to a model on another one.",
-        "corpus": "Your own texts to draft from, and what --learn stored.",
-    },
-    "Models": {
-        "ls": "List models: those here and those to pull.",
-        "show": "Show what is known about a model.",
-        "pull": "Get a model, with a draft that fits it.",
-        "pair": "Rank the draft models for a target.",
-        "add": "Register a model file or folder that is already here.",
-        "rm": "Remove a pulled or added model.",
-    },
-    "Measure": {
-        "bench": "Measure the speedup on prompts of several domains.",
-        "verify": "Check that speculation changes no token.",
-        "doctor": "Show what is installed, what is missing and how to get it.",
-    },
-    "Make models": {
-        "export": "Convert a Hugging Face model to GGUF or ONNX, with a draft.",
-    },
+_EVERYDAY = {
+    "chat": "Talk to a model",
+    "run": "Answer one prompt; without one, chat",
+    "serve": "A page in the browser, and the APIs of OpenAI, Anthropic and Ollama",
+    "ls": "List the models that are here; --all: those to pull, too",
+    "show": "What a model is, can do and takes",
+    "pull": "Get a model, with a draft that fits it",
+    "plan": "The memory that a model would take, and whether it fits",
+    "bench": "Measure the speedup on this machine",
+    "export": "Convert a Hugging Face model or a GGUF",
+    "doctor": "Whether all is well here, and how to get what is missing",
 }
+_MORE = {
+    "drafts": "Rank the draft models for a target",
+    "race": "Watch plain and speculative decoding side by side",
+    "verify": "Check that speculation changes no token",
+    "add": "Give a model file or folder that is here a name",
+    "rm": "Remove a pulled or added model",
+    "corpus": "Your own texts to draft from, and what --learn stored",
+    "rpc-server": "Lend this machine's devices to a model on another one",
+}
+COMMANDS = {**_EVERYDAY, **_MORE}
+ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
-COMMANDS = {name: text for commands in _SECTIONS.values() for name, text in commands.items()}
-_GONE = {
-    "tune": "edgespec bench --sweep finds the best settings",
-    "calibrate": "edgespec bench --explain shows what passes cost",
-    "plan-speedup": "edgespec bench --explain compares expected and measured speed",
-    "handover": "docs/handover.md has the commands of vLLM, SGLang and llama-server",
-}
+_SHOWS_ALL = "edgespec.all-commands"
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
-# Python keeps a file that a full disk cut short, and fails on it from then on (CPython issue 126606).
-_CUT_SHORT = (
-    "a compiled Python file is truncated, as happens on a full disk. Delete the folders named __pycache__ in "
-    + str(Path(__file__).parents[1])
-)
 # What writing to a pipe that nobody reads any more fails with on Windows.
 _READER_GONE = (errno.EINVAL,) if os.name == "nt" else ()
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
-_ANSWERS = "edgespec generate MODEL -p TEXT answers one prompt"
+_ANSWERS = "edgespec run MODEL 'TEXT' answers one prompt"
 _EPILOG = """\b
-First steps:  edgespec chat          or  edgespec generate -p "Hello"
-Models:       edgespec ls            then  edgespec pull NAME
-Completion:   eval "$(_EDGESPEC_COMPLETE=bash_source edgespec)" in ~/.bashrc
-              (zsh_source, fish_source for those shells)"""
+First steps:  edgespec chat          or  edgespec run MODEL "Hello"
+Models:       edgespec ls --all      then  edgespec pull NAME
+Completion:   eval "$(_EDGESPEC_COMPLETE=bash_source edgespec)" in ~/.bashrc"""
 
 
 class CommandGroup(click.Group):
@@ -88,6 +72,7 @@ class CommandGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
         from edgespec.installation import has_memory_limit
@@ -102,17 +87,17 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
+        name = args[0] = ALIASES.get(args[0], args[0])
         if name not in COMMANDS and not name.startswith("-"):
             from edgespec.config.habits import did_you_mean
 
-            known = did_you_mean(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
-            hint = f"; {_GONE[name]}" if name in _GONE else known
-            raise click.UsageError(f"no such command '{name}'{hint}", ctx)
+            known = did_you_mean(name, (*COMMANDS, *ALIASES)) or f"; known: {', '.join(COMMANDS)}"
+            raise click.UsageError(f"no such command '{name}'{known}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, commands in _SECTIONS.items():
+        sections = {"Commands": _EVERYDAY} | ({"More": _MORE} if ctx.meta.get(_SHOWS_ALL) else {})
+        for title, commands in sections.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), text) for name, text in commands.items()])
 
@@ -130,12 +115,9 @@ class CommandGroup(click.Group):
             with spoken_on_the_command_line():
                 code = super().main(*args, **extra)
             sys.stdout.flush()  # here and not at exit, where a full disk would go unnoticed or end in a traceback
-        except click.Abort as exc:  # click's word for the end of input, too
-            # Python's two words for a compiled file that ends too soon
-            cut = isinstance(exc.__cause__, EOFError) and str(exc.__cause__).startswith(("marshal", "EOF read"))
-            code = _report(_CUT_SHORT, FAILED) if cut else INTERRUPTED
-            if not cut:
-                click.echo("interrupted", err=True)
+        except click.Abort:  # click's word for the end of input, too
+            code = INTERRUPTED
+            click.echo("interrupted", err=True)
         except click.ClickException as exc:
             code = _report(describe(exc), BAD_INPUT)
         except EdgespecError as exc:
@@ -192,6 +174,13 @@ class _Notes(logging.Handler):
             report_progress(message)
 
 
+def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_SHOWS_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
 @click.group(
     "edgespec",
     cls=CommandGroup,
@@ -199,7 +188,10 @@ class _Notes(logging.Handler):
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=_EPILOG,
 )
-@click.version_option(__version__, "-V", "--version", message="edgespec %(version)s")
+@click.version_option(__version__, "-V", "--version", message="edgespec %(version)s", help="Show the version")
+@click.option(
+    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all commands"
+)
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Run language models on this machine, faster through speculative decoding."""
@@ -234,8 +226,7 @@ def describe(error: click.ClickException) -> str:
         return f"no such option '{error.option_name}'{hint}"
     message = error.format_message().rstrip(".")
     if isinstance(error, click.UsageError) and error.ctx is not None and "unexpected extra argument" in message:
-        hints = {"generate": "; a prompt is given with -p, in quotes", "chat": f"; {_ANSWERS}"}
-        message += hints.get(error.ctx.info_name or "", "")
+        message += f"; {_ANSWERS}" if error.ctx.info_name == "chat" else ""
     return message[:1].lower() + message[1:]
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from edgespec.cli import FilePath, printable, say
+from edgespec.cli import FilePath, aligned, printable, say
 from edgespec.cli.shell import names_here, names_known, run_command
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, runner
+from edgespec.config.options import LoadOptions
+from edgespec.config.values import as_size
+from edgespec.errors import EdgespecError
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
-from edgespec.loading.catalogue import Entry, entries
+from edgespec.loading.catalogue import Entry, entries, entry_called
+from edgespec.loading.model_facts import FileFacts, model_facts, size_label
 from edgespec.loading.own_models import (
     Listed,
     drafted_from,
@@ -30,45 +36,46 @@ from edgespec.loading.own_models import (
     remove,
 )
 from edgespec.loading.own_models import add as add_model
-from edgespec.loading.registry import is_known, models_folder, resolve
+from edgespec.loading.registry import is_known, resolve
+from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.fit import chosen_context
+from edgespec.memory.plan import Room, planned
 
 _FITS = {True: "yes", False: "no", None: "?"}
 _LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewer for them
 
 
-@click.command("ls", short_help="List models: those here and those to pull.")
-@click.option("--all", "everything", is_flag=True, help="Also models that do not fit into this machine's memory")
+@click.command("ls", short_help="List models.")
+@click.option("--all", "everything", is_flag=True, help="Also those that can be pulled")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list")
 def ls(everything: bool, as_json: bool) -> int:
-    """List the models on this machine, also those of Ollama, LM Studio and the hub's cache, and those to pull.
+    """List the models on this machine, also those of Ollama, LM Studio and the hub's cache.
 
     Sizes are those of the target with its draft model or heads; ~ marks a guess from the number of weights. Whether a
     model fits depends on the memory that is available now.
     """
     here = [*list_here(), *list_elsewhere()]
     known = list(list_known({each.name for each in here}))
-    shown = known if everything else [each for each in known if each.fits is not False]
+    shown = [*here, *(known if everything else ())]
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(each) for each in (*here, *(known if everything else shown))]))
+        click.echo(json.dumps([dataclasses.asdict(each) for each in shown]))
         return 0
-    _show_list([*here, *shown])
-    note(f"models are kept in {models_folder()}")
-    if len(shown) < len(known):
-        note(f"{len(known) - len(shown)} more do not fit into the memory that is available: edgespec ls --all")
+    _show_list(shown)
+    if not everything:
+        note(f"{len(known)} more can be pulled: edgespec ls --all. A file runs as it is: edgespec chat ./FILE.gguf")
     return 0
 
 
 def _show_list(models: Sequence[Listed]) -> None:
     """A line per model; only descriptions are cut where a terminal is narrow, and what is wrong is said below then."""
-    console = Console(highlight=False, markup=False)
-    rows = [("name", "size", "fits", "state", "draft", "")]
-    rows += [(each.name, _size(each), _FITS[each.fits], each.state, each.draft, each.description) for each in models]
-    *widths, _ = (max(map(len, cells)) for cells in zip(*rows, strict=True))
-    left = max(console.width - sum(widths) - 2 * len(widths), 0) if console.is_terminal else sys.maxsize
-    for index, (name, size, *rest, description) in enumerate(rows):
-        cells = (name.ljust(widths[0]), size.rjust(widths[1]), *map(str.ljust, rest, widths[2:]))
-        line = "  ".join((*cells, _cut(printable(description), left))).rstrip()
-        console.print(line, style="" if index else "bold", soft_wrap=True)
+    rows = [("name", "size", "fits", "state", "draft")]
+    rows += [(each.name, _size(each), _FITS[each.fits], each.state, each.draft) for each in models]
+    lines = aligned(rows, right=(1,))
+    width = max(map(len, lines)) + 2
+    left = max(shutil.get_terminal_size().columns - width, 0) if sys.stdout.isatty() else sys.maxsize
+    for line, description in zip(lines, ("", *(each.description for each in models)), strict=True):
+        text = f"{line.ljust(width)}{_cut(printable(description), left)}".rstrip()
+        click.echo(click.style(text, bold=True) if line == lines[0] else text)
     for each in models:
         if each.state in ("damaged", "unfinished") and len(each.description) > left:
             say(f"{each.name} is {each.state}: {each.description}")
@@ -79,17 +86,15 @@ def _cut(text: str, columns: int) -> str:
     return textwrap.shorten(text, columns, placeholder="...") if columns >= _LEAST_TEXT else ""
 
 
-@click.command("show", short_help="Show what is known about a model.")
-@click.argument("name", metavar="NAME", shell_complete=names_known)
+@click.command("show", short_help="Show what a model is, can do and takes.")
+@click.argument("name", metavar="MODEL", shell_complete=names_known)
 def show(name: str) -> int:
-    """Show the files of a model on this machine, or where to get one that can be pulled."""
-    entry = entries().get(name.lower().partition(":")[0])
-    if is_known(name) or entry is None:
-        _show_here(name)
-    if entry is not None:
-        _show_entry(entry)
-        if not is_known(name):
-            say(f"get it: edgespec pull {entry.name}")
+    """Show what a model is and can do, the memory it takes and its files; of one to pull, where it comes from."""
+    entry = None if is_known(name) else entry_called(name.partition(":")[0]) or entry_called(name)
+    if entry is None:
+        return _show_here(name)
+    _show_entry(entry)
+    say(f"get it: edgespec pull {entry.name}")
     return 0
 
 
@@ -114,25 +119,56 @@ def rm(names: tuple[str, ...]) -> int:
     return 0
 
 
-def _show_here(name: str) -> None:
+def _show_here(name: str) -> int:
     pair = resolve(name)
     for file in pair.files.values():
         if file.is_gguf:
             check_gguf(file.path)
     say(f"{pair.name}: {printable(pair.description) or 'on this machine'}")
+    for line in aligned(card(LoadOptions(model=name), pair)):
+        say(f"  {printable(line)}")
     for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
         size = sum(part.bytes or part.path.stat().st_size for part in file.all_files)
         parts = f", {len(file.all_files)} files" if file.parts else ""
         say(f"{role}: {file.path}, {size / 1e6:.1f} MB{parts}")
-    for label, text in (("licence", pair.licence), ("source", pair.source)):
-        if text:
-            say(f"{label}: {printable(text)}")
-    draft = drafted_from(pair)
-    _show_fit(pair_bytes(pair), has_draft=bool(draft))
     say(
         f"run it: {run_command(name, pair.files['target'])}"
-        + ("" if draft else f"; drafts for it: edgespec pair {quoted(name)}")
+        + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
     )
+    return 0
+
+
+def card(options: LoadOptions, pair: ModelPair) -> list[tuple[str, str]]:
+    """What `ollama show` tells of a model, and the memory it takes: labels and texts."""
+    with keeping_headers():
+        files = FileFacts.read(pair)
+        facts = model_facts(pair, files)
+        used, engine = 0, ""
+        try:
+            pair, room = resolve_pair(options, check_hashes=False), Room.now(None)
+            plan = planned(chosen_context(options, pair, room), pair)
+            used, engine, verdict = plan.context_length, runner(pair.files["target"]), room.verdict(plan)
+            memory = f"{as_size(plan.total_bytes)}, fits" if verdict.fit == "fits" else str(verdict)
+        except EdgespecError:  # heads, say, which are no model of their own
+            memory = _fit_of(pair_bytes(pair), has_draft=bool(drafted_from(pair)))
+    switch = ", --no-thinking turns it off" if "enable_thinking" in files.chat_template else ""
+    trained = facts.metadata.get(f"{files.architecture}.context_length")
+    more = f", up to {trained} with -c" if used and trained and trained != used else ""
+    rows = {
+        "architecture": files.architecture,
+        "parameters": size_label(facts.num_parameters),
+        "quantisation": facts.quantization,
+        "context": f"{used or trained} tokens{more}" if used or trained else "",
+        "template": "yes" if files.chat_template else "none, as usual for base models: it continues text",
+        "thinking": f"yes{switch}" if "thinking" in files.capabilities else "no",
+        "tools": "yes" if "tools" in files.capabilities else "no",
+        "heads": ", ".join(pair.heads),
+        "licence": pair.licence or str(facts.metadata.get("general.license", "")) or "not said in the file",
+        "source": pair.source,
+        "runs on": engine,
+        "memory": memory,
+    }
+    return [(label, text) for label, text in rows.items() if text]
 
 
 def _show_entry(entry: Entry) -> None:
@@ -145,14 +181,13 @@ def _show_entry(entry: Entry) -> None:
     if entry.advice:
         say(f"advice: {entry.advice}")
     say(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")
-    if not is_known(entry.name):
-        _show_fit(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)
+    say(f"size: {_fit_of(entry_bytes(entry), has_draft=bool(entry.draft), is_guess=not entry.known_bytes)}")
 
 
-def _show_fit(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> None:
+def _fit_of(num_bytes: int, *, has_draft: bool, is_guess: bool = False) -> str:
     answer = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits(num_bytes)]
     size = f"{'about ' if is_guess else ''}{num_bytes / 1e9:.2f} GB{' with its draft' if has_draft else ''}"
-    say(f"size: {size}; {answer} into the memory that is available now")
+    return f"{size}; {answer} into the memory that is available now"
 
 
 def _size(each: Listed) -> str:

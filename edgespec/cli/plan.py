@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from edgespec.cli import say
+from edgespec.cli import aligned, say
 from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
 from edgespec.config.options import REMEMBERING, LoadOptions
 from edgespec.config.values import as_size
@@ -59,14 +59,12 @@ def _show(fitted: Fitted, refusal: str) -> None:
         say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]})" if any(layers) else ""))
     for each in fitted.given_up:
         say(f"given up: {each.text} ({each.flags})")
-    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}{fitted.other}")
+    say(f"refused: {refusal}" if refusal else f"{fitted.verdict}")
 
 
 def _table(plan: Plan) -> list[str]:
     """Parts in three columns; made here, as importing rich takes longer than the plan."""
     sizes = [(part.name, *(as_size(size) if size else "" for size in (part.own, part.mapped))) for part in plan.parts]
     together = ("together, at most", as_size(plan.own_bytes), as_size(plan.mapped_bytes))
-    rows = [(plan.name, "own memory", "mapped from files"), *sizes, together]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"{name:{widths[0]}}  {own:>{widths[1]}}  {mapped:>{widths[2]}}".rstrip() for name, own, mapped in rows]
+    lines = aligned([(plan.name, "own memory", "mapped from files"), *sizes, together], right=(1, 2))
     return [click.style(line, bold=True) if line in (lines[0], lines[-1]) else line for line in lines]

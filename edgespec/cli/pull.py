@@ -52,7 +52,7 @@ def command(model: str, draft: str, no_draft: bool, name: str, revision: str) ->
     if fits(size) is False:
         note(f"note: {size / 1e9:.1f} GB do not fit into the memory that is available now: it will be slow")
     if pair.draft is None:
-        note(f"{chosen} has no draft model; edgespec pair {chosen} ranks those that fit")
+        note(f"{chosen} has no draft model; edgespec drafts {chosen} ranks those that fit")
     click.echo(f"run it: {run_command(chosen, pair.files['target'])}")
     return 0
 

@@ -34,10 +34,10 @@ from edgespec.bench.report import Report, Setup, Summary, report_of
 from edgespec.bench.runner import Runner, Task, Trial
 from edgespec.bench.table import equality
 from edgespec.cli import FilePath, printable
-from edgespec.cli.generate import encode_prompt, read_prompt, stats_object
 from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.run import encode_prompt, read_prompt, stats_object
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE, SessionOptions

@@ -19,30 +19,27 @@ from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_setting
 from edgespec.cli.session import open_session, show_beginning
 from edgespec.cli.status import stop_waiting
 from edgespec.cli.terminal import note
-from edgespec.config.options import STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
+from edgespec.config.options import OF_ONE_MODEL, STRUCTURE, GenerateOptions, LoadOptions, ServeOptions
 from edgespec.config.sources import Settings
-from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED
+from edgespec.config.values import MAX_PARALLEL, RANDOM_SEED, NumSequences
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import install_command, is_importable
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.fit import chosen_context, fit
+from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
     from edgespec.config.options import Sampling
-    from edgespec.runtime import Model
-    from edgespec.server.residence import Loading
+    from edgespec.server.residence import Loading, SharedMemory
     from edgespec.server.run import Binding
     from edgespec.server.service import Described, Limits, Service, Services
 
 
 API_KEY = "EDGESPEC_API_KEY"
-# What means one model's files, layers or training, and so the first of several.
-OF_ONE_MODEL = ("draft", "medium", "heads", "exit_layer", "chat_template_file", "pooling")
 _NEEDED = ("starlette", "uvicorn")
-_OF_ONE_ANSWER = ("system", "thinking", "chat_template", "show_draft", "stats", "raw")  # a request says these itself
+_OF_ONE_ANSWER = ("system", "thinking", "chat_template", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
 _HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")
 _OWN = (*_OWN_HTTP, "alias", "any_model", "parallel", "max_queue", "timeout", "stdio")
@@ -67,9 +64,8 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
     "-np",
     "--parallel",
     type=click.IntRange(1, MAX_PARALLEL),
-    default=1,
     metavar="N",
-    help="Answers generated at once, each with its own context; others wait [1]",
+    help="Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
 )
 @_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
 @_option(
@@ -175,7 +171,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
 
     Raises ConfigError, and what `resolve_pair` raises: before anything listens.
     """
-    from edgespec.server.residence import Places
+    from edgespec.server.residence import Places, SharedMemory
     from edgespec.server.service import Service
 
     loading = [LoadOptions(**each.part("load")) for each in settings]
@@ -189,11 +185,13 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     if len(pairs) > 1:
         shared["places"] = Places(options.models_max)
     memory = SharedMemory(Room.now(loading[0].memory)) if len(pairs) > 1 and options.models_max > 1 else None
+    # What several models share is not taken by the room of one.
+    parallel: NumSequences = own["parallel"] or ("auto" if memory is None else 1)
     found: list[Served] = []
     for each, pair, (name, *others) in zip(settings, pairs, names, strict=True):
         beside = tuple(other for known in names if known[0] != name for other in known)
         service = Service(name, _limits(own), aliases=tuple(others), beside=beside, **shared)
-        found.append(Served(each, pair, service, own["parallel"], memory))
+        found.append(Served(each, pair, service, parallel, memory))
     found[0].service.any_model = own["any_model"]
     if memory is not None:
         memory.services = [served.service for served in found]
@@ -246,65 +244,13 @@ def _limits(own: dict[str, Any]) -> Limits:
 
 
 @dataclass(slots=True)
-class SharedMemory:
-    """What the models of a server that has room for several may take together. `room`: before any was loaded."""
-
-    room: Room
-    services: Sequence[Service] = ()
-
-    @property
-    def taken(self) -> tuple[int, int]:
-        """(own, mapped) bytes of the loaded models, by their plans, and of own ones what they may keep beyond them."""
-        own = mapped = 0
-        for service in self.services:
-            report = None if (loaded := service.loaded) is None else loaded.model.memory
-            if report is not None:
-                plan = report.plan
-                used = plan.working_bytes - plan.process.own - plan.process.mapped
-                own += plan.own_bytes - plan.process.own + report.parked_bytes
-                mapped += max(used - (plan.own_bytes - plan.process.own), 0)
-        return own, mapped
-
-    @property
-    def left_bytes(self) -> int | None:
-        """What the budget leaves for one more; None without a budget."""
-        return None if self.room.budget_bytes is None else self.room.budget_bytes - sum(self.taken)
-
-    def fits(self, options: LoadOptions, pair: ModelPair) -> bool:
-        """Whether there is memory for one more, with nothing given up for it."""
-        left = self.left_bytes
-        if options.context_length == "auto" or (left is not None and left < 1):  # auto takes all there is
-            return False
-        with keeping_headers():
-            try:
-                found = fit(replace(options, memory=left), pair)
-            except CapabilityError:
-                return False
-        more = self.taken[1] if left is None else 0  # other models' weights seem to be free memory to the system
-        fits = found.verdict.needed_bytes + more <= found.verdict.free_bytes
-        return found.verdict.fit == "fits" and not found.given_up and fits
-
-    def share(self, settings: Settings) -> Settings:
-        """`settings` with what is left in place of the whole budget."""
-        left = self.left_bytes
-        if left is None:
-            return settings
-        return Settings({**settings.values, "memory": max(left, 1)}, settings.sources)
-
-    def keep(self, model: Model) -> None:
-        """Hold `model` to the budget of all, of which it was told its share only."""
-        if model.memory is not None and self.room.budget_bytes is not None:
-            model.memory.watch.limit_bytes = self.room.most_in_budget(model.memory.plan)
-
-
-@dataclass(slots=True)
 class Served:
     """A model's `settings`; `parallel`: answers at once; `memory`: None where it is loaded alone."""
 
     settings: Settings
     pair: ModelPair
     service: Service
-    parallel: int
+    parallel: NumSequences
     memory: SharedMemory | None = None
     context: click.Context = field(default_factory=click.get_current_context)
     has_begun: bool = False

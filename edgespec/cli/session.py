@@ -24,10 +24,9 @@ from edgespec.cli.terminal import (
 )
 from edgespec.config.options import REMEMBERING, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.config.sources import Settings
-from edgespec.config.values import RANDOM_SEED
+from edgespec.config.values import RANDOM_SEED, NumSequences
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, PromptError
-from edgespec.loading.drafts import new_draft_hint
 from edgespec.loading.opening import has_chat_template, require_writer_file
 from edgespec.loading.requirements import resolve_pair
 from edgespec.platform.files import exists
@@ -73,7 +72,7 @@ class Session:
             vocabulary = self.model.target.vocabulary
             found = Reasoning.of(vocabulary, prompt_ids, prefix)
             reasoning = None if found is None else (found, vocabulary)
-        return AnswerPrinter(show_draft=self.shown.show_draft, raw=self.shown.raw, reasoning=reasoning)
+        return AnswerPrinter(raw=self.shown.raw, reasoning=reasoning)
 
     def require_switch(self) -> None:
         """Raises ConfigError where the chat template cannot be told whether to reason."""
@@ -91,24 +90,16 @@ class Session:
                 note(f"note: {line}")
 
     def show_end(self, stats: Stats, *, in_chat: bool = False, says_cut: bool = True) -> None:
-        """What is said after an answer: what went wrong, advice, whether it was cut, and the counters if wanted."""
+        """What is said after an answer: what went wrong, whether it was cut, and the counters if wanted."""
         self.show_notes(stats)
-        self.show_draft_hint()
         if says_cut and (cut := length_note(stats, self.options, in_chat=in_chat)) is not None:
             note(cut)
-        if self.shown.stats:
-            for line in stats_lines(stats):
+        if self.shown.stats or verbosity() == "verbose":
+            for line in (*stats_lines(stats), f"seed {self.seed}"):
                 reply(line)
 
-    def show_draft_hint(self) -> None:
-        """Which draft model would make this model faster, if one would: once per model, after an answer."""
-        if self.model.options.drafter == "auto" and verbosity() != "quiet":
-            hint = new_draft_hint(self.model.pair)
-            if hint is not None:
-                note(f"note: {hint}")
 
-
-def open_session(settings: Settings, *, remembers: bool = False, parallel: int = 1) -> Session:
+def open_session(settings: Settings, *, remembers: bool = False, parallel: NumSequences = 1) -> Session:
     """Load what the settings name. Every option is checked before any file is opened.
 
     `parallel`: answers at once. `remembers`: a command whose answers may be stored on disk and drafted from, if the
@@ -147,7 +138,7 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
         if is_chat:
             raise ConfigError(
                 f"a chat needs the chat template, which {settings.sources['chat_template']} turns off; without one "
-                "use edgespec generate --no-chat-template"
+                "use edgespec run --no-chat-template"
             )
         return
     options = LoadOptions(**settings.part("load"))
@@ -163,7 +154,7 @@ def require_chat_template(settings: Settings, *, is_chat: bool = False) -> None:
         )
 
 
-def _load(settings: Settings, parallel: int) -> Model:
+def _load(settings: Settings, parallel: NumSequences) -> Model:
     options = settings.part("load") | {"parallel": parallel}
     with waiting(f"loading {options.get('model', 'demo')}") as on_progress:
         return load(**options, on_progress=on_progress)
@@ -186,7 +177,7 @@ def show_beginning(session: Session) -> None:
         _show_all(session)
         return
     show_memory_note(model)
-    note(short_configuration(model, session.sampling, session.options))
+    note(short_configuration(model, session.options))
 
 
 def show_configuration(session: Session) -> None:
@@ -197,11 +188,6 @@ def show_configuration(session: Session) -> None:
 
 
 def _show_all(session: Session) -> None:
-    note(in_effect(session))
+    note(configuration_line(session.model, session.sampling, session.options))
     for line in session.model.notes:
         detail(line)
-
-
-def in_effect(session: Session) -> str:
-    """The effective configuration in one line."""
-    return configuration_line(session.model, session.sampling, session.options)

@@ -59,7 +59,7 @@ def run_command(name: str, target: ModelFile | None) -> str:
 
 def continue_command(name: str) -> str:
     """The command that continues a text without a chat template."""
-    return f"edgespec generate {_quoted(name)} --no-chat-template -p {quoted('Once upon a time')}"
+    return f"edgespec run {_quoted(name)} --no-chat-template -p {quoted('Once upon a time')}"
 
 
 def _quoted(name: str) -> str:

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import os
-import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
-from rich.console import Console
-from rich.table import Table
-
 from edgespec.chat.conversation import Conversation
-from edgespec.cli import printable
+from edgespec.cli import aligned, printable
 from edgespec.cli.answer import readable
 from edgespec.cli.dialogue import Chat
+from edgespec.cli.models import card
 from edgespec.cli.options import sampling_of, show
-from edgespec.cli.session import in_effect
-from edgespec.cli.stdin import file_text, is_interactive
-from edgespec.cli.terminal import counted, reply, stats_lines
-from edgespec.config.habits import did_you_mean
-from edgespec.config.options import BY_KEY, PRINTING, SETTINGS, STRUCTURE
-from edgespec.config.sources import find
+from edgespec.cli.session import open_session, require_chat_template, show_beginning
+from edgespec.cli.stdin import file_text
+from edgespec.cli.terminal import configuration_line, counted, reply, stats_lines
+from edgespec.config.habits import CALLED, did_you_mean
+from edgespec.config.options import BY_KEY, OF_ONE_MODEL, PRINTING, SETTINGS, STRUCTURE
+from edgespec.config.sources import Settings, find
 from edgespec.config.table import Setting
-from edgespec.config.values import MAX_DRAFT_LENGTH, RANDOM_SEED, DrafterName, DraftLength
-from edgespec.errors import ConfigError, StateError
+from edgespec.config.values import RANDOM_SEED
+from edgespec.errors import ConfigError, EdgespecError, StateError
+from edgespec.loading.registry import SUFFIXES, is_known
 from edgespec.platform.files import exists, expanded
 
 # Settings of `load` that a generation can override as well.
 _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
-_CLIPBOARD_S = 5.0  # that a program may take
 _SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
 _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 # What other chats call them, and what looks like another command of ours.
@@ -47,6 +39,7 @@ _MEANT = {
     **dict.fromkeys(("/retry", "/again", "/redo"), "/regen"),
     **dict.fromkeys(("/more", "/go-on", "/resume"), "/continue"),
     "/system-prompt": "/system",
+    **dict.fromkeys(("/switch", "/models", "/list"), "/model"),
 }
 
 
@@ -111,6 +104,9 @@ def _save(chat: Chat, argument: str) -> None:
 
 def _load(chat: Chat, argument: str) -> None:
     path = _path(argument, "/load")
+    if path.suffix in SUFFIXES or (not exists(path) and is_known(argument)):  # Ollama loads models with it, too
+        _model(chat, argument)
+        return
     chat.conversation = Conversation.load(path)
     _print_turns(chat.conversation)
     reply(f"loaded {counted(chat.conversation.num_exchanges, 'exchange')} from {path}")
@@ -145,17 +141,64 @@ def _undo(chat: Chat, argument: str) -> None:
     reply("nothing to undo" if text is None else f"removed: {textwrap.shorten(text, _SHOWN_CHARACTERS)}")
 
 
+# What Ollama writes behind /set, besides "parameter NAME VALUE".
+_OLLAMAS = {
+    "verbose": "stats on",
+    "quiet": "stats off",
+    "think": "thinking on",
+    "nothink": "thinking off",
+    "wordwrap": "raw off",
+    "nowordwrap": "raw on",
+    "format json": 'json-schema {"type": "object"}',
+}
+
+
 def _set(chat: Chat, argument: str) -> None:
+    if argument == "noformat":
+        _unset(chat, "json-schema")
+        return
+    argument = _OLLAMAS.get(argument, argument.removeprefix("parameter ").strip())
     name, _, text = argument.partition(" ")
     if not name or not text.strip():
         raise ConfigError("/set needs a name and a value, such as: /set temp 0.5 (/unset takes a setting back)")
-    setting = find(name, "/set")
+    setting = find(CALLED.get(name.lower().replace("_", "-"), name), "/set")
     value = setting.parse(text.strip(), f"/set {setting.key}")
     if setting.name == "seed" and value == RANDOM_SEED:
         _unset(chat, name)
         return
+    if setting.part == "load" and setting.name not in _CHANGEABLE_LATER:
+        _load_again(chat, {setting.name: value})
+        return
     _change(chat, setting, value)
     _say(chat, setting)
+
+
+def _model(chat: Chat, argument: str) -> None:
+    if argument:
+        _load_again(chat, {"model": argument})
+    else:
+        reply(f"model: {chat.session.model.pair.name}; /model NAME loads another one")
+
+
+def _load_again(chat: Chat, changes: Mapping[str, Any]) -> None:
+    """Load with other settings of loading; the conversation goes on. What fails leaves the chat as it was."""
+    before = chat.session
+    kept = before.settings.without(name for name, source in before.settings.sources.items() if "recommended" in source)
+    if "model" in changes:
+        kept = kept.without(OF_ONE_MODEL)
+    settings = Settings({**kept.values, **changes}, {**kept.sources, **dict.fromkeys(changes, "this chat")})
+    require_chat_template(settings, is_chat=True)  # before the model that is loaded makes room
+    before.model.close()
+    try:
+        chat.session = open_session(settings, remembers=True)
+    except EdgespecError:
+        chat.session = open_session(before.settings, remembers=True)
+        raise
+    finally:
+        chat.session.options, chat.session.shown = before.options, before.shown
+        if "model" not in changes:
+            chat.session.sampling = before.sampling
+    show_beginning(chat.session)
 
 
 def _unset(chat: Chat, argument: str) -> None:
@@ -197,7 +240,7 @@ def _change(chat: Chat, setting: Setting, value: Any) -> None:
             session.require_switch()
         session.shown = dataclasses.replace(session.shown, **change)
     else:
-        raise ConfigError(f"{setting.key} cannot change while the model is loaded: start again with --{setting.key}")
+        raise ConfigError(f"{setting.key} cannot change while the model is loaded: /set gives it a value")
 
 
 def _say(chat: Chat, setting: Setting) -> None:
@@ -211,7 +254,16 @@ def _say(chat: Chat, setting: Setting) -> None:
 
 def _show(chat: Chat, argument: str) -> None:
     session = chat.session
-    reply(in_effect(session))
+    if argument == "system":
+        _system(chat, "")
+        return
+    if argument == "template":
+        reply(session.model.target.vocabulary.chat_template or "none")
+        return
+    if argument in ("info", "license", "modelfile"):
+        _table([*card(session.model.options, session.model.pair)])
+        return
+    reply(configuration_line(session.model, session.sampling, session.options))
     present = [(setting, _present(chat, setting)) for setting in SETTINGS if setting.part != "serve"]
     _table([(s.key, _spelled(value), _origin(chat, s, value)) for s, value in present if value not in (None, ())])
 
@@ -258,33 +310,13 @@ def _stats(chat: Chat, argument: str) -> None:
     )
 
 
-def _spec(chat: Chat, argument: str) -> None:
-    session = chat.session
-    loaded = session.model.drafter_name
-    usual: DrafterName | None = "ngram" if loaded == "none" else None
-    if argument == "off" or argument == "0":
-        session.options = dataclasses.replace(session.options, drafter="none")
-    elif argument == "on":
-        session.options = dataclasses.replace(session.options, drafter=usual)
-    elif argument == "auto" or argument.isdecimal():
-        length: DraftLength = "auto" if argument == "auto" else int(argument)
-        session.options = dataclasses.replace(session.options, drafter=usual, draft_length=length)
-    elif argument:
-        raise ConfigError(f"/spec takes on, off, auto or a draft length of 0..{MAX_DRAFT_LENGTH}, got {argument!r}")
-    drafter = session.options.drafter or loaded
-    length = _present(chat, BY_KEY["draft_length"])
-    reply("speculation off" if drafter == "none" else f"speculation on: drafter {drafter}, draft length {length}")
-
-
 def _exit(chat: Chat, argument: str) -> None:
     raise _Leave
 
 
 def _table(rows: list[tuple[str, ...]]) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
-    Console(stderr=True, highlight=False, markup=False).print(table)
+    for line in aligned(rows):
+        reply(line)
 
 
 def _read(chat: Chat, argument: str) -> None:
@@ -301,64 +333,6 @@ def _read(chat: Chat, argument: str) -> None:
     reply(f"{counted(len(text), 'character')} of {argument} go behind the next message (/clear takes them back)")
 
 
-def _edit(chat: Chat, argument: str) -> None:
-    text = chat.begin_edit()
-    if text is None:
-        reply("there is no message to edit")
-    elif is_interactive():
-        reply("the line below replaces the last message and its answer; Ctrl-C leaves them")
-    else:
-        reply("the next message replaces the last one and its answer")
-
-
-def _copy(chat: Chat, argument: str) -> None:
-    last = next((turn for turn in reversed(chat.conversation.turns) if turn["role"] == "assistant"), None)
-    if last is None:
-        reply("no answer yet")
-        return
-    text = str(last["content"])
-    how = copy_text(text)
-    reply(f"copied {counted(len(text), 'character')} {how}")
-
-
-# -- the clipboard: a program of this desktop, or the terminal, which works over SSH too
-
-
-def copy_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """How `text` was copied, for people."""
-    for command in _programs(environ):
-        if shutil.which(command[0]) and _ran(command, text):
-            return f"with {command[0]}"
-    encoded = base64.b64encode(text.encode()).decode()
-    click.echo(f"\x1b]52;c;{encoded}\x07", nl=False, err=not sys.stdout.isatty())
-    return "through the terminal (OSC 52), if it allows that"
-
-
-def _programs(environ: Mapping[str, str]) -> list[list[str]]:
-    """Those that may reach the user's clipboard: on the far side of SSH they would fill another one."""
-    if "SSH_CONNECTION" in environ or "SSH_TTY" in environ:
-        return []
-    if sys.platform == "darwin":
-        return [["pbcopy"]]
-    if sys.platform == "win32":
-        # By its place: Windows looks for programs in the current folder first, which may be anybody's download.
-        return [[str(Path(environ.get("SystemRoot", r"C:\Windows"), "System32", "clip.exe"))]]
-    wayland = [["wl-copy"]] if "WAYLAND_DISPLAY" in environ else []
-    x11 = [["xclip", "-selection", "clipboard"], ["xsel", "-ib"]] if "DISPLAY" in environ else []
-    return [*wayland, *x11]
-
-
-def _ran(command: list[str], text: str) -> bool:
-    data = text.encode("utf-16" if sys.platform == "win32" else "utf-8")
-    try:  # the programs stay in the background and would keep a pipe for their output open
-        done = subprocess.run(
-            command, input=data, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_CLIPBOARD_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
-
-
 COMMANDS: dict[str, Command] = {
     "/help": Command("/help", "show this list", _help),
     "/clear": Command("/clear", "start a new conversation, keep the system prompt", _clear),
@@ -366,15 +340,13 @@ COMMANDS: dict[str, Command] = {
     "/save": Command("/save FILE", "save the conversation to a file", _save),
     "/load": Command("/load FILE", "load a saved conversation and show it", _load),
     "/read": Command("/read FILE", "put the text of a file behind the next message", _read),
-    "/edit": Command("/edit", "change the last message and ask again", _edit),
-    "/copy": Command("/copy", "copy the last answer to the clipboard", _copy),
     "/regen": Command("/regen", "answer the last message again with another seed", _regen),
     "/continue": Command("/continue", "go on with an answer that was cut or stopped", _continue),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
     "/unset": Command("/unset NAME", "take a setting back to its default, such as: /unset json-schema", _unset),
-    "/show": Command("/show", "list all settings and where they come from", _show),
+    "/show": Command("/show [info|template]", "list all settings and where they come from; what the model is", _show),
+    "/model": Command("/model [NAME]", "go on with another model", _model),
     "/stats": Command("/stats", "show speed and acceptance of the answers so far", _stats),
-    "/spec": Command("/spec [on|off|auto|N]", "switch speculation on or off, or set the draft length", _spec),
     "/exit": Command("/exit", "leave; also /bye, or Ctrl-D", _exit),
 }

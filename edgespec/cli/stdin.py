@@ -34,12 +34,9 @@ _HINT = "Type a message. /help lists commands, Ctrl-D leaves"  # in the first em
 
 
 class ReadLine(Protocol):
-    """Shows a prompt and reads one line, in which `default` stands already where it can be edited.
+    """Shows a prompt and reads one line. Raises EOFError at the end of input."""
 
-    Raises EOFError at the end of input.
-    """
-
-    def __call__(self, prompt: str, default: str = "") -> str: ...
+    def __call__(self, prompt: str) -> str: ...
 
 
 def is_interactive() -> bool:
@@ -111,13 +108,13 @@ def file_text(name: str, source: str) -> str:
     return text
 
 
-def read_message(read_line: ReadLine, default: str = "") -> tuple[str, bool]:
+def read_message(read_line: ReadLine) -> tuple[str, bool]:
     '''One message, and whether it is a command: a line that begins with a slash and a word.
 
     Lines from one that begins with """ to one that ends with it are one message, whatever they say. Raises EOFError at
-    the end of input, PromptError when that comes inside a message. `default`: a message to edit.
+    the end of input, PromptError when that comes inside a message.
     '''
-    line = read_line("> ", f"{FENCE}{default}{FENCE}" if _COMMAND.match(default) else default)
+    line = read_line("> ")
     if not line.startswith(FENCE):
         return line, _COMMAND.match(line) is not None
     lines = [line[len(FENCE) :]]
@@ -151,8 +148,8 @@ def _terminal_reader(commands: Sequence[str]) -> ReadLine:
     )
     hints, colour = iter([_HINT]), "fg:ansibrightblack" if has_escapes() else ""
 
-    def read(prompt: str, default: str = "") -> str:
-        return session.prompt(prompt, default=default, placeholder=FormattedText([(colour, next(hints, ""))]))
+    def read(prompt: str) -> str:
+        return session.prompt(prompt, placeholder=FormattedText([(colour, next(hints, ""))]))
 
     return read
 
@@ -160,7 +157,7 @@ def _terminal_reader(commands: Sequence[str]) -> ReadLine:
 def _plain_reader() -> ReadLine:
     asks = sys.stdin.isatty()
 
-    def read(prompt: str, default: str = "") -> str:
+    def read(prompt: str) -> str:
         if asks:
             click.echo(prompt, nl=False, err=True)
         line = sys.stdin.buffer.readline()
@@ -248,9 +245,6 @@ def _of_pipe(descriptor: int) -> bytes:
         if not has_begun.wait(FIRST_BYTE_S - PATIENCE_S):
             note(f"no data on standard input in {FIRST_BYTE_S:.0f} s: answering without it ({_INSTEAD} at once)")
             return b""
-    reader.join(PATIENCE_S)
-    if reader.is_alive():
-        note(f"reading standard input until it is closed ({_INSTEAD})")
     while reader.is_alive():
         reader.join(0.2)  # with a limit, so that Ctrl-C comes through on Windows
     return bytes(found) if len(found) <= MAX_TEXT_BYTES else _too_long()

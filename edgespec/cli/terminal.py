@@ -13,6 +13,7 @@ from edgespec.config.values import LOSSY, RuleName
 
 if TYPE_CHECKING:
     from edgespec.config.options import Sampling
+    from edgespec.formats.manifest import ModelFile
     from edgespec.reports import Stats
     from edgespec.runtime import Model  # commands that load nothing do not pay for these imports
 
@@ -68,50 +69,40 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def short_configuration(model: Model, sampling: Sampling, options: GenerateOptions) -> str:
-    """What a user should know of the configuration; for common models it fits on a line of 80 columns."""
-    facts = model.target.facts
-    parts = [model.pair.name, f"{facts.name} on {facts.device}", _drafting(model, options)]
-    rule = options.verify or model.options.verify
-    if rule != "coupled":
-        parts.append(f"verify {rule}{' (changes the text)' if rule in LOSSY else ''}")
-    if model.is_reproducible(rule):
-        parts.append("reproducible")
-    return " | ".join((*parts, _seed(sampling)))
-
-
-def _seed(sampling: Sampling) -> str:
-    return "random seeds" if sampling.seed is None else f"seed {sampling.seed}"
-
-
-def _drafting(model: Model, options: GenerateOptions) -> str:
-    if not model.target.facts.writes:
-        return "embeddings only"
-    if not model.target.facts.can_speculate:
-        return "no speculation (the model cannot roll back)"
+def short_configuration(model: Model, options: GenerateOptions) -> str:
+    """The model and what runs it; of the rest only what changes a text, or rules out speculation."""
     drafter = options.drafter or model.drafter_name
-    length = _draft_length(model, options)
-    return (
-        f"drafter {drafter}" if drafter == "none" or length == "auto" else f"drafter {drafter}, draft length {length}"
-    )
+    rule = options.verify or model.options.verify
+    device = model.target.facts.device
+    parts = [f"{model.pair.name} on {runner(model.pair.files['target'])}" + (f", {device}" if device != "cpu" else "")]
+    if not model.target.facts.writes:
+        parts.append("embeddings only")
+    elif not model.target.facts.can_speculate:
+        parts.append("no speculation (the model cannot roll back)")
+    elif drafter == "none":
+        parts.append("drafter none")
+    if rule in LOSSY:
+        parts.append(f"verify {rule} (changes the text)")
+    return " | ".join(parts)
 
 
-def _draft_length(model: Model, options: GenerateOptions) -> int | str:
-    return model.options.draft_length if options.draft_length is None else options.draft_length
+def runner(file: ModelFile) -> str:
+    """What runs a model file, for people."""
+    return "llama.cpp" if file.engine == "llamacpp" else "edgespec's kernels" if file.is_gguf else "ONNX Runtime"
 
 
 def configuration_line(model: Model, sampling: Sampling, options: GenerateOptions) -> str:
     """The whole effective configuration in one line."""
-    facts = model.target.facts
+    facts, engine = model.target.facts, runner(model.pair.files["target"])
     drafter = options.drafter or model.drafter_name
     rule = options.verify or model.options.verify
-    length = _draft_length(model, options)
+    length = model.options.draft_length if options.draft_length is None else options.draft_length
     parts = (
         model.pair.name,
-        f"{facts.name} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
+        f"{engine} on {facts.device}, threads {facts.threads}, context {facts.context_length}",
         f"drafter {drafter}" if drafter == "none" else f"drafter {drafter}, draft length {length}, rule {rule}",
         _mode(model, rule),
-        _seed(sampling),
+        "random seeds" if sampling.seed is None else f"seed {sampling.seed}",
     )
     return " | ".join(parts)
 

@@ -9,12 +9,12 @@ from types import MappingProxyType
 # Commands and options, without dashes in front.
 CALLED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("run", "interactive", "repl"), "chat"),
-        **dict.fromkeys(("complete", "completion"), "generate"),
-        **dict.fromkeys(("list", "models"), "ls"),
+        **dict.fromkeys(("interactive", "repl"), "chat"),
+        **dict.fromkeys(("complete", "completion", "ask"), "run"),
+        "models": "ls",
         **dict.fromkeys(("server", "start"), "serve"),
         **dict.fromkeys(("get", "download", "install"), "pull"),
-        **dict.fromkeys(("remove", "delete", "uninstall"), "rm"),
+        **dict.fromkeys(("delete", "uninstall"), "rm"),
         **dict.fromkeys(("create", "import"), "add"),
         **dict.fromkeys(("convert", "quantize", "quantise"), "export"),
         "info": "show",
@@ -26,21 +26,21 @@ CALLED: Mapping[str, str] = MappingProxyType(
         "spec-type": "drafter",
         **dict.fromkeys(("sys", "system-prompt"), "system"),
         **dict.fromkeys(("kv-bits", "kv-cache-type"), "cache-type-k"),
-        **dict.fromkeys(("think", "reasoning", "chat-template-kwargs"), "thinking"),
+        **dict.fromkeys(("reasoning", "chat-template-kwargs"), "thinking"),
         **dict.fromkeys(("nothink", "no-think", "reasoning-budget"), "no-thinking"),
         "num-thread": "threads",
         "grammar-file": "grammar",
         "prompt-cache": "session",
         **dict.fromkeys(("reverse-prompt", "r"), "stop"),
-        "format": "json-schema",
+        "nowordwrap": "raw",
     }
 )
 # What is done in another way here.
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("f", "file", "prompt-file"), "-p - < FILE reads the prompt from a file"),
-        **dict.fromkeys(("cnv", "conversation", "i"), "edgespec chat holds a conversation, generate answers once"),
-        **dict.fromkeys(("no-cnv", "no-conversation"), "edgespec generate answers once"),
+        **dict.fromkeys(("cnv", "conversation", "i"), "edgespec chat holds a conversation, run answers once"),
+        **dict.fromkeys(("no-cnv", "no-conversation"), "edgespec run answers once"),
         **dict.fromkeys(("hf", "hf-repo"), "edgespec pull gets a model from the hub"),
         **dict.fromkeys(("fa", "flash-attn"), "llama.cpp uses flash attention automatically where it can"),
         **dict.fromkeys(("no-warmup", "warmup"), "there is no warm-up run: leave it out"),
@@ -85,9 +85,12 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("tb", "threads-batch"), "-t is for all passes"),
         **dict.fromkeys(("jinja", "no-jinja"), "chat templates are always read as Jinja"),
         **dict.fromkeys(("keepalive", "keep-alive"), "a model stays loaded for as long as its command runs"),
+        "format": """--json-schema '{"type": "object"}' answers with any JSON object""",
+        "cp": "edgespec add FILE --name NAME gives a model another name",
+        "push": "edgespec publishes nothing",
         "version": "edgespec --version",
         "help": "edgespec --help, edgespec COMMAND --help",
-        "ps": "edgespec ls lists models; nothing stays loaded when a command ends",
+        **dict.fromkeys(("ps", "stop"), "nothing stays loaded when a command ends; edgespec ls lists models"),
     }
 )
 

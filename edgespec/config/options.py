@@ -28,6 +28,7 @@ from edgespec.config.values import (
     DraftLength,
     EngineName,
     GpuLayers,
+    NumSequences,
     PoolingName,
     ProviderName,
     ReasoningFormat,
@@ -72,7 +73,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_context_length: int | None
     engine: EngineName
     threads: int | None
-    parallel: int
+    parallel: NumSequences
     gpu_layers: GpuLayers | None
     draft_gpu_layers: int | None
     device: str | None
@@ -103,13 +104,14 @@ class LoadOptions:
 
     `draft`, `medium`, `heads`: files to use instead of the pair's own. `context_length`: 0 for as many tokens as the
     target was trained for, "auto" for the most that fit into memory with nothing else given up, None for the model's
-    own, but at most 4096. `parallel`: generations that can run at once (`Model.batch`), each with such a context.
+    own, but at most 4096. `parallel`: generations that can run at once (`Model.batch`), each with such a context;
+    "auto": up to four where our kernels, which take memory as texts grow, run the model and all of it fits; else one.
     `gpu_layers`: -1 for all; "auto": as many of the target as its free memory holds, and the draft if it fits beside
     them; None: auto where this machine and llama.cpp's build have a GPU, unless the mode is to be reproducible.
     `device`: names of llama.cpp's devices for these layers, separated by commas, or "none"; without `gpu_layers`, all
     layers go there. `rpc`: "HOST:PORT[,HOST:PORT...]" of servers that hold the layers of a GGUF target; the draft stays
     on this machine. `memory`: "6GiB", "80%" of the free memory, "auto" for all of it, or bytes; options that are not
-    given are reduced to stay within it. None: the free memory, and only the draft model is reduced or left out.
+    given are reduced to stay within it. None: the free memory, and only the draft model is left out.
 
     `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens, or nodes for
     a drafter that drafts trees if the target can score trees; auto chooses every round; a number with drafter auto
@@ -153,7 +155,7 @@ class LoadOptions:
         basic=True,
         check=at_least(1, "leave it out to use the free fast cores"),
     )
-    parallel: int = _hardware(1, check=at_least(1, most=MAX_PARALLEL))
+    parallel: NumSequences = _hardware(1, check=at_least(1, most=MAX_PARALLEL, words=("auto",)))
     gpu_layers: GpuLayers | None = _hardware(
         None,
         "-ngl --gpu-layers N",
@@ -254,6 +256,11 @@ class LoadOptions:
         return found
 
     @property
+    def sequences(self) -> int:
+        """`parallel`; 1 for "auto" until `memory.fit` has chosen a number."""
+        return 1 if self.parallel == "auto" else self.parallel
+
+    @property
     def rpc_servers(self) -> tuple[str, ...]:
         """The RPC servers for the target, HOST:PORT each."""
         return () if self.rpc is None else parse_endpoints(self.rpc)
@@ -351,7 +358,7 @@ class Sampling:
     """
 
     temperature: float = _sampling(
-        0.8, "--temp", "Temperature; 0 is greedy", basic=True, check=_limited(0, MAX_TEMPERATURE)
+        0.8, "--temp --temperature", "Temperature; 0 is greedy", basic=True, check=_limited(0, MAX_TEMPERATURE)
     )
     top_k: int = _sampling(
         40,
@@ -516,13 +523,12 @@ class SessionOptions:
 
     system: str | None = _prompt(None, "-s --system", "System prompt", basic=True)
     chat_template: bool = _prompt(True, "--chat-template", "Put the prompt into the chat template")
-    thinking: bool | None = _prompt(None, "--thinking", "Let the model reason before it answers, if it can")
+    thinking: bool | None = _prompt(None, "--thinking --think", "Let the model reason before it answers, if it can")
     reasoning_format: ReasoningFormat = _output(
         "auto",
         "--reasoning-format",
         "Reasoning before an answer: kept separate (auto, deepseek) or left in the text (none)",
     )
-    show_draft: bool = _output(False, "--show-draft", "Show accepted draft tokens in another colour")
     stats: bool = _output(False, "--stats", "Show speed and acceptance after each answer", basic=True)
     raw: bool = _output(False, "--raw", "In a terminal: no word wrap, tool calls as the model wrote them")
 
@@ -588,8 +594,10 @@ BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
 REMEMBERING = ("recall", "learn")
 STRUCTURE = (*STRUCTURES, "free_until")  # of one answer: for commands that give several kinds
 PROMPTING = ("system", "thinking")  # of the prompt, besides its text: for commands with prompts of their own
+# What means one model's files, layers or training.
+OF_ONE_MODEL = ("draft", "medium", "heads", "exit_layer", "chat_template_file", "pooling")
 # How one answer is printed: for commands that print none to leave out.
-PRINTING = ("show_draft", "stats", "raw", "reasoning_format")
+PRINTING = ("stats", "raw", "reasoning_format")
 for _setting in SETTINGS:
     if _setting.part in ("load", "sampling", "generate") and _setting.name != "model":
         name_option(_setting.key, _setting.name, is_switch=_setting.kind == "switch", is_name=bool(_setting.choices))

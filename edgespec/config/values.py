@@ -38,6 +38,7 @@ DrafterName = Literal[
 DraftLength = int | Literal["auto"]
 GpuLayers = int | Literal["auto"]
 ContextLength = int | Literal["auto"]
+NumSequences = int | Literal["auto"]
 RuleName = Literal["coupled", "rejection", "block", "typical"]
 EngineName = Literal["auto", "llamacpp", "onnx"]
 ProviderName = Literal["auto", "cpu", "cuda", "dml", "webgpu"]

@@ -51,7 +51,8 @@ class Footprint:
     `vocabulary`: tokens and the tokenizer's tables; `device`: what lies on another device instead.
     `loading`, `loading_mapped`: what is needed only while the model is opened, of either kind; `reading`: only while
     its tokenizer is read, after that; `reserved`: addresses beyond those used.
-    `context_length`: tokens of the full context, of which there are `sequences`.
+    `context_length`: tokens of the full context, of which there are `sequences`; `grows`: their cache takes memory as
+    texts grow, and nothing before.
     """
 
     mapped: int = 0
@@ -68,6 +69,7 @@ class Footprint:
     reserved: int = 0
     context_length: int = 0
     sequences: int = 1
+    grows: bool = False
 
     @property
     def own(self) -> int:

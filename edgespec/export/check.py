@@ -275,7 +275,7 @@ class _Check:
     progress: Progress
 
     def run(self) -> Checked:
-        reference = None if self.made.reference is None else self._drafted(self.made.reference)
+        reference = None if self.made.reference is None else self._thinned(self.made.reference)
         if reference is None and self.made.gguf is None:
             if room := self._missing_room():
                 return Checked("nothing", {}, f"not compared with its weights in float32: {room}")
@@ -343,14 +343,12 @@ class _Check:
     def _reference(self, engine: Engine, name: str) -> Reference:
         return engine_reference(engine, name, self._compared)
 
-    def _drafted(self, reference: Reference) -> Reference:
+    def _thinned(self, reference: Reference) -> Reference:
         return dataclasses.replace(reference, logits=tuple(map(self._compared, reference.logits)))
 
     def _compared(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Of logits, the rows that are compared and the tokens that the graph has, copied."""
-        config = self.made.config
-        rows = rows[:: rows_per_compared(config.vocab_size)]
-        return rows[:, list(config.drafted)] if config.drafted else rows.copy()
+        """Of logits, the rows that are compared, copied."""
+        return rows[:: rows_per_compared(self.made.config.vocab_size)].copy()
 
     @contextmanager
     def _float_gguf(self) -> Iterator[Path]:

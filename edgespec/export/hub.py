@@ -8,7 +8,6 @@ HF_HUB_OFFLINE, HF_TOKEN and HF_HOME.
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,20 +29,18 @@ SMALL_FILES = (
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 PICKLED_FILES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
-_FULL_HASHES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model in Hugging Face format. `folder` contains the small files; the weights only after `fetch`.
 
-    `weights`: size in bytes by file name; `missing`: those not fetched yet; `identity`: changes whenever the contents
-    may have changed; `note`: a remark for the user about where the model was found.
+    `weights`: size in bytes by file name; `missing`: those not fetched yet; `note`: a remark for the user about where
+    the model was found.
     """
 
     name: str
     folder: Path
-    identity: str
     weights: Mapping[str, int]
     missing: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
@@ -89,14 +86,7 @@ def source_here(text: str, revision: str | None = None) -> Source | None:
 def local_source(folder: Path) -> Source:
     """A local folder. Raises ModelFileError if it has no safetensors weights."""
     folder = folder.resolve()
-    names, weights = [path.name for path in folder.iterdir() if path.is_file()], _sizes(folder)
-    digest = hashlib.sha256(str(folder).encode())
-    for name in sorted({*_matching(names, SMALL_FILES), *weights}):
-        facts = (folder / name).stat()
-        digest.update(f"{name} {facts.st_size} {facts.st_mtime_ns}".encode())
-        if name in _FULL_HASHES:
-            digest.update((folder / name).read_bytes())
-    return Source(folder.name, folder, digest.hexdigest(), weights)
+    return Source(folder.name, folder, _sizes(folder))
 
 
 def hub_source(hub_id: str, revision: str) -> Source:
@@ -136,7 +126,7 @@ def hub_source(hub_id: str, revision: str) -> Source:
         fetch(name)
     cached = {n for n in weights if isinstance(hub.try_to_load_from_cache(hub_id, n, revision=info.sha), str)}
     missing = {name: size for name, size in weights.items() if name not in cached}
-    return Source(hub_id.rpartition("/")[2], folder, f"{hub_id}@{info.sha}", weights, missing, "", fetch)
+    return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
 
 
 def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, error: Exception) -> Source:
@@ -159,7 +149,7 @@ def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, e
     except ModelFileError as problem:
         raise ModelNotFound(f"{hub_id}: {reach}, and the cached copy {folder} is incomplete: {problem}") from error
     note = f"{reach}; using the cached copy {folder}"
-    return Source(hub_id.rpartition("/")[2], folder, f"{hub_id}@{folder.name}", local, {}, note)
+    return Source(hub_id.rpartition("/")[2], folder, local, {}, note)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -5,8 +5,7 @@ Layout of a pair:
 
     target-QUANT.gguf  draft-QUANT.gguf  onnx/target/model.onnx ...  onnx/draft/model.onnx ...  heads/eagle.npz
 
-What is finished is in the workspace's journal, so that an interrupted export can be resumed. The folder gets its final
-name only after all files passed the check.
+The folder gets its final name only after all files passed the check; what an interrupted export wrote is deleted.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ from edgespec.types import Progress
 if TYPE_CHECKING:
     from edgespec.export.gguf.convert import OutputType
     from edgespec.export.onnx.hub_model import HubModel
-    from edgespec.export.onnx.writer import DraftVocabulary
 
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 GGUF_PACKAGES = ("gguf", "onnx", "tokenizers")
@@ -100,11 +98,6 @@ class ModelSource(ABC):
     name: str
     facts: Facts
 
-    @property
-    @abstractmethod
-    def identity(self) -> Any:
-        """A JSON value that changes whenever the weights may have changed."""
-
     @abstractmethod
     def token_names(self) -> list[str]:
         """Token text by id."""
@@ -114,9 +107,7 @@ class ModelSource(ABC):
         """What a graph is written from."""
 
     @abstractmethod
-    def write_graph(
-        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
-    ) -> Path:
+    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
         """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
 
     @abstractmethod
@@ -137,23 +128,16 @@ class GgufFile(ModelSource):
         self.model: GgufModel = open_gguf(path)
         self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
 
-    @property
-    def identity(self) -> Any:
-        facts = self.path.stat()
-        return [str(self.path.resolve()), facts.st_size, facts.st_mtime_ns]
-
     def token_names(self) -> list[str]:
         return [text.decode(errors="replace") for text in self.model.header.tokens]
 
     def config(self) -> LlamaConfig:
         return self.model.config
 
-    def write_graph(
-        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
-    ) -> Path:
+    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
         from edgespec.export.onnx.writer import convert_gguf
 
-        return convert_gguf(self.model, folder, quant, group_size, progress, vocabulary=vocabulary)
+        return convert_gguf(self.model, folder, quant, group_size, progress)
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -183,10 +167,6 @@ class Checkpoint(ModelSource):
         self.source, self.name, self.facts = source, source.name, read_facts(source)
         self.folder = source.folder
 
-    @property
-    def identity(self) -> Any:
-        return self.source.identity
-
     def token_names(self) -> list[str]:
         return token_names(self.folder)
 
@@ -198,12 +178,10 @@ class Checkpoint(ModelSource):
     def config(self) -> LlamaConfig:
         return self._opened().config
 
-    def write_graph(
-        self, folder: Path, quant: str, vocabulary: DraftVocabulary | None, group_size: int | None, progress: Progress
-    ) -> Path:
+    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
         from edgespec.export.onnx.writer import convert_hub
 
-        return convert_hub(self._opened(), folder, quant, group_size, progress, vocabulary=vocabulary)
+        return convert_hub(self._opened(), folder, quant, group_size, progress)
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -242,7 +220,6 @@ class Checkpoint(ModelSource):
 def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
     draft = f"; draft: {Path(request.draft).name}" if request.draft else ""
     draft += f"; heads: {request.heads.name}" if request.heads else ""
-    draft += f" with {request.draft_vocab} tokens" if request.draft_vocab else ""
     size = f"{target.facts.num_parameters / 1e6:.1f} M parameters"
     return f"{target.name} ({target.facts.architecture}, {size}) as {kinds}{draft}; by {request.made_by}"
 
@@ -257,17 +234,11 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
     check_output(request.output, replace=request.force)
     with keeping_headers(), opened(request.output, replace=request.force) as workspace:
         models = _found(request, reporter)
-        identity = {**request.identity(), "models": {role: model.identity for role, model in models.items()}}
-        if finished := workspace.begin(identity):
-            reporter.note(f"resuming an interrupted export: {finished} files are finished")
-        try:
-            models = _fetched(request, models, workspace, reporter)
-            export = _Export(request, models, workspace, reporter)
-            artefacts = export.make()
-            figures = export.check(artefacts)
-            files = export.describe(artefacts, figures)
-        finally:
-            workspace.tidy()
+        models = _fetched(request, models, reporter)
+        export = _Export(request, models, workspace, reporter)
+        artefacts = export.make()
+        figures = export.check(artefacts)
+        files = export.describe(artefacts, figures)
         workspace.publish()
     return Exported(request.output, files, figures)
 
@@ -286,12 +257,12 @@ def _require(request: ExportRequest) -> None:
         source_here(request.source, request.revision)  # nobody shall install torch for a folder that cannot be used
         if request.draft is not None:
             source_here(request.draft)
-        require_packages(request.formats, torch=request.check or request.imatrix is not None)
+        require_packages(request.formats, torch=request.check)
     for role in request.roles:
         if "gguf" in request.formats:
             from edgespec.export.gguf.quantise import check_quant
 
-            check_quant(request.quant_of(role, "gguf"), has_importance=request.imatrix is not None)
+            check_quant(request.quant_of(role, "gguf"))
         if "onnx" in request.formats and request.exporter == "edgespec":
             from edgespec.export.onnx.writer import check_form
 
@@ -304,8 +275,6 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, ModelSource]
     for role in request.roles:
         given = request.source if role == "target" else cast(str, request.draft)
         models[role] = _gguf(request, given) if request.is_gguf else _checkpoint(request, role, given, reporter)
-        if (vocabulary := request.vocabulary_of(role)) is not None:
-            vocabulary.check(models[role].facts.vocabulary_size)
     if "draft" in models:
         check_same_names(models["target"].token_names(), models["draft"].token_names())
     if request.heads is not None:
@@ -360,15 +329,12 @@ def check_given_heads(path: Path, target: Facts) -> None:
         )
 
 
-def _fetched(
-    request: ExportRequest, models: Mapping[str, ModelSource], workspace: Workspace, reporter: Reporter
-) -> dict[str, ModelSource]:
+def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter: Reporter) -> dict[str, ModelSource]:
     """The models with their weights fetched, after checking that disk and memory suffice."""
-    finished = sum(facts["bytes"] for facts in workspace.file_facts().values())
     checkpoints = [model for model in models.values() if isinstance(model, Checkpoint)]
     download = sum(model.source.missing_bytes for model in checkpoints)
     needs = needs_of(request, {role: model.facts for role, model in models.items()}, download)
-    check_room(needs, request.output, checkpoints[0].folder if checkpoints else None, finished)
+    check_room(needs, request.output, checkpoints[0].folder if checkpoints else None)
     target = models["target"]
     reporter.note(
         f"{target.name}: {target.facts.architecture}, {target.facts.num_parameters / 1e6:.1f} M parameters; the export "
@@ -394,22 +360,19 @@ class _Export:
     # making the files
 
     def make(self) -> list[Artefact]:
-        """All files; those that are finished are not made again."""
+        """All files."""
         found = []
         for wanted in self.request.formats:
             write = self._gguf if wanted == "gguf" else self._onnx
             for role in self.request.roles:
                 title = f"{role} to {wanted.upper()} {self.request.quant_of(role, wanted)}"
-                found.append(self._once(f"{wanted}.{role}", title, partial(write, role)))
+                found.append(self._made(title, partial(write, role)))
         if self.request.heads is not None:
             kind = read_head_file(self.request.heads).manifest.kind
-            key = f"{self.request.formats[0]}.{kind}"
-            found.append(self._once(key, f"{kind} heads", partial(self._heads, self.request.heads, kind)))
+            found.append(self._made(f"{kind} heads", partial(self._heads, self.request.heads, kind)))
         return found
 
-    def _once(self, key: str, title: str, write: Callable[[Progress], Artefact]) -> Artefact:
-        if (found := self.workspace.finished(key)) is not None:
-            return found
+    def _made(self, title: str, write: Callable[[Progress], Artefact]) -> Artefact:
         with self.reporter.stage(title) as progress:
             found = write(progress)
         self.workspace.finish(found)
@@ -422,18 +385,15 @@ class _Export:
         return Artefact("gguf", role, quant, path.name, (), model.facts.num_parameters)
 
     def _write_gguf(self, role: str, quant: str, path: Path, progress: Progress) -> None:
-        from edgespec.export.gguf.quantise import export_gguf, measure_importance
+        from edgespec.export.gguf.quantise import export_gguf
 
-        request, model, importance = self.request, self.models[role], None
+        request, model = self.request, self.models[role]
         assert isinstance(model, Checkpoint)
-        if request.imatrix is not None:
-            importance = measure_importance(model.folder, request.imatrix, progress=progress)
         name = request.name or self.models["target"].name
         export_gguf(
             model.folder,
             path,
             quant,
-            importance=importance,
             name=name if role == "target" else f"{name} {role}",
             licence=request.licence,
             threads=request.threads,
@@ -452,7 +412,7 @@ class _Export:
                 size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
                 export_with_optimum(model.folder, folder, quant, size, progress)
             else:
-                model.write_graph(folder, quant, self.request.vocabulary_of(role), self.request.group_size, progress)
+                model.write_graph(folder, quant, self.request.group_size, progress)
         files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
         graph = f"onnx/{role}/model.onnx"
         files.remove(graph)
@@ -468,7 +428,7 @@ class _Export:
     # checking them
 
     def check(self, artefacts: list[Artefact]) -> dict[str, Any]:
-        """Check all models; returns figures for the manifest. Raises ExportRefused after deleting the failed file."""
+        """Check all models; returns figures for the manifest. Raises ExportRefused."""
         figures: dict[str, Any] = {"performed": self.request.check, "tokenisation": "equal"}
         for role, model in self.models.items():
             mine = [artefact for artefact in artefacts if artefact.role == role]
@@ -487,22 +447,18 @@ class _Export:
         for artefact in artefacts:
             path = self.workspace.pair / artefact.path
             pairs = []  # (folder with tokenizer.json, GGUF)
-            try:
-                if isinstance(model, GgufFile):
-                    check_round_trip(path.parent)
-                    if not has_engine("llamacpp"):
-                        return "round trip"
-                    pairs = [(path.parent, model.path)]
-                elif artefact.format == "gguf":
-                    assert isinstance(model, Checkpoint)
-                    pairs = [(model.folder, path)]
-                for folder, gguf in pairs:
-                    from edgespec.export.gguf.tokenizer import check_tokenizer
+            if isinstance(model, GgufFile):
+                check_round_trip(path.parent)
+                if not has_engine("llamacpp"):
+                    return "round trip"
+                pairs = [(path.parent, model.path)]
+            elif artefact.format == "gguf":
+                assert isinstance(model, Checkpoint)
+                pairs = [(model.folder, path)]
+            for folder, gguf in pairs:
+                from edgespec.export.gguf.tokenizer import check_tokenizer
 
-                    check_tokenizer(folder, gguf)
-            except ModelFileError:
-                self.workspace.forget(artefact.key)
-                raise
+                check_tokenizer(folder, gguf)
         return "equal"
 
     def _checked(self, model: ModelSource, artefacts: list[Artefact], progress: Progress) -> Checked:
@@ -523,25 +479,19 @@ class _Export:
         self, model: ModelSource, artefact: Artefact, reference: Reference | None, progress: Progress
     ) -> Checked:
         """Compare a graph of edgespec's own writer with transformers, with llama.cpp, or with itself in float32."""
-        vocabulary, graph = self.request.vocabulary_of(artefact.role), self.workspace.pair / artefact.path
-        config, temporary = model.config(), self.workspace.temporary
-        config = vocabulary.applied(config, graph.parent) if vocabulary else config
+        graph, config, temporary = self.workspace.pair / artefact.path, model.config(), self.workspace.temporary
 
         def write_float(folder: Path) -> Path:
-            return model.write_graph(folder, FLOAT, vocabulary, None, lambda *_: None)
+            return model.write_graph(folder, FLOAT, None, lambda *_: None)
 
         def checked(gguf: Path | None) -> Checked:
             made = Made(graph, artefact.quant, config, model.facts.num_parameters, write_float, gguf, reference)
             return check_conversion(made, temporary, self.request.threads, progress)
 
-        try:
-            if reference is not None:
-                return checked(None)
-            with model.for_llamacpp(temporary) as gguf:
-                return checked(gguf)
-        except _WRONG:
-            self.workspace.forget(artefact.key)
-            raise
+        if reference is not None:
+            return checked(None)
+        with model.for_llamacpp(temporary) as gguf:
+            return checked(gguf)
 
     def _compared(
         self, model: Checkpoint, artefacts: list[Artefact], reference: Reference, progress: Progress
@@ -570,7 +520,6 @@ class _Export:
                 complaint = str(error)
             if complaint:
                 what = "" if quant == artefact.quant else f"before quantisation, as {quant}, "
-                self.workspace.forget(artefact.key)
                 raise ExportRefused(
                     f"the export of {artefact.label} is wrong and was removed: {what}{complaint}. Try another --quant "
                     "or --exporter, and please report this with the model's name"
@@ -582,7 +531,7 @@ class _Export:
 
     def describe(self, artefacts: list[Artefact], figures: Mapping[str, Any]) -> dict[str, int]:
         """Write the manifest and check that it can be read; returns sizes in bytes by file."""
-        values, facts = self.models["target"].describe(self.request), self.workspace.file_facts()
+        values, facts = self.models["target"].describe(self.request), self.workspace.file_facts
         for artefact in artefacts:
             values.setdefault(artefact.table, {})[artefact.role] = artefact.manifest_entry(facts)
         values["figures"] = {"check": dict(figures)}

@@ -108,7 +108,7 @@ class Reference:
 def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
     """Raise CapabilityError that names the missing packages and the extra to install.
 
-    `torch`: a GGUF is compared with transformers, or the importance of its weights measured by it.
+    `torch`: a GGUF is compared with transformers.
     """
     wanted = ["gguf"] if "gguf" in formats else []
     if torch and "gguf" in formats:

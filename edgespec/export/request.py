@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from edgespec.config.habits import did_you_mean
-from edgespec.errors import ConfigError, UsageError
-from edgespec.formats.manifest import sha256_of
-
-if TYPE_CHECKING:
-    from edgespec.export.onnx.writer import DraftVocabulary
+from edgespec.errors import ConfigError
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
@@ -27,7 +23,6 @@ DEFAULT_GROUP_SIZES = {"int8": 64, "w8a8": 64, "int4": 32}
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # A draft runs single-row passes, in which integer products are not faster and int8 is more accurate.
 DRAFT_QUANTS: Mapping[str, str] = {"w8a8": "int8"}
-LEAST_DRAFTED = 256  # tokens of a draft
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
 
 
@@ -36,8 +31,7 @@ class ExportRequest:
     """One export. `source` and `draft` are folders, hub ids or GGUF files; `heads`: trained heads as the draft.
 
     `quants`: one quantisation per requested format; `draft_quants`: those of the draft that differ; `threads` None:
-    automatic; `made_by`: program and version; `draft_vocab`: tokens that an ONNX draft's head keeps, the likeliest by
-    `draft_text`, None for all. Raises ConfigError for conflicting options.
+    automatic; `made_by`: program and version. Raises ConfigError for conflicting options.
     """
 
     source: str
@@ -46,7 +40,6 @@ class ExportRequest:
     draft: str | None = None
     draft_quants: Mapping[Format, str] = field(default_factory=dict)
     group_size: int | None = None
-    imatrix: Path | None = None
     exporter: str = "edgespec"
     revision: str | None = None
     name: str | None = None
@@ -55,8 +48,6 @@ class ExportRequest:
     force: bool = False
     threads: int | None = None
     made_by: str = "edgespec"
-    draft_vocab: int | None = None
-    draft_text: Path | None = None
     heads: Path | None = None
 
     def __post_init__(self) -> None:
@@ -77,27 +68,8 @@ class ExportRequest:
             for role in self.roles:
                 if (quant := self.quant_of(role, "onnx")) not in OPTIMUM_QUANTS:
                     raise ConfigError(f"--exporter optimum does not write {quant}; allowed: {listed(OPTIMUM_QUANTS)}")
-        self._check_draft_vocabulary()
-        if self.imatrix is not None:
-            if "gguf" not in self.quants:
-                raise ConfigError("--imatrix is for GGUF: give --to gguf or --to both")
-            _read_text("--imatrix", self.imatrix)
         if self.is_gguf:
             self._check_gguf()
-
-    def _check_draft_vocabulary(self) -> None:
-        if self.draft_vocab is None:
-            if self.draft_text is not None:
-                raise ConfigError("--draft-text chooses the tokens of --draft-vocab N: give that, too")
-            return
-        if self.draft_vocab < LEAST_DRAFTED:
-            raise ConfigError(f"--draft-vocab {self.draft_vocab} is not possible: give {LEAST_DRAFTED} or more")
-        if "onnx" not in self.quants or self.exporter == "optimum":
-            raise ConfigError("--draft-vocab is for ONNX by edgespec's own writer: give --to onnx, no other --exporter")
-        if self.draft is None:
-            raise ConfigError("--draft-vocab needs a draft with files of its own: give --draft")
-        if self.draft_text is not None:
-            _read_text("--draft-text", self.draft_text)
 
     def _check_gguf(self) -> None:
         """Raise ConfigError for what a GGUF cannot give."""
@@ -128,42 +100,6 @@ class ExportRequest:
     def quant_of(self, role: str, wanted: Format) -> str:
         quant = self.quants[wanted]
         return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
-
-    def vocabulary_of(self, role: str) -> DraftVocabulary | None:
-        """The tokens that the ONNX graph of a role keeps, None for all. Raises UsageError for an unreadable text."""
-        if role != "draft" or self.draft_vocab is None:
-            return None
-        from edgespec.export.onnx.writer import DraftVocabulary
-
-        if self.draft_text is None:
-            return DraftVocabulary(self.draft_vocab)
-        return DraftVocabulary(self.draft_vocab, _read_text("--draft-text", self.draft_text))
-
-    def identity(self) -> dict[str, Any]:
-        """All options that the files depend on, as JSON values."""
-        return {
-            "made_by": self.made_by,
-            "quants": dict(self.quants),
-            "draft_quants": dict(self.draft_quants),
-            "group_size": self.group_size,
-            "draft_vocab": self.draft_vocab,
-            "heads": None if self.heads is None else sha256_of(self.heads),
-            "draft_text": None if self.draft_text is None else sha256_of(self.draft_text),
-            "exporter": self.exporter,
-            "imatrix": None if self.imatrix is None else sha256_of(self.imatrix),
-            "name": self.name,
-            "licence": self.licence,
-        }
-
-
-def _read_text(flag: str, path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {path} cannot be read as UTF-8 text: {error}") from error
-    if not text.strip():
-        raise UsageError(f"{flag} {path} is empty: give text similar to later use")
-    return text
 
 
 def known_quants(wanted: Format) -> tuple[str, ...]:

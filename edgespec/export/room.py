@@ -30,9 +30,8 @@ BITS = {
     "f32": 32, "fp32": 32, "f16": 16, "bf16": 16,
     "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.8, "q5_k_s": 5.6, "q5_1": 6, "q5_0": 5.6,
     "q4_k_m": 5, "q4_k_s": 4.7, "q4_1": 5.1, "q4_0": 4.7, "iq4_nl": 4.7, "iq4_xs": 4.5,
-    "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4, "q2_k_s": 3.2,
-    "iq3_m": 4, "iq3_s": 3.8, "iq3_xs": 3.7, "iq3_xxs": 3.5, "iq2_m": 3.1, "iq2_s": 2.9, "iq2_xs": 2.8, "iq2_xxs": 2.6,
-    "iq1_m": 2.3, "iq1_s": 2.2, "int8": 9, "w8a8": 8.1, "int4": 5.4,
+    "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4,
+    "iq3_m": 4, "iq3_s": 3.8, "int8": 9, "w8a8": 8.1, "int4": 5.4,
 }  # fmt: skip
 STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
 PROGRAM_BYTES = 400 * 2**20  # the interpreter and its libraries
@@ -183,8 +182,7 @@ def needs_of(request: ExportRequest, models: Mapping[str, Facts], download_bytes
             if is_graph:  # one matrix at a time, and the rows that are being quantised
                 memory.append(PROGRAM_BYTES + max(5 * facts.largest_parameters, 2 * facts.more_bytes))
             elif wanted == "gguf":
-                resident = TORCH_BYTES + facts.num_parameters * 4 if request.imatrix is not None else 0
-                memory.append(PROGRAM_BYTES + 12 * facts.largest_parameters + resident)
+                memory.append(PROGRAM_BYTES + 12 * facts.largest_parameters)
                 temporary.append(0 if quant in STRAIGHT_GGUF else facts.num_parameters * 2)
             else:
                 memory.append(PROGRAM_BYTES + TORCH_BYTES + facts.num_parameters * 8)
@@ -196,14 +194,10 @@ def needs_of(request: ExportRequest, models: Mapping[str, Facts], download_bytes
     return Needs(outputs + heads, max(temporary), download_bytes, max(memory))
 
 
-def check_room(needs: Needs, output: Path, cache: Path | None, finished_bytes: int = 0) -> None:
-    """Raise CapabilityError with needed and available bytes if disk or memory do not suffice.
-
-    `finished_bytes`: the part of the output that an interrupted export already wrote.
-    """
+def check_room(needs: Needs, output: Path, cache: Path | None) -> None:
+    """Raise CapabilityError with needed and available bytes if disk or memory do not suffice."""
     parent = _existing(output)
-    wanted = max(needs.output_bytes + needs.temporary_bytes - finished_bytes, 0)
-    places = {parent: wanted}
+    places = {parent: needs.output_bytes + needs.temporary_bytes}
     if cache is not None and needs.download_bytes:
         shared = _existing(cache)
         same = next((place for place in places if place.stat().st_dev == shared.stat().st_dev), shared)

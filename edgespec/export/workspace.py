@@ -1,21 +1,15 @@
-"""The working folder of an export: locked, with a journal of finished files, and renamed atomically at the end.
+"""The working folder of an export: locked, and renamed atomically at the end.
 
-Files beside an output `NAME` while an export runs or after it was interrupted:
+Files beside an output `NAME` while an export runs or after it was killed:
 
     .NAME.export.lock       file lock of the running export
-    .NAME.export/journal.json   what is finished, with checksums, for one request
     .NAME.export/pair/      becomes NAME
-    .NAME.export/temporary/ emptied at every start
+    .NAME.export/temporary/
     .NAME.replaced          the old output while --force replaces it
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import hashlib
-import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -48,10 +42,6 @@ class Artefact:
     parameters: int | None = None
 
     @property
-    def key(self) -> str:
-        return f"{self.format}.{self.role}"
-
-    @property
     def table(self) -> str:
         """Its table in the manifest."""
         return HEADS if self.role in HEAD_KINDS else TABLES[self.format]
@@ -73,102 +63,31 @@ class Workspace:
     """The working folder of one export. Made by `opened`, which holds the lock."""
 
     def __init__(self, output: Path, *, replace: bool) -> None:
-        self.output = output
+        self.output, self._replace = output, replace
         self.folder = output.with_name(f".{output.name}.export")
-        self.pair = self.folder / "pair"
-        self.temporary = self.folder / "temporary"
-        self._replace = replace
-        self._journal: dict[str, Any] = {"artefacts": {}}
+        self.pair, self.temporary = self.folder / "pair", self.folder / "temporary"
+        self.file_facts: FileFacts = {}  # of finished files, by their path relative to `pair`
 
-    def begin(self, identity: Mapping[str, Any]) -> int:
-        """Start, or resume an interrupted export with the same `identity`; the number of files that are finished.
-
-        `identity`: JSON values that determine every byte of the result. Anything else in the folder is deleted.
-        """
-        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        self._journal = self._read_journal()
-        if self._journal.get("key") != key:
-            self.discard()
-            self._journal = {"key": key, "artefacts": {}}
-        shutil.rmtree(self.temporary, ignore_errors=True)
+    def begin(self) -> None:
+        """Make the folders, without what an export that was killed left in them."""
+        self.discard()
         for folder in (self.pair, self.temporary):
-            folder.mkdir(parents=True, exist_ok=True)
-        for made in list(self._journal["artefacts"]):
-            if not self._is_whole(made):
-                self.forget(made)
-        self._drop_strays()
-        self._write_journal()
-        return len(self.file_facts())
-
-    def finished(self, key: str) -> Artefact | None:
-        """What is recorded under this key."""
-        entry = self._journal["artefacts"].get(key)
-        return None if entry is None else Artefact(**{**entry["artefact"], "parts": tuple(entry["artefact"]["parts"])})
+            folder.mkdir(parents=True)
 
     def finish(self, artefact: Artefact) -> None:
-        """Record a finished artefact and its files with size and checksum."""
-        facts = {}
+        """Note size and checksum of an artefact's files."""
         for name in (artefact.path, *artefact.parts):
             path = self.pair / name
-            _to_disk(path)
-            facts[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        self._journal["artefacts"][artefact.key] = {"artefact": dataclasses.asdict(artefact), "files": facts}
-        self._write_journal()
-
-    def forget(self, key: str) -> None:
-        """Delete an artefact and its files."""
-        entry = self._journal["artefacts"].pop(key, {"files": {}})
-        self._write_journal()
-        for name in entry["files"]:
-            (self.pair / name).unlink(missing_ok=True)
-
-    def file_facts(self) -> FileFacts:
-        """`bytes` and `sha256` of every finished file, by its path relative to `pair`."""
-        return {name: facts for entry in self._journal["artefacts"].values() for name, facts in entry["files"].items()}
+            self.file_facts[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
     def publish(self) -> None:
         """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""
         if self.output.exists() and any(self.output.iterdir()) and not self._replace:
             raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
         replace_folder(self.pair, self.output)
-        self.discard()
-
-    def tidy(self) -> None:
-        """Delete what a later run cannot use."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        if not self.file_facts():
-            self.discard()
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _is_whole(self, key: str) -> bool:
-        """Whether all files of an artefact are there as they were written."""
-        for name, facts in self._journal["artefacts"][key]["files"].items():
-            path = self.pair / name
-            if not path.is_file() or path.stat().st_size != facts["bytes"] or sha256_of(path) != facts["sha256"]:
-                return False
-        return True
-
-    def _drop_strays(self) -> None:
-        """Delete all files of `pair` that are not recorded: a killed export may have left incomplete ones."""
-        wanted = self.file_facts()
-        for path in sorted(self.pair.rglob("*"), reverse=True):
-            if path.is_dir():
-                with contextlib.suppress(OSError):  # not empty
-                    path.rmdir()
-            elif path.relative_to(self.pair).as_posix() not in wanted:
-                path.unlink()
-
-    def _read_journal(self) -> dict[str, Any]:
-        try:
-            journal = json.loads((self.folder / "journal.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return journal if isinstance(journal, dict) and isinstance(journal.get("artefacts"), dict) else {}
-
-    def _write_journal(self) -> None:
-        write_atomically(self.folder / "journal.json", json.dumps(self._journal, indent=1))
 
 
 @contextmanager
@@ -190,7 +109,13 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
     try:
         restore_folder(output)
         check_output(output, replace=replace)
-        yield Workspace(output, replace=replace)
+        workspace = Workspace(output, replace=replace)
+        try:
+            with write_errors(output, fix=_FIX):
+                workspace.begin()
+            yield workspace
+        finally:
+            workspace.discard()
     finally:
         lock.release()
         if sys.platform != "win32":  # where the lock deletes its file itself
@@ -216,14 +141,3 @@ def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
     path = folder / MANIFEST
     write_atomically(path, tomli_w.dumps({"format": MANIFEST_FORMAT, **values}))
     return path
-
-
-def _to_disk(path: Path) -> None:
-    """fsync a file, so that the journal never lists a file that is not on disk."""
-    if sys.platform == "win32":  # a read-only handle cannot be flushed on Windows
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -162,12 +162,24 @@ def parse(text: str) -> Reference:
         return Reference(text, None, base, wanted)
     if base.lower() in entries():
         return parse(base.lower() + (f":{wanted}" if wanted else ""))
+    if (called := entry_called(text)) is not None:
+        return Reference(text, called, called.repo, "")
     near = difflib.get_close_matches(base.lower(), entries(), 3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ModelNotFound(
         f"{shown(text)} is not a known model: {hint}edgespec ls --all lists them; or give a hub repository such as "
         "Qwen/Qwen3-8B-GGUF:Q4_K_M"
     )
+
+
+def entry_called(text: str) -> Entry | None:
+    """The entry of this name, written in any way: `qwen3:8b` and `llama3.2:1b` are Ollama's for ours."""
+    wanted = _letters(text)
+    return next((entry for name, entry in entries().items() if _letters(name) == wanted), None)
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name)).lower()
 
 
 def without_hub(text: str) -> str:

@@ -20,7 +20,7 @@ from edgespec.formats.gguf.check import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
-from edgespec.loading.catalogue import Reference, entries, parse, without_hub
+from edgespec.loading.catalogue import Reference, entries, entry_called, parse, without_hub
 from edgespec.loading.elsewhere import path_elsewhere
 from edgespec.loading.hub import NO_MODEL, REPO
 from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
@@ -71,8 +71,9 @@ def _looks_like_path(text: str) -> bool:
 
 def _not_found(text: str) -> ModelNotFound:
     names = sorted(registered_folders())
-    near = difflib.get_close_matches(text, [*names, *entries()], 1)
-    hint = _with_suffix(expanded(text)) or (f"did you mean {near[0]!r}? " if near else "")
+    known = [*names, *entries()]
+    near = difflib.get_close_matches(text, known, 1) or [name for name in known if name.startswith(text.lower())][:3]
+    hint = _with_suffix(expanded(text)) or (f"did you mean {' or '.join(map(repr, near))}? " if near else "")
     return ModelNotFound(
         f"no model {shown(text)}: {hint}known names: {', '.join(names) or 'none'}; edgespec ls --all lists those that "
         "can be pulled; or give a .gguf or .onnx file, or a folder with one"
@@ -98,7 +99,7 @@ def _reference(text: str) -> Reference | None:
     text = without_hub(text)
     base = text.partition(":")[0]
     is_repo = len(base) <= _LONGEST_REPO and REPO.fullmatch(base) is not None and not base.endswith(SUFFIXES)
-    if not is_repo and base.lower() not in entries():
+    if not is_repo and base.lower() not in entries() and entry_called(text) is None:
         return None
     return parse(text)
 
@@ -175,8 +176,11 @@ def name_in(file: Path) -> str:
 
 
 def _with_suffix(path: Path) -> str:
-    """'did you mean' for a file whose name was given without its .gguf or .onnx; empty if there is none."""
+    """'did you mean' for a file named without its .gguf or .onnx, or almost as one beside it; empty if none is near."""
     found = [f"{path}{suffix}" for suffix in SUFFIXES if is_file(Path(f"{path}{suffix}"))]
+    if not found and path.suffix in SUFFIXES and is_folder(path.parent):
+        beside = [each.name for each in path.parent.iterdir() if each.suffix in SUFFIXES]
+        found = [str(path.with_name(name)) for name in difflib.get_close_matches(path.name, beside, 1, 0.7)]
     return f"did you mean '{found[0]}'? " if found else ""
 
 

@@ -276,10 +276,10 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
     # Trees need cells that sequences share. Else a row would read what all other chats hold, too: with eight chats of
     # 100 tokens and a draft a 1B model wrote .82 of what it writes plainly, while drafts of several chats in one pass
     # gain .1 at two.
-    shares_cells = options.parallel == 1 or is_elsewhere or _drafts_trees(options)
+    shares_cells = options.sequences == 1 or is_elsewhere or _drafts_trees(options)
     return ModelUse(
         threads=options.threads,
-        max_sequences=options.parallel,
+        max_sequences=options.sequences,
         max_branches=MAX_BRANCHES if shares_cells else 0,
         kv_offload=options.kv_offload,
         provider=options.provider,

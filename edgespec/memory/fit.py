@@ -1,24 +1,22 @@
 """Chooses the options of a pair so that it fits into memory: what is given up, in which order, and how to report it.
 
 Only options that the user did not give are changed. Of all choices that fit, the best in the order of `_rows` is taken,
-where the first difference decides: a context of 2048 tokens, the draft model (or a smaller one that is on this
-machine, which never changes a text), its context, the plain type of the cache, a longer context. So a larger budget
-never gets less of one of these unless it gets more of an earlier one. Fitting without paging comes before all of them.
-Without a budget only the draft is given up, as it cannot change a text. In reproducible mode the cache keeps its type:
-a text must not depend on whether there was room for a draft.
+where the first difference decides: a context of 2048 tokens, the draft model, its context, the plain type of the cache,
+a longer context. So a larger budget never gets less of one of these unless it gets more of an earlier one. Fitting
+without paging comes before all of them. Without a budget only the draft is given up, as it cannot change a text. In
+reproducible mode the cache keeps its type: a text must not depend on whether there was room for a draft.
 
 Before that, numbers take the place of `-c auto` and `-ngl auto`: of the latter as many layers of the target as the free
-memory of the GPU holds, then the draft if it fits beside them. What is on no device runs on the CPU.
+memory of the GPU holds, then the draft if it fits beside them. What is on no device runs on the CPU. Last comes the
+number of answers at once, where that is to be chosen.
 """
 
 from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from edgespec.config.options import LoadOptions
@@ -27,18 +25,14 @@ from edgespec.drafters.spec import SPECS
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.check import check_gguf, model_files
-from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
-from edgespec.formats.gguf.heads import head_kind_of
-from edgespec.formats.manifest import ModelFile, ModelPair, read_pair
-from edgespec.installation import quoted
-from edgespec.loading.registry import registered_folders
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import without_drafts
 from edgespec.memory.plan import Fit, Plan, Room, Verdict, planned
 
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
+MOST_SEQUENCES = 4  # that nobody asked for
 _DRAFT_CONTEXTS = (1024, 512)
-_MOST_FILES = 8  # whose headers are read: each holds a whole vocabulary
 # What may be given up of one kind, the least of it first; None: nothing is.
 Choices = tuple["GivenUp | None", ...]
 _SAID = ("context", "cache", "draft context", "draft")
@@ -59,35 +53,21 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What to load: the options in effect, the pair, its plan and verdict, and what was given up.
-
-    `faster_file`: of a pair that will page, the same model in a file that would not.
-    """
+    """What to load: the options in effect, the pair, its plan and verdict, and what was given up."""
 
     options: LoadOptions
     pair: ModelPair
     plan: Plan
     verdict: Verdict
     given_up: tuple[GivenUp, ...] = ()
-    faster_file: Path | None = None
-
-    @property
-    def has_other_draft(self) -> bool:
-        """Whether a smaller model drafts than the one that the options name."""
-        return any(each.what == "draft" and each.changes for each in self.given_up)
 
     @property
     def note(self) -> str:
         """What was given up, and whether the model will be slow, in one line; empty when there is nothing to say."""
         given_up = ", ".join(each.text for each in self.given_up)
         if self.verdict.fit == "pages":
-            return f"memory: {f'{given_up}; ' if given_up else ''}{self.verdict}{self.other}"
+            return f"memory: {f'{given_up}; ' if given_up else ''}{self.verdict}"
         return f"memory: {given_up}, to stay within {self._limit}" if given_up else ""
-
-    @property
-    def other(self) -> str:
-        """The file beside the target that would not page; empty if there is none."""
-        return f"; {self.faster_file.name} in the same folder would fit" if self.faster_file else ""
 
     @property
     def _limit(self) -> str:
@@ -101,17 +81,18 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     `planned`.
     """
     room = Room.now(options.memory) if room is None else room
-    whole = _fitted(placed(chosen_context(options, pair, room), pair), pair, room, {})
+    options = with_sequences(placed(chosen_context(options, pair, room), pair), pair, room)
+    whole = _fitted(options, pair, room, {})
     # Where nobody set a budget, weights may be read from their files again and again.
     wanted: tuple[Fit, ...] = ("fits",) if options.memory is not None else ("fits", "pages")
     if whole.verdict.fit in wanted:
-        return _with_faster(whole, room)
+        return whole
     rows = _rows(whole)
     allowed = rows if options.memory is not None else [row for row in rows if row[0].startswith("draft")]
     found = _best(whole, allowed, room, wanted) or _best(whole, allowed, room, ("fits", "pages"))
     if found is None:
         raise CapabilityError(_refusal(whole, rows, room))
-    return _with_faster(found, room)
+    return found
 
 
 def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
@@ -119,8 +100,19 @@ def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOpt
     return in_context(options, pair, lambda tried: _fitted(tried, pair, room, {}).verdict.fit == "fits")
 
 
-def _with_faster(found: Fitted, room: Room) -> Fitted:
-    return replace(found, faster_file=_other_file(found, room, ("fits",))) if found.verdict.fit == "pages" else found
+def with_sequences(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
+    """`options` with a number in place of parallel="auto": the most that fit with full texts, where these touch memory
+    as they grow. Raises as `planned`.
+    """
+    if options.parallel != "auto":
+        return options
+    for count in range(MOST_SEQUENCES, 1, -1):
+        found = _fitted(replace(options, parallel=count), pair, room, {})
+        if not all(model.footprint.grows for model in found.plan.models):
+            break
+        if found.verdict.fit == "fits":
+            return found.options
+    return replace(options, parallel=1)
 
 
 def _best(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room, wanted: tuple[Fit, ...]) -> Fitted | None:
@@ -145,11 +137,7 @@ def _best(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room, wanted
 
 def _fitted(options: LoadOptions, pair: ModelPair, room: Room, steps: Mapping[str, GivenUp | None]) -> Fitted:
     given_up = [step for what in _SAID if (step := steps.get(what)) is not None]
-    draft = steps.get("draft")
-    if draft is not None and draft.changes:
-        files = {**pair.files, "draft": ModelFile(draft.changes["draft"])}
-        pair = replace(pair, files=MappingProxyType(files))
-    elif draft is not None:
+    if steps.get("draft") is not None:
         given_up = [step for step in given_up if step.what != "draft context"]
         options, pair = without_drafts(options, pair)
     for step in given_up:
@@ -169,7 +157,7 @@ def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
     drafts: Choices = (None,)
     if len(plan.models) > 1 and options.drafter not in SPECS:
         none = GivenUp("draft", "no draft model (drafters that need none stay on)", "--drafter ngram")
-        drafts = (None, *map(_draft, smaller_drafts(whole.pair)), none)
+        drafts = (None, none)
     draft_contexts: Choices = (None,)
     if draft is not None and options.draft_context_length is None:
         sizes = (size for size in _DRAFT_CONTEXTS if size < draft.footprint.context_length)
@@ -194,10 +182,6 @@ def _halves(context_length: int) -> list[int]:
 
 def _context(size: int) -> GivenUp:
     return GivenUp("context", f"context {size}", f"-c {size}", {"context_length": size})
-
-
-def _draft(path: Path) -> GivenUp:
-    return GivenUp("draft", f"draft {path.name}", f"-md {quoted(str(path))}", {"draft": path})
 
 
 def _draft_context(size: int) -> GivenUp:
@@ -251,38 +235,10 @@ def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> 
     if not given_up:
         return f"{needs}. Use a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
     if smallest.verdict.fit == "refused":
-        file = _other_file(smallest, room, ("fits", "pages"))
-        other = "use a smaller model" if file is None else f"use {file.name} from the same folder with the same options"
-        return f"{needs}. The smallest possible setup ({flags}) needs {size}: {other}, {remedy}"
+        return f"{needs}. The smallest possible setup ({flags}) needs {size}: use a smaller model, {remedy}"
     found = _best(whole, rows, room, ("fits",)) or _best(whole, rows, room, ("fits", "pages")) or smallest
     flags = " ".join(each.flags for each in found.given_up)
     return f"{needs}. This would fit: {flags} (--memory auto chooses it)"
-
-
-def _other_file(whole: Fitted, room: Room, wanted: tuple[Fit, ...]) -> Path | None:
-    """The largest file beside the target with the same model in another quantisation that gets a `wanted` verdict.
-
-    It is only suggested: other weights give another text.
-    """
-    target = whole.pair.files["target"]
-    if not target.is_gguf:
-        return None
-    model = _identity(target.path)
-    beside = [path for path in target.path.parent.glob("*.gguf") if path != target.path]
-    for path in sorted(beside, key=lambda each: -each.stat().st_size)[:_MOST_FILES]:
-        with contextlib.suppress(EdgespecError):  # one that cannot be used
-            if _identity(path) == model:
-                files = MappingProxyType({**whole.pair.files, "target": ModelFile(path)})
-                if _fitted(whole.options, replace(whole.pair, files=files), room, {}).verdict.fit in wanted:
-                    return path
-    return None
-
-
-def _identity(path: Path) -> tuple[object, ...]:
-    """What all quantisations of a model have in common. Raises as `check_gguf`."""
-    header = check_gguf(path)
-    sizes = (header.metadata.get(f"{header.architecture}.{name}") for name in ("block_count", "embedding_length"))
-    return header.architecture, len(header.tokens), header.metadata.get("general.name"), *sizes
 
 
 STEP = 512  # tokens between the contexts that "auto" chooses from, of which the first is the smallest
@@ -297,7 +253,7 @@ def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOption
     """
     if options.context_length not in (0, "auto"):
         return options
-    most = min(own_context(pair.files["target"]), _MOST_CELLS // options.parallel)
+    most = min(own_context(pair.files["target"]), _MOST_CELLS // options.sequences)
     if options.context_length == 0:
         return replace(options, context_length=most)
     sizes = [*range(STEP, most, STEP), most]
@@ -363,53 +319,3 @@ def _with(options: LoadOptions, layers: int, draft_layers: int | None) -> LoadOp
 def _is_said(options: LoadOptions) -> bool:
     """Whether the user placed the draft."""
     return options.draft_gpu_layers is not None or options.draft_device is not None
-
-
-@keeping_headers()
-def smaller_drafts(pair: ModelPair) -> list[Path]:
-    """GGUF files with the target's vocabulary that are smaller than the pair's draft model, the largest first.
-
-    Those beside its files, and those of registered models. None for a pair whose draft is no GGUF model of its own.
-    """
-    target, draft = pair.files["target"].path, pair.draft
-    if draft is None or {target.suffix, draft.suffix} != {".gguf"}:
-        return []
-    own = {file.path.resolve() for file in pair.files.values()}
-    sizes: dict[Path, int] = {}
-    for path in _files_here(target, draft):
-        with contextlib.suppress(EdgespecError, OSError):
-            if path.resolve() not in own and (size := _num_bytes(path)) < _num_bytes(draft):
-                sizes[path.resolve()] = size
-    if not sizes:
-        return []
-    try:
-        header = check_gguf(target)
-        if head_kind_of(draft):
-            return []
-    except EdgespecError:  # whoever loads them says best what is wrong
-        return []
-    largest = sorted(sizes, key=lambda path: -sizes[path])[:_MOST_FILES]
-    return [path for path in largest if _can_draft(path, target, header)]
-
-
-def _files_here(target: Path, draft: Path) -> Iterator[Path]:
-    for folder in {target.parent, draft.parent}:
-        yield from folder.glob("*.gguf")
-    for folder in registered_folders().values():
-        with contextlib.suppress(EdgespecError):  # a damaged pair
-            files = read_pair(folder, check_hashes=False).files.values()
-            yield from (file.path for file in files if file.path.suffix == ".gguf")
-
-
-def _num_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in model_files(path))
-
-
-def _can_draft(path: Path, target: Path, header: GgufHeader) -> bool:
-    try:
-        found = check_gguf(path)
-        if head_kind_of(path):
-            return False
-    except EdgespecError:
-        return False
-    return found.shares_vocabulary(header)

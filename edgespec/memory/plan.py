@@ -188,7 +188,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         pair.name,
         _without_shared((target, *drafts), pair, roles),
         _table_bytes(options, context),
-        heads_bytes(heads, context, options.parallel),
+        heads_bytes(heads, context, options.sequences),
         _process(engines),
         _threads(options, engines, len(roles)),
         _device(options),
@@ -267,7 +267,8 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
     free = [name for name, spec in SPECS.items() if spec.cost == "free"]  # a request may name those not in `auto`
     names = free if options.drafter == "auto" else [options.drafter]
     specs = [SPECS[name] for name in names if name in SPECS]
-    return sum(min(context_length, spec.most_tokens) * spec.bytes_per_token for spec in specs)
+    tables = sum(min(context_length, spec.most_tokens) * spec.bytes_per_token for spec in specs)
+    return tables * options.sequences
 
 
 def _threads(options: LoadOptions, engines: set[str], models: int) -> int:

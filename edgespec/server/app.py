@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgespec import __version__
-from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, responses
+from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
 from edgespec.server.exchange import Exchange
@@ -80,6 +80,9 @@ def create_app(
         Route(path, _caught(each.kind(services, bodies, each)), methods=["POST"]) for path, each in ENDPOINTS.items()
     ]
     routes += [Route(path, _caught(_reading(services, each)), methods=["GET"]) for path, (_, each) in READABLE.items()]
+    deletes = partial(pulling.respond_delete, services, bodies)
+    routes.append(Route("/api/delete", _caught(deletes), methods=["DELETE"]))
+    routes += [Route(path, _caught(partial(_refuse, why)), methods=["POST"]) for path, why in NOT_HERE.items()]
     shown = page_routes()
     paths = [route.path for route in (*routes, *shown)]
     open_paths = ["/health", "/v1/health", *(route.path for route in shown)]
@@ -88,7 +91,7 @@ def create_app(
         CORSMiddleware,
         allow_origins=origins,
         allow_origin_regex=LOCAL_ORIGINS.pattern,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=[NOTES],
     )
@@ -162,6 +165,14 @@ def _telling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
             return json_response(await asyncio.to_thread(lambda: endpoint.read(service, parse_object(body.data))))
 
     return handle
+
+
+def _pulling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
+    return partial(endpoint.read, services, bodies)
+
+
+async def _refuse(why: str, request: Request) -> Response:
+    raise HttpError(501, why, code="not_supported")
 
 
 def _caught(handler: Handler) -> Handler:
@@ -248,7 +259,6 @@ _NATIVE = Endpoint(NativeCompletion, native.read_native, _generating, native.Nat
 _RESPONSES = Endpoint(ResponseRequest, responses.read_responses, _generating, responses.ResponsesExchange)
 _RESPONSES_TOKENS = Endpoint(ResponseRequest, responses.count_input_tokens, _replying)
 _UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
-_EMBEDDING = Endpoint(embeddings.NativeEmbedding, embeddings.read_native, _embedding)
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
     "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
@@ -269,14 +279,19 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize, _replying),
     "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize, _replying),
     "/apply-template": Endpoint(Chat, chat.apply_template, _replying),
-    "/embedding": _EMBEDDING,
-    "/embeddings": _EMBEDDING,
     # Ollama's
     "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, _generating, OllamaExchange, _UNLOADS_CHAT),
     "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, _generating, OllamaExchange, _UNLOADS),
     "/api/show": Endpoint(facts.ShowRequest, facts.show, _telling),
+    "/api/pull": Endpoint(pulling.ModelName, pulling.respond_pull, _pulling),
     "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding),
-    "/api/embeddings": Endpoint(embeddings.OllamaPromptEmbedding, embeddings.read_ollama_prompt, _embedding),
+}
+_NO_RERANKING = "this server does not rerank: compare texts by the cosine of their /v1/embeddings"
+_NO_MAKING = "models are made and named on the command line: edgespec add, edgespec export"
+# What clients of other servers may ask for.
+NOT_HERE = {
+    **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), _NO_RERANKING),
+    **dict.fromkeys(("/api/create", "/api/copy", "/api/push"), _NO_MAKING),
 }
 
 
@@ -305,6 +320,8 @@ def document(names: Names) -> Schema:
         body = {"required": True, "content": {"application/json": {"schema": bodies[each.request]}}}
         about = (each.read.__doc__ or "").partition(".")[0]
         paths[path] = {"post": _described(about, kinds) | {"requestBody": body}}
+    removes = {"content": {"application/json": {"schema": bodies[pulling.ModelName]}}}
+    paths["/api/delete"] = {"delete": _described("Remove a model (Ollama)", {}) | {"requestBody": removes}}
     info = {"title": "edgespec", "version": __version__, "description": "Local text generation, drafted and verified"}
     key = {"key": {"type": "http", "scheme": "bearer"}}
     components = {"schemas": schemas, "securitySchemes": key}
@@ -320,9 +337,10 @@ def _described(summary: str, content: Schema) -> Schema:
 # -- the page, under a content security policy that allows nothing else
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_TYPES |= {"woff2": "font/woff2"}  # the letters of formulas
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"  # no code can turn a text into HTML
 )
 _PAGE_HEADERS = {
@@ -338,18 +356,18 @@ _PAGE_HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    found = []
-    for file in sorted(files("edgespec.server").joinpath("static").iterdir(), key=lambda each: each.name):
-        kind = _TYPES.get(file.name.rpartition(".")[2])
-        if kind is not None:
-            path = "/" if file.name == "index.html" else f"/static/{file.name}"
+    """The page, and the libraries that scripts/vendor_page.py fetched: which, `static/libraries.js` says."""
+    static, found = Path(__file__).with_name("static"), []
+    for file in sorted(static.rglob("*")):
+        if kind := _TYPES.get(file.suffix[1:]):
+            path = "/" if file.name == "index.html" else f"/static/{file.relative_to(static).as_posix()}"
             found.append(_file_route(path, file.read_bytes(), kind))
-    return found
+    libraries = msgspec.json.encode(sorted(file.stem for file in static.glob("vendor/*.js")))
+    return [*found, _file_route("/static/libraries.js", b"export const libraries = " + libraries, _TYPES["js"])]
 
 
 def _file_route(path: str, content: bytes, kind: str) -> Route:
     async def handle(_: Request) -> Response:
-        media_type = kind if kind == "image/svg+xml" else f"{kind}; charset=utf-8"
-        return Response(content, headers=_PAGE_HEADERS, media_type=media_type)
+        return Response(content, headers=_PAGE_HEADERS, media_type=kind)
 
     return Route(path, handle, methods=["GET"])

@@ -1,4 +1,4 @@
-"""Embeddings in the protocols of OpenAI, Ollama and llama-server: each reads a request and writes its answer."""
+"""Embeddings in the protocols of OpenAI and Ollama: each reads a request and writes its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgespec.generation.embedding import Text, normalised
 from edgespec.server.facts import served_name
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import require_model
-from edgespec.server.requests import Asked, Fields, parse_object, read, wrong
+from edgespec.server.requests import Fields, parse_object, read, wrong
 from edgespec.server.service import Loaded
 from edgespec.server.web import Body, json_response, while_connected
 from edgespec.types import TokenIds
@@ -56,33 +56,15 @@ class OpenAiEmbedding(Fields, kw_only=True):
     dimensions: Dimensions | None = None
 
 
-class _Ollama(Fields):
+class OllamaEmbedding(Fields):
+    """A request to `/api/embed`. Without a text, which loads the model in Ollama, it answers with no embeddings."""
+
     # nothing of sampling or of a context's size changes an embedding
     ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
     model: str | None = None
     truncate: bool | None = None
-
-
-class OllamaEmbedding(_Ollama):
-    """A request to `/api/embed`. Without a text, which loads the model in Ollama, it answers with no embeddings."""
-
     input: Texts | None = None
     dimensions: Dimensions | None = None
-
-
-class OllamaPromptEmbedding(_Ollama):
-    """A request to `/api/embeddings`: one text, Ollama's older form."""
-
-    prompt: str | None = None
-
-
-class NativeEmbedding(Fields):
-    """A request to `/embedding` and `/embeddings` of llama-server; the texts have either name."""
-
-    refused: ClassVar[Asked] = {"embd_normalize": ("embeddings have length 1 here", (2,))}
-    content: Texts | None = None
-    input: Texts | None = None
-    model: str | None = None
 
 
 async def respond_embeddings(request: Request, loaded: Loaded, read_request: Read, body: Body) -> Response:
@@ -141,39 +123,16 @@ def read_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> 
     return EmbeddingRequest(ids, answer, request.dimensions)
 
 
-def read_ollama_prompt(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
-    """The embedding of a text (Ollama's older form)."""
-    request = read(OllamaPromptEmbedding, values, notes)
-    require_model(loaded.names, served_name(loaded.names, request.model), notes)
-    texts: list[Text] = [request.prompt] if request.prompt else []
-    ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
-    return EmbeddingRequest(ids, lambda vectors, _: {"embedding": vectors[0].tolist() if texts else []})
-
-
-def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
-    """Embeddings of texts (llama-server), where those of a text are a list of one."""
-    request = read(NativeEmbedding, values, notes)
-    require_model(loaded.names, request.model, notes)
-    name = "input" if request.content is None else "content"
-    texts = _texts(request.input if request.content is None else request.content, name)
-    ids = loaded.model.embedder.encode(texts, truncate=False)
-    return EmbeddingRequest(
-        ids, lambda vectors, _: [{"index": i, "embedding": [each]} for i, each in enumerate(vectors.tolist())]
-    )
-
-
-def _texts(given: str | list[Any] | None, name: str = "input") -> list[Text]:
+def _texts(given: str | list[Any]) -> list[Text]:
     """A text, a list of texts or of token ids, or one of lists of token ids."""
-    if given is None:
-        raise bad_request(f"{name} is missing: give a text or a list of texts", name)
     if isinstance(given, str):
         return [given]
     if given and all(isinstance(each, int) for each in given):
         return [given]
     if len(given) > MOST_TEXTS:
-        raise bad_request(f"{name} has {len(given)} entries; at most {MOST_TEXTS} are allowed", name)
+        raise bad_request(f"input has {len(given)} entries; at most {MOST_TEXTS} are allowed", "input")
     if not given or not all(isinstance(each, str | list) for each in given):
-        raise wrong(name, "must be a text, a list of texts, or token ids", given)
+        raise wrong("input", "must be a text, a list of texts, or token ids", given)
     return given
 
 

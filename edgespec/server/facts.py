@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from msgspec import Meta
 
 from edgespec import __version__
-from edgespec.chat.marks import reasoning_marks
-from edgespec.chat.tool_forms import call_form
 from edgespec.config.options import LoadOptions, Sampling
 from edgespec.config.values import POOLINGS
-from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.gguf.header import GgufHeader, keeping_headers, read_header
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.opening import FileFacts
+from edgespec.loading.model_facts import FileFacts, ModelFacts, model_facts, size_label
 from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
 from edgespec.server.http_errors import bad_request
@@ -207,23 +201,6 @@ def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> d
 
 PROTOCOL_VERSION = "0.12.11"  # of Ollama, whose requests are understood; VS Code wants 0.6.4 or more
 _NEVER = "9999-12-31T23:59:59Z"
-# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h: llama_ftype
-_FILE_TYPES = (
-    "F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS IQ2_XS "
-    "Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - TQ1_0 TQ2_0 MXFP4_MOE"
-)
-QUANTIZATIONS = {number: name for number, name in enumerate(_FILE_TYPES.split()) if name != "-"}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a model's files say of it; empty or 0 where they do not. `metadata`: single values of the GGUF header."""
-
-    family: str
-    digest: str = ""
-    quantization: str = ""
-    num_parameters: int = 0
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,57 +218,7 @@ class Known:
         """Of a loaded model; reads its header the first time."""
         model = loaded.model
         files = FileFacts.of(model.target)
-        return cls(loaded.name, files, _model_facts(model.pair, files), model.context_length, _embeds(loaded))
-
-
-def _model_facts(pair: ModelPair, files: FileFacts) -> ModelFacts:
-    file = pair.files["target"]
-    if not file.is_gguf:
-        return ModelFacts(files.architecture, file.sha256 or "")
-    try:
-        found = _of_headers(pair.paths("target"))
-    except (EdgespecError, OSError):  # moved or replaced while it is served
-        return ModelFacts(files.architecture, file.sha256 or "")
-    return found if file.sha256 is None else replace(found, digest=file.sha256)
-
-
-@lru_cache(maxsize=16)
-def _of_headers(paths: tuple[Path, ...]) -> ModelFacts:
-    """Facts of a GGUF, which may lie in several files. Its digest is that of its header: hashing all takes minutes."""
-    headers = [read_header(path) for path in paths if path.suffix == ".gguf"]
-    with paths[0].open("rb") as file:
-        digest = hashlib.sha256(file.read(headers[0].data_start)).hexdigest()
-    return ModelFacts(
-        headers[0].architecture,
-        digest,
-        _quantization(headers),
-        sum(math.prod(tensor.shape) for header in headers for tensor in header.tensors),
-        {key: value for key, value in headers[0].metadata.items() if _is_shown(key, value)},
-    )
-
-
-def _is_shown(key: str, value: object) -> bool:
-    is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 128)
-    return is_short and not key.startswith(("tokenizer.", "split.")) and "://" not in str(value)
-
-
-def _quantization(headers: list[GgufHeader]) -> str:
-    """As the header says, else the type of most of its bytes."""
-    said = headers[0].metadata.get("general.file_type")
-    if isinstance(said, int) and said in QUANTIZATIONS:
-        return QUANTIZATIONS[said]
-    sizes: Counter[str] = Counter()
-    for header in headers:
-        for tensor in header.tensors:
-            sizes[tensor.kind] += tensor.num_bytes
-    return max(sizes, key=lambda kind: sizes[kind], default="")
-
-
-def _size_label(count: int) -> str:
-    """A number of parameters as Ollama writes it: 7.6B, 494.03M."""
-    if not count:
-        return ""
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+        return cls(loaded.name, files, model_facts(model.pair, files), model.context_length, _embeds(loaded))
 
 
 def served_name(names: Names, name: Any) -> str | None:
@@ -360,7 +287,7 @@ def _details(known: Known) -> dict[str, Any]:
         "format": "gguf" if facts.quantization else "onnx",  # only a header says the former
         "family": facts.family,
         "families": [facts.family],
-        "parameter_size": _size_label(facts.num_parameters),
+        "parameter_size": size_label(facts.num_parameters),
         "quantization_level": facts.quantization,
     }
 
@@ -397,9 +324,7 @@ def shown(known: Known) -> dict[str, Any]:
         "capabilities": [
             *(["embedding"] if known.embeds else []),
             *([] if known.files.pooling else ["completion"]),
-            *(["tools"] if call_form(template) else []),
-            *(["thinking"] if reasoning_marks(template) else []),
-            *(["insert"] if known.files.fills_gaps else []),
+            *known.files.capabilities,
         ],
     }
 
@@ -424,7 +349,7 @@ def at_rest(
         found = FileFacts.read(pair)
         found = found if template is None else replace(found, chat_template=template)
         embeds = found.engine == "llamacpp" and (bool(options.pooling) or found.pooling in POOLINGS)
-    known = Known(name, found, _model_facts(pair, found), context_length, embeds)
+    known = Known(name, found, model_facts(pair, found), context_length, embeds)
     more = {
         "is_sleeping": True,
         "total_slots": 0,

@@ -244,7 +244,7 @@ def check_llamacpp(request: Generated, loaded: Loaded, notes: list[str], *, has_
         notes.append("post_sampling_probs: the probabilities are those before sampling")
     if request.cache_prompt is False:
         notes.append("cache_prompt: a prompt that begins as an earlier one is always read from there on")
-    slot, most = request.id_slot, loaded.model.options.parallel - 1
+    slot, most = request.id_slot, loaded.model.options.sequences - 1
     if slot is not None and not -1 <= slot <= most:
         raise wrong("id_slot", f"must be a whole number from -1 to {most}", slot)
     if slot is not None and slot >= 0:

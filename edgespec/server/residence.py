@@ -13,14 +13,26 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from types import FrameType
+from typing import TYPE_CHECKING
 
+from edgespec.config.options import LoadOptions
+from edgespec.config.sources import Settings
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.manifest import ModelPair
+from edgespec.memory.fit import fit
+from edgespec.memory.plan import Room
 from edgespec.server.http_errors import HttpError
+
+if TYPE_CHECKING:
+    from edgespec.runtime import Model
+    from edgespec.server.service import Service
 
 
 class Places:
@@ -338,3 +350,58 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
     finally:
         for number, former in previous.items():
             signal.signal(number, former)
+
+
+# -- the memory that several models share
+
+
+@dataclass(slots=True)
+class SharedMemory:
+    """What the models of a server that has room for several may take together. `room`: before any was loaded."""
+
+    room: Room
+    services: Sequence[Service] = ()
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """(own, mapped) bytes of the loaded models, by their plans, and of own ones what they may keep beyond them."""
+        own = mapped = 0
+        for service in self.services:
+            report = None if (loaded := service.loaded) is None else loaded.model.memory
+            if report is not None:
+                plan = report.plan
+                used = plan.working_bytes - plan.process.own - plan.process.mapped
+                own += plan.own_bytes - plan.process.own + report.parked_bytes
+                mapped += max(used - (plan.own_bytes - plan.process.own), 0)
+        return own, mapped
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What the budget leaves for one more; None without a budget."""
+        return None if self.room.budget_bytes is None else self.room.budget_bytes - sum(self.taken)
+
+    def fits(self, options: LoadOptions, pair: ModelPair) -> bool:
+        """Whether there is memory for one more, with nothing given up for it."""
+        left = self.left_bytes
+        if options.context_length == "auto" or (left is not None and left < 1):  # auto takes all there is
+            return False
+        with keeping_headers():
+            try:
+                found = fit(replace(options, memory=left), pair)
+            except CapabilityError:
+                return False
+        more = self.taken[1] if left is None else 0  # other models' weights seem to be free memory to the system
+        fits = found.verdict.needed_bytes + more <= found.verdict.free_bytes
+        return found.verdict.fit == "fits" and not found.given_up and fits
+
+    def share(self, settings: Settings) -> Settings:
+        """`settings` with what is left in place of the whole budget."""
+        left = self.left_bytes
+        if left is None:
+            return settings
+        return Settings({**settings.values, "memory": max(left, 1)}, settings.sources)
+
+    def keep(self, model: Model) -> None:
+        """Hold `model` to the budget of all, of which it was told its share only."""
+        if model.memory is not None and self.room.budget_bytes is not None:
+            model.memory.watch.limit_bytes = self.room.most_in_budget(model.memory.plan)

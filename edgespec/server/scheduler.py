@@ -268,7 +268,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self.embeddings = EmbeddingQueue(model, max_queued, metrics)
         # As many as may be waited for: one that takes long holds up nobody else.
-        self._preparers = DaemonThreads("edgespec-prepare", max_queued + model.options.parallel)
+        self._preparers = DaemonThreads("edgespec-prepare", max_queued + model.options.sequences)
         self._preparing: set[Future[Any]] = set()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
@@ -336,7 +336,7 @@ class Scheduler:
     def _check_room(self, num_jobs: int) -> None:
         if self._is_stopping:
             raise stopping()
-        most = self.max_queued + self.model.options.parallel
+        most = self.max_queued + self.model.options.sequences
         room = most - self.num_running - self.num_waiting
         if num_jobs > most:
             raise HttpError(400, f"{num_jobs} answers at once; this server takes at most {most}", param="n")

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"files": 1, "requests": 30, "faults": 1, "structures": 50}  # and how many cases a child runs
 GOOD = ("ok", "refused")
 VERDICTS = (*GOOD, "signal", "traceback", "hang", "garbage")
-WARM = ("edgespec.runtime", "edgespec.cli.generate", "edgespec.cli.chat", "edgespec.cli.corpus", "onnxruntime",
+WARM = ("edgespec.runtime", "edgespec.cli.run", "edgespec.cli.chat", "edgespec.cli.corpus", "onnxruntime",
         "edgespec.engines.llamacpp.library", "edgespec.engines.onnx", "jinja2", "tokenizers")  # fmt: skip
 Verdict = tuple[str, str]  # and what it was about
 

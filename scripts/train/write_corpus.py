@@ -42,7 +42,7 @@ class OwnText:
 
     def __init__(self, model: Model, seed: int = 0) -> None:
         self._model = model
-        self._batch = _PER_PLACE * model.options.parallel
+        self._batch = _PER_PLACE * model.options.sequences
         self._seeds = count(seed << 32)
         self._opening = self._users_turn()
 

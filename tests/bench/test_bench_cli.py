@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 import edgespec
 from edgespec.bench.runner import needs_second_model
 from edgespec.cli.main import cli
-from edgespec.installation import install_command
 
 KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
@@ -112,11 +111,6 @@ def test_the_built_in_prompts_and_synthetic_domains(pair):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_data_of_a_folder(pair, corpus_folder):
-    result = report(*pair, *QUICK, "--data", str(corpus_folder), "--domain", "arithmetic", "--per-domain", "2")
-    assert [prompt["domain"] for prompt in result["prompts"]] == ["arithmetic"] * 2
-
-
 def test_a_domain_of_the_users_own_stays_theirs(pair, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"domain": "copying", "text": "say it again"}\n')
@@ -164,12 +158,6 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
     assert [one["draft_length"] for one in explained["lengths"]] == [1, 2, 3, 4, 6, 8, 12]
 
 
-def test_commands_that_went_name_what_does_their_work():
-    for name, said in (("tune", "bench --sweep"), ("calibrate", "bench --explain"), ("handover", "docs/handover.md")):
-        result = CliRunner().invoke(cli, [name, "demo"])
-        assert result.exit_code == 2 and said in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -188,16 +176,6 @@ def test_commands_that_went_name_what_does_their_work():
 )
 def test_bad_input_is_one_line(pair, arguments, said):
     assert_refused(run(*pair, *arguments), said)
-
-
-def test_a_bad_line_of_prompts_is_named(pair, tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"text": "a"}\n{"text": }\n')
-    assert_refused(run(*pair, "--prompts", str(tmp_path / "p.jsonl")), "p.jsonl line 2 is not JSON")
-
-
-def test_missing_matplotlib_names_the_extra(pair, monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert_refused(run(*pair, "--plot", str(tmp_path / "plot.png")), install_command("bench"))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot send such a signal to one child")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -17,17 +15,14 @@ from shutil import which
 
 import pytest
 
-from edgespec.errors import CapabilityError, ConfigError, EngineError
-from edgespec.formats.manifest import ModelFile, sha256_of
-from edgespec.loading.own_models import write_manifest
-from peers import child, llama_server
-from peers.base import Answer, Library, Peer, Request
+from edgespec.errors import CapabilityError, EngineError
+from peers import child
+from peers.base import Answer, Peer, Request
 from peers.competition import Competition, Journal, tune
 from peers.field import Contestant, Field, find_files, make_field
 from peers.field import Library as FieldLibrary
 from peers.process import PeerProcess
 from peers.report import as_json, kinds_table, make_rows, table
-from waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -72,21 +67,6 @@ def test_protocol_answers_and_refusals():
     assert "open, generate, encode" in unknown["refused"]
 
 
-def test_what_is_no_refusal_ends_the_child():
-    with pytest.raises(ZeroDivisionError):
-        served({"do": "generate", "request": {**REQUEST.to_json(), "settings": {"variant": "crash"}}})
-
-
-def test_unknown_peer_is_named():
-    with pytest.raises(ConfigError, match="no peer 'vllm'; allowed: edgespec"):
-        child.peer_of("vllm")
-
-
-def test_missing_library_says_how_to_install_it():
-    with pytest.raises(CapabilityError, match=r"nothing is not installed .*: pip install nothing"):
-        Library("edgespec_has_no_such_module", "nothing", "pip install nothing").load()
-
-
 @pytest.fixture
 def stand_in(tmp_path):
     """Makes a PeerProcess whose interpreter runs the given lines once it has been opened."""
@@ -116,49 +96,6 @@ def test_crash_is_reported_and_the_next_order_starts_anew(stand_in):
         with pytest.raises(EngineError, match="stand-in died with 3: out of luck"):
             peer.generate(REQUEST, 30)
         assert peer.starts == start
-
-
-@posix_only
-def test_late_answer_ends_the_child_and_what_it_started(stand_in, tmp_path):
-    peer = stand_in(
-        f"""
-        import subprocess
-        other = subprocess.Popen(['sleep', '60'])
-        open({str(tmp_path / "pid")!r}, 'w').write(str(other.pid))
-        time.sleep(60)
-        """
-    )
-    with pytest.raises(EngineError, match="took longer than 3 s"):
-        peer.generate(REQUEST, 3)
-    until(lambda: not is_running(int((tmp_path / "pid").read_text())))
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie that waits for its parent."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-@posix_only
-def test_a_parent_that_is_killed_leaves_no_child(tmp_path):
-    code = (
-        f"import sys, time; sys.path.insert(0, {str(ROOT / 'scripts' / 'lab')!r})\n"
-        "from pathlib import Path\nfrom peers.process import PeerProcess\n"
-        f"peer = PeerProcess('edgespec', {{'folder': {str(DEMO)!r}, 'engine': 'llamacpp', 'context_length': '128'}}, "
-        f"Path({str(tmp_path / 'log')!r}))\npeer.open()\nprint(peer._process.pid, flush=True)\ntime.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert is_running(pid)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
-    until(lambda: not is_running(pid))
 
 
 class FakePeer:
@@ -200,15 +137,6 @@ def test_sweep_takes_the_best_of_every_axis():
     assert told == list(tuned.trials)
     assert [trial.failure for trial in tuned.trials if trial.failure] == ["not with these settings"]
     assert [trial.tokens_per_second for trial in tuned.trials] == pytest.approx([10, 20, 15, 25, 0])
-
-
-@pytest.mark.parametrize(("threads", "tries"), [((1,), 1), ((1, 2, 3, 4), 2)])
-def test_sweep_without_any_success_raises(threads, tries):
-    contestant = Contestant("x plain", "x", "plain", "onnx", "x plain", {"threads": threads})
-    peer = FakePeer(lambda s: None)
-    with pytest.raises(CapabilityError, match="not with these settings"):
-        tune(contestant, peer, {}, [REQUEST], 9, lambda trial: None)
-    assert len(peer.calls) == tries, "failing alike twice is enough"
 
 
 def fake_competition(tmp_path, peers, keeps_one):
@@ -269,15 +197,6 @@ def test_race_reports_losses_and_who_is_out(tmp_path):
     assert first[0] != first[4], "the order rotates from prompt to prompt"
 
 
-def test_with_little_memory_one_library_is_held_at_a_time(tmp_path):
-    competition, _, rows, own = raced(tmp_path, keeps_one=True)
-    assert rows["other draft"].prompts == rows["edgespec onnx auto"].prompts == 3
-    assert sorted(peer.is_closed for peer in competition.peers.values()) == [False, True, True]
-    assert own.starts > 1
-    warm_ups = [call for call in own.calls if call.max_tokens == 4]
-    assert len(warm_ups) > 8, "whoever was loaded anew is warmed up anew"
-
-
 def test_an_interrupted_run_goes_on(tmp_path):
     _, _, rows, _ = raced(tmp_path)
     path = tmp_path / "journal.jsonl"
@@ -288,28 +207,6 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert again == rows
     assert {call.prompt_ids for call in own.calls if call.max_tokens == 8} == {(2,)}
     assert sorted(journal.answers) == [0, 1, 2]
-
-
-def test_a_journal_cut_off_in_a_line_is_read_up_to_it(tmp_path):
-    raced(tmp_path)
-    path = tmp_path / "journal.jsonl"
-    path.write_text(path.read_text()[:-20])
-    assert sorted(Journal(path, {"run": 1}).answers) == [0, 1]
-
-
-@pytest.mark.parametrize("first", ["", "[]\n", "5\n", '{"identity"', '{"identity": {"run": 1}}', "[" * 100000 + "\n"])
-def test_a_file_that_is_no_journal_is_put_aside(tmp_path, first):
-    path = tmp_path / "journal.jsonl"
-    path.write_text(first)
-    assert Journal(path, {"run": 1}).answers == {}
-    assert (tmp_path / "journal.old.jsonl").read_text() == first
-    assert path.read_text() == '{"identity": {"run": 1}}\n'
-
-
-def test_another_run_puts_the_journal_aside(tmp_path):
-    raced(tmp_path)
-    assert Journal(tmp_path / "journal.jsonl", {"run": 2}).answers == {}
-    assert (tmp_path / "journal.old.jsonl").is_file()
 
 
 def test_the_field_of_the_demo_pair(tmp_path):
@@ -327,104 +224,6 @@ def test_the_field_of_the_demo_pair(tmp_path):
         "and edgespec on the engine that it is compared with"
     )
     assert [c for c in only.contestants if c.process == "transformers"] == list(field.contestants[-3:])
-
-
-def test_a_target_without_a_draft_is_run_without_what_needs_one(tmp_path):
-    for folder in ("q8_0", "checkpoints/target"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "checkpoints/target/config.json").write_text("{}")
-    shutil.copy(DEMO / "demo-draft-q8_0.gguf", tmp_path / "q8_0")
-    path = tmp_path / "q8_0/demo-draft-q8_0.gguf"
-    write_manifest(tmp_path / "q8_0", {}, {"target": ModelFile(path, path.stat().st_size, sha256_of(path))})
-    field = make_field(find_files(tmp_path, "q8_0", "int8", DEMO), (1,), 512, tmp_path, None)
-    assert {c.variant for c in field.contestants if c.process != "edgespec llamacpp"} == {"plain", "lookup"}
-    assert all("draft" not in library.files for library in field.libraries.values())
-
-
-def test_a_folder_without_a_pair(tmp_path):
-    with pytest.raises(ConfigError, match=r"make_bench_pair\.py"):
-        find_files(tmp_path, "q8_0", "int8", DEMO)
-
-
-REPLY = {"tokens": [7, 8, 9], "timings": {"predicted_n": 3, "predicted_ms": 100.0, "draft_n": 4, "draft_n_accepted": 2}}
-FAKE_SERVER = """#!{python}
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-if "--version" in sys.argv: print("version: 7 (fake)", file=sys.stderr); sys.exit()
-if "refused.gguf" in sys.argv: print("error: cannot load the model"); sys.exit(1)
-if "inert.gguf" in sys.argv: print("E failed to initialize speculative decoding context: vocabulary", flush=True)
-tries = 0
-class Handler(BaseHTTPRequestHandler):
-    def reply(self, code, value):
-        data = json.dumps(value).encode()
-        self.send_response(code); self.send_header("Content-Length", str(len(data))); self.end_headers()
-        self.wfile.write(data)
-    def do_GET(self):
-        global tries
-        tries += 1
-        self.reply(503 if tries < 3 else 200, {{"status": "loading" if tries < 3 else "ok"}})
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        json.dump({{"body": body, "argv": sys.argv}}, open({record!r}, "w"))
-        self.reply(200, {reply})
-    def log_message(self, *args): pass
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
-
-
-@pytest.fixture
-def fake_server(tmp_path):
-    """A program that speaks the part of the server's protocol which the client uses; a test of the client only."""
-    program = tmp_path / "llama-server"
-    program.write_text(FAKE_SERVER.format(python=sys.executable, record=str(tmp_path / "asked"), reply=repr(REPLY)))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return program
-
-
-def server_files(program: Path, target: str = "t.gguf") -> dict[str, str]:
-    log = str(program.parent / "server")
-    return {"program": str(program), "target": target, "draft": "d.gguf", "context_length": "256", "log": log}
-
-
-@posix_only
-def test_llama_server_client_speaks_the_protocol(fake_server, tmp_path):
-    peer = llama_server.LlamaServerPeer()
-    assert peer.open(server_files(fake_server)) == "llama.cpp server 7 (fake)"
-    settings = {"variant": "draft", "threads": 2, "flash_attention": "auto", "max_tokens": 5, "min_probability": 0.4}
-    try:
-        answer = peer.generate(Request((5, 6), 3, settings=settings))
-    finally:
-        peer.close()
-    assert (answer.token_ids, answer.decode_tokens, answer.decode_s) == ((7, 8, 9), 2, 0.1)
-    assert (answer.drafted_tokens, answer.accepted_tokens) == (4, 2)
-    asked = json.loads((tmp_path / "asked").read_text())
-    assert asked["body"]["prompt"] == [5, 6]
-    assert asked["body"]["n_predict"] == 3
-    assert asked["body"]["temperature"] == 0
-    assert asked["body"]["cache_prompt"] is False
-    line = " ".join(asked["argv"])
-    assert "--model-draft d.gguf" in line
-    assert "--spec-draft-n-max 5" in line
-
-
-@posix_only
-def test_llama_server_that_refuses_says_why(fake_server):
-    peer = llama_server.LlamaServerPeer()
-    peer.open(server_files(fake_server, "refused.gguf"))
-    with pytest.raises(CapabilityError, match="ended with 1: error: cannot load the model"):
-        peer.generate(Request((5,), 3, settings={**PLAIN, "flash_attention": "auto"}))
-    peer.close()
-
-
-@posix_only
-def test_llama_server_that_would_silently_not_draft_is_refused(fake_server):
-    peer = llama_server.LlamaServerPeer()
-    peer.open(server_files(fake_server, "inert.gguf"))
-    settings = {**PLAIN, "flash_attention": "auto", "max_tokens": 5, "min_probability": 0.0}
-    with pytest.raises(CapabilityError, match="without its draft: E failed to initialize speculative decoding"):
-        peer.generate(Request((5,), 3, settings={**settings, "variant": "draft"}))
-    assert peer.generate(Request((5,), 3, settings=settings)).token_ids == (7, 8, 9)
-    peer.close()
 
 
 def test_llama_cpp_python_and_edgespec_agree_on_the_demo_pair(tmp_path):
@@ -505,20 +304,3 @@ def test_the_script_runs_and_names_who_is_missing(tmp_path):
     assert "not in the race: llama-server draft: no llama-server is given or found" in report
     rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "report.json").read_text())["rows"]}
     assert rows["edgespec llamacpp auto reproducible"]["same_text"] == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (("--peers", "vllm"), "no peer 'vllm'"),
-        (("--python", "transformers"), "--python must be PEER=PATH"),
-        (("--threads", "many"), "must be numbers such as"),
-        (("--prompts", "nowhere.jsonl"), "must hold one JSON object"),
-    ],
-)
-def test_the_script_refuses_bad_options(tmp_path, option, message):
-    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "out"), *option]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench_table import table_model
@@ -16,7 +15,7 @@ from edgespec.bench.plot import check_plot, draw
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import Setup, report_of
 from edgespec.bench.runner import Runner, Task, Trial, load_standard, needs_second_model, tasks_of
-from edgespec.bench.table import HEADER, cells, table_lines
+from edgespec.bench.table import table_lines
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
@@ -65,19 +64,6 @@ def test_both_modes_alternate_in_running_first(model):
     firsts = Counter((key[0], trial.order[0]) for key, trial in found.items())
     assert set(firsts.values()) == {1}
     assert len(firsts) == 2 * len(PROMPTS)
-
-
-def test_after_forget_target_and_draft_read_the_text_again(model):
-    ids = model.encode("abcabcabcabc")
-    first = model.generate(ids, SAMPLING, OPTIONS)
-    assert model.generate(ids, SAMPLING, OPTIONS).stats.reused_tokens == len(ids) - 1
-    drafter, text = model._pool.drafters["model"], np.array(ids, np.int32)
-    assert drafter.num_uncached(text) < len(ids)
-    model.forget()
-    assert drafter.num_uncached(text) == len(ids)
-    again = model.generate(ids, SAMPLING, OPTIONS)
-    assert again.stats.reused_tokens == 0
-    assert again.token_ids == first.token_ids
 
 
 def test_a_model_without_padding_is_its_own_baseline(model):
@@ -142,14 +128,6 @@ def test_the_report_is_strict_json_and_adds_up(model):
     assert found["memory"]["drafters_bytes"] > 0
 
 
-def test_a_partial_report_says_so(model):
-    done = trials(model)
-    key = next(iter(done))
-    partial = report_of(Setup(model, model, SAMPLING, OPTIONS), tasks(model), {key: done[key]})
-    assert not partial["complete"]
-    assert (partial["num_trials"], partial["num_planned_trials"], partial["num_prompts"]) == (1, 6, 1)
-
-
 def test_different_tokens_are_reported(model):
     done = trials(model, repeat=1)
     key, trial = next(iter(done.items()))
@@ -173,18 +151,6 @@ def test_flat_pass_costs_give_a_speedup_and_confidences_are_reported(tmp_path):
     assert found["reliability"]["all"]["num_tokens"] > 50
     assert 0 <= found["reliability"]["all"]["expected_calibration_error"] < 0.5
     assert found["num_identical"] == len(prompts)
-
-
-def test_a_fixed_length_has_no_reliability(model):
-    assert report(model)["reliability"] == {}
-
-
-def test_the_table_shows_every_domain_and_all(model):
-    lines = list(table_lines(report(model)))
-    assert [line.split()[0] for line in lines[1:4]] == ["letters", "others", "all"]
-    assert len(cells(report(model)["total"])) == len(HEADER) - 1
-    assert max(map(len, lines[:4])) <= 100
-    assert any("identical to plain decoding in the same mode, 3 of 3 prompts" in line for line in lines)
 
 
 # the picture

@@ -21,7 +21,7 @@ from edgespec.bench.prompts import (
     with_synthetic,
 )
 from edgespec.config.options import Sampling
-from edgespec.errors import ConfigError, PromptError
+from edgespec.errors import PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from table_engine import LetterVocabulary
 from trainlib import demo_texts as corpus
@@ -52,12 +52,6 @@ def test_json_lines_name_their_domain(tmp_path):
     }
 
 
-def test_marks_that_json_allows_in_a_text_do_not_end_a_line(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes('{"text": "one\u2028two\u0085three"}\r\n{"text": "four"}'.encode())
-    assert [prompt.text for prompt in sources.read_prompts(path)["prompts"]] == ["one\u2028two\u0085three", "four"]
-
-
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
@@ -77,11 +71,6 @@ def test_bad_prompt_files_name_the_line(tmp_path, contents, said):
     path.write_bytes(contents)
     with pytest.raises(PromptError, match=said):
         sources.read_prompts(path)
-
-
-def test_a_missing_prompt_file(tmp_path):
-    with pytest.raises(PromptError, match=r"nowhere\.txt cannot be read: No such file"):
-        sources.read_prompts(tmp_path / "nowhere.txt")
 
 
 def write_lines(path: Path, records: list[object]) -> None:
@@ -117,42 +106,6 @@ def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monk
     assert not any(text in document for document in train for text in expected)
 
 
-def test_a_conversation_ends_with_a_question_and_has_no_tool_call_before_it():
-    say = [
-        ("user", "q1"),
-        ("assistant", "a1"),
-        ("user", "q2"),
-        ("assistant", "a2"),
-        ("user", "q3"),
-        ("assistant", "a3"),
-    ]
-    messages = [{"role": role, "content": text} for role, text in say]
-    messages[3]["call"] = {"name": "Find", "arguments": {}}
-    (prompt,) = sources._dialogue({"messages": messages})
-    assert prompt.turns == ("q1", "a1", "q2")
-    assert list(sources._dialogue({"messages": messages[1:2]})) == []
-
-
-def test_a_folder_without_data_names_the_files(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds none of .*gsm8k_train\.jsonl\.xz"):
-        sources.read_data(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("contents", "said"),
-    [
-        (b"no archive", "cannot be read"),
-        (lzma.compress(b"{]\n"), "is not JSON lines"),
-        (lzma.compress(b'{"question": "a"}\n'), "record 1 is not in this data set's format"),
-        (lzma.compress(b"3\n"), "record 1 is not in this data set's format"),
-    ],
-)
-def test_broken_data_names_the_file(tmp_path, contents, said):
-    (tmp_path / sources.SGD_DEV_FILE).write_bytes(contents)
-    with pytest.raises(ConfigError, match=f"{sources.SGD_DEV_FILE} {said}"):
-        sources.read_data(tmp_path)
-
-
 def test_a_smaller_number_is_a_prefix_and_another_seed_differs():
     domains = {"a": prompts_of("a", 30), "b": prompts_of("b", 2)}
     few, more, other = (
@@ -175,11 +128,6 @@ def test_prompts_that_do_not_fit_are_replaced_and_none_is_an_error():
 def test_without_a_number_all_prompts_are_used_in_order():
     domains = {"a": [*prompts_of("a", 7), BenchPrompt("a", ("a number 3",))]}
     assert choose(domains, [], None, 1, lambda prompt: True) == prompts_of("a", 7)
-
-
-def test_an_unknown_domain_names_the_nearest():
-    with pytest.raises(ConfigError, match="'arithmetik' is not known; did you mean 'arithmetic'"):
-        choose(sources.built_in(), ["arithmetik"], 1, 0, lambda prompt: True)
 
 
 def test_synthetic_domains_derive_from_the_others_and_the_seed():

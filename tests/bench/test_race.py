@@ -40,14 +40,6 @@ def lap(drafters: list[str | None], token_s: float = 0.1, rate: float = 10.0) ->
 # the picture
 
 
-def test_a_side_shows_what_had_come_by_its_clock() -> None:
-    side = lap([None] * 13)
-    assert len(side.seen_at(1.45)) == 5
-    assert side.figures(1.45) == "10.0 tokens/s, 5 in 1.40 s"
-    assert side.figures(99.0) == "10.0 tokens/s, 13 in 2.20 s"
-    assert Lap("plain").figures(1.0) == ""
-
-
 def test_tokens_have_the_colour_of_their_drafter() -> None:
     text = coloured(lap([None, "model", "ngram", "suffix", "medusa"]).marks)
     styles = {text.plain[span.start : span.end].strip(): span.style for span in text.spans}
@@ -114,7 +106,7 @@ def test_through_a_pipe_there_are_no_control_codes() -> None:
         (["nothing-like-it"], "no model"),
         (["demo", "-p", " "], "the prompt is empty"),
         (["demo", "-s", "Be brief.", "--no-chat-template"], "--system needs the chat template"),
-        (["demo", "--show-draft"], "no such option"),
+        (["demo", "--raw"], "no such option"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
@@ -123,13 +115,6 @@ def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
     assert result.stdout == ""
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert said in line
-
-
-def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    result = run("demo", "-n", "4", "--svg", str(tmp_path / "missing" / "race.svg"))
-    assert result.exit_code == 2
-    assert "race.svg: its folder does not exist" in result.stderr
-    assert not result.stdout and not (tmp_path / "missing").exists()  # before the race
 
 
 def test_the_finish_is_drawn(tmp_path: Path) -> None:
@@ -205,15 +190,6 @@ def test_no_colour_and_a_dumb_terminal_are_heeded() -> None:
     assert code == 0
     assert "\x1b[?" not in shown
     assert "--- plain and speculative, 8 tokens" in shown
-
-
-@POSIX
-def test_a_narrow_terminal_has_the_sides_below_each_other() -> None:
-    code, shown = terminal("demo", "-n", "16", size=(40, 20))
-    assert code == 0
-    kept = re.sub(r"\x1b\[[0-9;?]*[a-z]", "", shown.split("\x1b[?1049l")[1])
-    assert max(len(line) for line in kept.splitlines()) <= 40
-    assert kept.index(" plain ") < kept.index(" speculative ")
 
 
 @POSIX

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.eagle import EagleDrafter
-from edgespec.errors import ConfigError
 from edgespec.export.check import Comparison
 from edgespec.formats.head_file import read_head_file
 from expansion import real
@@ -78,15 +76,6 @@ def test_a_made_target_runs_with_its_draft(bench: RealBench) -> None:
             answers.append((list(result.token_ids), result.stats.accepted_tokens))
     assert answers[0][0] == answers[1][0]
     assert answers[1][1] > 0
-
-
-def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    bench = RealBench(SOURCE, tmp_path / "bench")
-    with pytest.raises(ConfigError, match="no size '2b'; allowed: 230m, 360m, 1b, 3b"):
-        bench.target("2b", "w8a8")
-    with pytest.raises(ConfigError, match="no format 'w4a4'; allowed: w8a8"):
-        bench.target("1b", "w4a4")
-    assert not bench.output.exists()
 
 
 def test_expanded_heads_draft_what_the_small_ones_draft(bench: RealBench) -> None:

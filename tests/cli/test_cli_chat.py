@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -74,17 +73,48 @@ def test_each_line_is_answered(model, tmp_path):
 
 def test_the_configuration_is_shown_once_and_not_on_stdout(model):
     result = chat(model, "hello")
-    assert len(re.findall("drafter auto", result.stderr)) == 1
-    assert "drafter" not in result.stdout
+    assert len(re.findall("on edgespec's kernels", result.stderr)) == 1
+    assert "kernels" not in result.stdout
+
+
+def test_another_model_goes_on_with_the_conversation(target_path, draft_path):
+    """As if the conversation had been read by it alone; what cannot be loaded leaves the one that is there."""
+    first, second = (["-m", str(path), "--seed", "3", "-n", "12"] for path in (target_path, draft_path))
+    switched = chat(first, "one", "/model nothing-like-it", f"/model {draft_path}", "two", "/model")
+    assert "no model 'nothing-like-it'" in switched.stderr and f"model: {draft_path.stem}" in switched.stderr
+    one = answers(first, "one")
+    assert switched.stdout.startswith(one)
+    assert switched.stdout.removeprefix(one) != answers(first, "one", "two").removeprefix(one)
+    back = chat(second, "hi", f"/model {target_path}", "/clear", "one")
+    assert back.stdout.endswith(one)
+
+
+def test_what_ollama_writes_behind_set_and_show(model):
+    typed = ("/set parameter temperature 0", "/set parameter num_predict 5", "/set verbose", "/set nowordwrap")
+    more = ("/set system Be brief.", "/show system", "/show info", "/set parameter num_ctx 512", "hello", "/show")
+    result = chat(model, *typed, *more)
+    assert not [line for line in result.stderr.splitlines() if line.startswith("error")]
+    settings = {line.split()[0]: line.split()[1] for line in result.stderr.splitlines() if len(line.split()) > 1}
+    assert (settings["temp"], settings["max-tokens"], settings["ctx-size"], settings["raw"]) == (
+        "0.0",
+        "5",
+        "512",
+        "on",
+    )
+    assert "system prompt: Be brief." in result.stderr and "quantisation  Q8_0" in result.stderr
+    assert "tokens/s" in result.stderr, "verbose shows the speed of an answer"
 
 
 def test_speculation_does_not_change_the_conversation(quantised_path):
     """The same text plainly, with a draft model, and switched in the middle."""
     model = ["-m", str(quantised_path), "-md", str(quantised_path), "--seed", "3", "-n", "24"]
     lines = ["hello", "tell me more", "and more"]
-    plain = answers(model, "/spec off", *lines)
+    plain = answers(model, "/set drafter none", *lines)
     assert answers(model, *lines) == plain
-    assert answers(model, "/spec 7", lines[0], "/set drafter ngram", lines[1], "/spec 2", lines[2]) == plain
+    assert (
+        answers(model, "/set draft-length 7", lines[0], "/set drafter ngram", lines[1], "/set draft-length 2", lines[2])
+        == plain
+    )
 
 
 def test_the_second_turn_reuses_the_cache_of_the_first(model):
@@ -187,13 +217,14 @@ def test_unset_takes_a_setting_back(model):
         ("/set temp nan", "temperature must be a number"),
         ("/set repeat-last-n -2", "error: repeat-last-n must be a whole number"),
         ("/set temp", "needs a name and a value"),
-        ("/set threads 2", "threads cannot change while the model is loaded"),
+        ("/set threads two", "'two' is not a whole number"),
+        ("/model nothing-like-it", "no model 'nothing-like-it'"),
         ("/set allowed-host x", "allowed-host is a setting of edgespec serve"),
         ("/set max-tokens 0", "max-tokens must be at least 1"),
         ("/set drafter eagle", "drafter 'eagle' needs"),
         ("/set regex (", "regex"),
-        ("/spec maybe", "got 'maybe'"),
-        ("/spec 99", "draft-length must be auto or 0..64"),
+        ("/set draft-length maybe", "'maybe' is not a whole number or auto"),
+        ("/set draft-length 99", "draft-length must be auto or 0..64"),
         ("/save", "/save needs a file name"),
         ("/read", "/read needs a file name"),
         ("/read /nonexistent", "/read: the file '/nonexistent' cannot be read"),
@@ -217,7 +248,7 @@ def test_a_drafter_that_is_missing_is_said_when_it_is_set(target_path):
 
 
 def test_a_draft_length_of_zero_is_shown(model):
-    assert "draft length 0\n" in chat(model, "/set draft-length 0", "/spec").stderr
+    assert "draft-length = 0\n" in chat(model, "/set draft-length 0").stderr
 
 
 def asked(path) -> list[str]:
@@ -244,16 +275,6 @@ def test_a_file_that_no_context_holds_is_refused_at_once(model, tmp_path):
     assert "with what was read before" in twice.stderr
 
 
-def test_the_last_message_is_edited(model, tmp_path):
-    (tmp_path / "notes").write_text("one")
-    path, read = tmp_path / "saved.json", f"/read {tmp_path / 'notes'}"
-    assert "there is no message to edit" in chat(model, "/edit").stderr
-    chat(model, "first", read, "secnd", "/edit", "second", f"/save {path}")
-    assert asked(path) == ["first", "second\n\none"] and len(saved(path)) == 4
-    chat(model, "first", "/edit", "", "second", "/edit", "/stats", "third", f"/save {path}")
-    assert asked(path) == ["first", "second", "third"], "an empty line or a command ends the edit"
-
-
 def test_a_chat_begins_with_a_file(model, tmp_path):
     (tmp_path / "prompt").write_text("/exit is\na message\n")
     path = tmp_path / "saved.json"
@@ -263,28 +284,6 @@ def test_a_chat_begins_with_a_file(model, tmp_path):
     for name in ("empty", "missing"):
         refused = chat([*model, "--file", str(tmp_path / name)])
         assert refused.exit_code == 2 and "error: --file: the file" in refused.stderr and name in refused.stderr
-
-
-def test_the_last_answer_is_copied(model, tmp_path, monkeypatch):
-    """By the desktop's program; through the terminal where there is none, or where the user sits elsewhere."""
-    path = tmp_path / "saved.json"
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "SSH_TTY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("sys.platform", "linux")
-    result = chat(model, "/copy", "hello", "/copy", f"/save {path}")
-    answer = saved(path)[-1]["content"]
-    assert "no answer yet" in result.stderr and f"copied {len(answer)} character" in result.stderr
-    assert f"\x1b]52;c;{base64.b64encode(answer.encode()).decode()}\x07" in result.stderr
-    program = tmp_path / "xclip"
-    program.write_text(f'#!/bin/sh\ncat > "{tmp_path}/copied"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("DISPLAY", ":0")
-    if os.name == "posix":
-        assert "with xclip" in chat(model, "hello", "/copy").stderr
-        assert (tmp_path / "copied").read_text() == answer
-    monkeypatch.setenv("SSH_TTY", "/dev/pts/1")
-    assert "OSC 52" in chat(model, "hello", "/copy").stderr
 
 
 def test_every_command_is_in_the_help(model):
@@ -517,7 +516,7 @@ def test_what_is_typed_during_an_answer_waits_for_the_prompt(slow_path):
 def test_keys_in_a_terminal(target_path, private_home):
     """A remembered line, completion of a command, the end of input."""
     with Terminal(str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
-        terminal.enter("/spec off")
+        terminal.enter("/set drafter none")
         terminal.wait_for("speculation off")
         terminal.enter("\x1b[A")
         terminal.wait_for("speculation off")
@@ -529,24 +528,24 @@ def test_keys_in_a_terminal(target_path, private_home):
         terminal.wait_for(ASKING)
         terminal.type("\x04")
         assert terminal.process.wait(120) == 0
-    assert "+/spec off" in (private_home / "chat-history").read_text()
+    assert "+/set drafter none" in (private_home / "chat-history").read_text()
 
 
 @POSIX
-def test_a_new_line_and_an_edit_in_a_terminal(target_path, tmp_path):
+def test_a_new_line_and_the_last_message_again_in_a_terminal(target_path, tmp_path):
     path = tmp_path / "saved.json"
     with Terminal(str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
         terminal.wait_for(ASKING)
         terminal.type("one\x1b\rtwo\r")
         terminal.wait_for(ANSWERING)
-        terminal.enter("/edit")
         terminal.wait_for(ASKING)
+        terminal.enter("/undo")
+        terminal.wait_for(ASKING)
+        terminal.type("\x1b[A\x1b[A")
         terminal.wait_for("two")
         terminal.type("!\r")
         terminal.wait_for(ANSWERING)
-        terminal.enter("/edit")
         terminal.wait_for(ASKING)
-        terminal.type("\x03")
         terminal.enter(f"/save {path}")
         terminal.wait_for("saved 1 exchange")
     assert asked(path) == ["one\ntwo!"]

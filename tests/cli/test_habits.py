@@ -12,8 +12,10 @@ from edgespec.config.habits import CALLED, INSTEAD
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "qwen3-8b"], "did you mean 'chat'?"),
-        (["list"], "did you mean 'ls'?"),
+        (["repl", "qwen3-8b"], "did you mean 'chat'?"),
+        (["models"], "did you mean 'ls'?"),
+        (["run", "qwen3:8b", "hi"], "edgespec pull qwen3:8b fetches it"),
+        (["run", "llama3.2", "hi"], "did you mean 'llama-3.2-3b'?"),
         (["delete", "x"], "did you mean 'rm'?"),
         (["install", "x"], "did you mean 'pull'?"),
         (["create", "x"], "did you mean 'add'?"),
@@ -58,17 +60,17 @@ def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str
 
 def test_the_words_are_no_names_of_ours() -> None:
     names = set(COMMANDS)
-    for command in ("generate", "chat", "serve"):
+    for command in ("run", "chat", "serve"):
         names |= {
             flag.lstrip("-") for p in cli.get_command(None, command).params for flag in (*p.opts, *p.secondary_opts)
         }
-    # -ngl is one, --ngl is a habit; --file is one of chat, and a habit for generate
-    assert not (names - {"ngl", "f", "file"}) & {*CALLED, *INSTEAD}
+    # -ngl is one, --ngl a habit; --file is one of chat, and a habit for run; --stop is one, and a command elsewhere
+    assert not (names - {"ngl", "f", "file", "stop"}) & {*CALLED, *INSTEAD}
     assert set(CALLED.values()) <= names
 
 
 @pytest.mark.parametrize("word", ["--log-colours", "--cpu-range", "--simple-io", "--slots-idle", "--edit"])
 def test_what_is_not_alike_is_not_suggested(word: str) -> None:
-    for command in ("serve", "generate"):
+    for command in ("serve", "run"):
         found = CliRunner().invoke(cli, [command, word])
         assert f"no such option '{word}'; see edgespec {command} --help" in " ".join(found.output.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from edgespec.cli import command_lines
 from edgespec.cli.chat import CHOSEN_HERE
 from edgespec.cli.main import cli
 from edgespec.cli.stdin import line_reader
@@ -149,9 +147,8 @@ def test_a_name_may_begin_with_any_letter(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["generate", "demo", "hello"], "a prompt is given with -p, in quotes"),
-        (["chat", "demo", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
-        (["chat", "demo", "-p", "hello"], "edgespec generate MODEL -p TEXT answers one prompt"),
+        (["chat", "demo", "hello"], "edgespec run MODEL 'TEXT' answers one prompt"),
+        (["chat", "demo", "-p", "hello"], "edgespec run MODEL 'TEXT' answers one prompt"),
         (["generate", "-p", "x", "-n", "-2"], "leave it out for an answer of any length"),
         (["generate", "-p", "x", "-c", "-1"], "0 or max is the model's own"),
         (["generate", "-p", "x", "-t", "0"], "leave it out to use the free fast cores"),
@@ -305,12 +302,3 @@ def test_doctor_lists_no_extras_of_developers() -> None:
     extras = json.loads(run("doctor", "--json").stdout)["extras"]
     assert not extras.keys() & {"lint", "peers", "test"}
     assert {"llamacpp", "server", "export"} <= extras.keys()
-
-
-def test_a_long_command_can_be_copied_from_a_narrow_terminal() -> None:
-    command = "A=1 '/a folder with blanks/bin/python' -m pip install --no-deps 'edgespec[server,export]>=1' --upgrade"
-    lines = command_lines(command, 40).split("\n")
-    assert len(lines) > 2 and all(line.startswith("  ") and line.endswith(" \\") for line in lines[:-1])
-    assert max(map(len, lines)) <= 40
-    # A shell joins the lines again.
-    assert shlex.split("\n".join(lines).replace("\\\n", " ")) == shlex.split(command)

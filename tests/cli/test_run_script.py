@@ -48,7 +48,7 @@ def script(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MADE", tmp_path / ".venv" / "made-by-run.py")
     monkeypatch.setattr(module, "WHEELS", tmp_path / ".venv" / "wheels")
     monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
-    for name in ("LOG", "ZIG", "KERNELS_LOG", "KERNELS_LOCK", "KERNELS_FAILED"):
+    for name in ("LOG", "ZIG", "KERNELS_LOG", "KERNELS_LOCK", "KERNELS_FAILED", "PAGE_FAILED"):
         monkeypatch.setattr(module, name, tmp_path / ".venv" / getattr(module, name).name)
     for name in ("ENGINE", "KERNELS", "MODEL", "MODELS", "HOME"):
         monkeypatch.delenv(f"EDGESPEC_{name}", raising=False)
@@ -63,6 +63,23 @@ def installed(script, monkeypatch):
     monkeypatch.setattr(script, "has_pip", lambda: True)
     monkeypatch.setattr(script, "has_llamacpp", lambda: False)
     return commands
+
+
+def test_the_libraries_of_the_page_are_asked_for_again_a_day_after_a_failure(script, tmp_path, capsys):
+    (tmp_path / "scripts").mkdir()
+    count = tmp_path / "count"
+    code = (
+        f"import pathlib, sys; f = pathlib.Path({str(count)!r}).open('a'); f.write('x'); sys.exit('error: no network')"
+    )
+    (tmp_path / "scripts" / "vendor_page.py").write_text(code)
+    for _ in range(2):
+        script.fetch_page_libraries()
+    assert count.read_text() == "x"
+    said = "the chat page has no formulas, highlighted code and PDFs: no network\n"
+    assert capsys.readouterr().err == said
+    os.utime(script.PAGE_FAILED, (0, 0))
+    script.fetch_page_libraries()
+    assert count.read_text() == "xx" and capsys.readouterr().err == said
 
 
 def test_nothing_is_ready_before_the_marker_is_written(script):

@@ -11,7 +11,6 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.errors import CapabilityError
 
 pytest.importorskip("llguidance")
 
@@ -50,16 +49,6 @@ def test_what_is_no_call_stays_in_the_text(model: Model) -> None:
         assert (parts.text, parts.tool_calls) == (text, ())
     assert model.split_answer(answered(model, CALL)).text == CALL, "nobody asked for calls"
     assert parts.as_message() == {"role": "assistant", "content": CALL[:40]}
-
-
-def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "template.jinja"
-    path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with edgespec.load("demo", chat_template_file=path, threads=TEST_THREADS, reproducible=False) as model:
-        result = model.chat(HELLO, options=GenerateOptions(max_tokens=2)).result()
-        assert model.split_answer(result).text == result.text
-        with pytest.raises(CapabilityError, match="leave out tools"):
-            model.split_answer(result, TOOLS)
 
 
 def test_an_answer_that_was_cut_while_it_reasoned_goes_on_reasoning(tmp_path: Path) -> None:

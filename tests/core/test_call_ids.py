@@ -8,7 +8,6 @@ import pytest
 
 from edgespec.chat.messages import wants_short_ids
 from edgespec.chat.template import encode_messages
-from edgespec.errors import PromptError
 from table_engine import LetterVocabulary
 
 # As Mistral's templates check ids, writing `c` for a call, `r` for its result and `x` for another one.
@@ -51,9 +50,3 @@ def test_other_templates_see_the_ids_that_came():
     vocabulary = Letters("{{ messages[1].tool_calls[0].id }}{{ messages[2].tool_call_id }}")
     assert vocabulary.decode(encode_messages(vocabulary, turns("abc", "def"), None, "letters")) == "abcdef"
     assert not wants_short_ids("{{ messages|length }}")
-
-
-def test_without_this_the_template_refuses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("edgespec.chat.template.wants_short_ids", lambda source: False)
-    with pytest.raises(PromptError, match="length 9"):
-        encode_messages(Letters(CHECK), turns("call_1", "call_1"), None, "letters")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 
 from demo import DEMO
 from edgespec import GenerateOptions, Sampling
@@ -27,7 +28,7 @@ from edgespec.reports import TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.constraint import library
-from edgespec.sampling.constraint.grammar import Grammar, compiled, mismatch
+from edgespec.sampling.constraint.grammar import Grammar, compiled, laid_out, mismatch
 from edgespec.sampling.constraint.library import Library
 from edgespec.sampling.constraint.state import Constraint, Constraints, Mask
 from edgespec.sampling.stopping import StopRules
@@ -465,13 +466,82 @@ def test_large_numbers_are_kept_exactly(schema: dict[str, Any], is_allowed: Any,
     assert not any(followed(grammar, text) for text in is_not)
 
 
+ID, OTHER = 1145141919810364365, 10**30 + 1  # neither is a double
+OBJECT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "user": {"anyOf": [{"$ref": "#/$defs/user"}, {"type": "null"}]},
+        "more": {"type": "array", "items": {"enum": [ID, 5, "x", None]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["user"],
+    "additionalProperties": False,
+    "$defs": {
+        "user": {
+            "type": "object",
+            "properties": {"id": {"const": OTHER}, "of": {"$ref": "#/$defs/user"}},
+            "required": ["id"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"const": 2**53 + 1}, [2**53 + 1, 2**53, 2**53 + 2, 1]),
+        ({"enum": [ID, -OTHER, 7], "type": "integer", "title": "an id"}, [ID, -OTHER, 7, ID + 1, OTHER]),
+        ({"const": {"b": [2**60 + 1, "x"]}}, [{"b": [2**60 + 1, "x"]}, {"b": [2**60, "x"]}]),
+        ({"enum": [1e300, -(2**63)]}, [1e300, -(2**63), 1.0, -(2**63) + 1]),
+        ({"type": ["integer", "null"], "enum": [2**64 - 1, None, "x"]}, [2**64 - 1, 2**64, None, "x"]),
+        (
+            OBJECT,
+            [
+                {"user": None},
+                {"name": "abc", "user": {"id": OTHER}, "more": [ID, "x"]},
+                {"user": {"id": OTHER, "of": {"id": OTHER}}, "more": [5]},
+                {"user": {"id": OTHER - 1}},
+                {"user": {}},
+                {"name": "abcd", "user": None},
+                {"user": None, "more": []},
+                {"user": None, "more": [ID, ID, ID]},
+                {"user": None, "other": 1},
+                {"name": "abc"},
+                {},
+            ],
+        ),
+    ],
+)
+def test_values_beyond_doubles_are_written_as_they_are(schema: dict[str, Any], values: list[Any]) -> None:
+    """What may be written is what a checker of JSON schemas that counts exactly allows."""
+    checker = Draft202012Validator(schema)
+    in_lark = Grammar("grammar", f"start: %json {json.dumps(laid_out(schema))}")
+    for value in values:
+        text, is_valid = json.dumps(value), checker.is_valid(value)
+        assert followed(Grammar("json_schema", json.dumps(schema)), text) == is_valid, text
+        assert followed(in_lark, text) == is_valid, text
+    loose = schema | {"x-guidance": {"whitespace_flexible": True}}
+    valid = next(value for value in values if checker.is_valid(value))
+    assert followed(Grammar("json_schema", json.dumps(loose)), json.dumps(valid))
+
+
+def test_an_object_with_a_large_number_gets_no_other_properties_and_a_note_says_so() -> None:
+    schema = {"properties": {"id": {"const": ID}}, "x-guidance": {"item_separator": ", ?"}}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    found = Constraints().of(grammar, table().vocabulary, 0)
+    assert found.facts.notes == ("objects with numbers beyond 2**53 get no properties but those that the schema names",)
+    assert followed(grammar, json.dumps({"id": ID})) and followed(grammar, "{}")
+    assert not followed(grammar, json.dumps({"id": ID, "a": 1}))
+
+
 @pytest.mark.parametrize(
     "schema",
     [
-        {"const": 2**53 + 1},
-        {"enum": [1145141919810364365]},
-        {"const": 10**30},
-        {"properties": {"a": {"const": {"b": [2**60 + 1]}}}},
+        {"type": "array", "items": {"const": ID}, "uniqueItems": True},
+        {"allOf": [{"const": ID}, {"type": "integer"}]},
+        {"const": ID, "minimum": 1},
+        {"properties": {"a": {"const": ID}}, "minProperties": 1},
+        {"prefixItems": [{"enum": [ID]}]},
         {"type": "integer", "minimum": 2**64 - 1, "maximum": 2**64 - 1},
         {"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 1},
         {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},

@@ -12,7 +12,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.marks import CHANNELS, KNOWN_MARKS, ChannelSplitter
 from edgespec.chat.reasoning import Reasoning
-from edgespec.chat.template import answer_prefix, chat_text, encode_messages, encode_rendered
+from edgespec.chat.template import answer_prefix, chat_text, encode_messages
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 
@@ -112,18 +112,6 @@ def test_a_message_with_calls_is_finished() -> None:
 def test_a_template_that_cannot_is_a_clear_error(template: str, said: str) -> None:
     with pytest.raises(PromptError, match=said):
         prompt("So", template)
-
-
-def test_the_template_is_told_only_where_it_matters() -> None:
-    seen: list[dict[str, Any]] = []
-
-    def render(messages: Any, **others: Any) -> str:
-        seen.append(others)
-        return str(messages[-1]["content"])
-
-    encode_rendered(Characters(), render, QUESTION)
-    encode_rendered(Characters(), render, [*QUESTION, {"role": "assistant", "content": "So"}])
-    assert seen == [{}, {"add_generation_prompt": False}]
 
 
 # -- reasoning

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import edgespec
 from demo import TEST_THREADS
 from edgespec.cli.main import cli
-from edgespec.errors import ModelNotFound, StateError
+from edgespec.errors import ModelNotFound
 from edgespec.loading.elsewhere import found_elsewhere, path_elsewhere
 from edgespec.loading.registry import resolve
 from edgespec.platform.files import shipped_models
@@ -92,25 +92,6 @@ def test_what_is_damaged_or_no_gguf_is_left_out(home: Path) -> None:
     ollama(root, "stray")
     ollama(root, "host/stray")
     assert list(found_elsewhere()) == []
-
-
-def test_a_link_that_two_processes_make(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one is done between the look and the link; the models' folder is given as people type it."""
-    ollama(home / "models", "registry.ollama.ai/library/tiny/1b")
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("OLLAMA_MODELS", "models")
-    made = path_elsewhere("tiny:1b")
-    assert made is not None and made.read_bytes()[:4] == b"GGUF"
-    monkeypatch.setattr("edgespec.loading.elsewhere.is_file", lambda path: path != made and Path(path).is_file())
-    assert path_elsewhere("tiny:1b") == made and made.read_bytes()[:4] == b"GGUF"
-    assert [*made.parent.iterdir()] == [made]
-
-
-def test_a_folder_for_links_that_cannot_be_written(home: Path) -> None:
-    ollama(home / ".ollama" / "models", "registry.ollama.ai/library/tiny/1b")
-    (home / "own").write_text("no folder")
-    with pytest.raises(StateError, match="cannot be written"):
-        path_elsewhere("tiny:1b")
 
 
 def test_a_repository_in_the_hubs_cache_is_chosen_from_as_a_pull_does(home: Path) -> None:

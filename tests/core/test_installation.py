@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ import pytest
 from edgespec import installation
 from edgespec.errors import CapabilityError
 from edgespec.installation import (
-    build_kernels_command,
     install_command,
     not_importable,
     reinstall_command,
@@ -51,45 +49,16 @@ def test_the_environment_of_the_script_is_left_to_the_script(monkeypatch: pytest
     assert install_command("llamacpp") == f"python3 {shlex.quote(str(ROOT / 'scripts' / 'run.py'))} install llamacpp"
 
 
-@pytest.mark.parametrize("is_writable", [True, False])
-def test_kernels_are_compiled_by_the_script_where_it_can_write(monkeypatch: pytest.MonkeyPatch, is_writable: bool):
-    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    monkeypatch.setattr(os, "access", lambda path, mode: is_writable)
-    own = f"python3 {shlex.quote(str(ROOT / 'scripts' / 'run.py'))} kernels"
-    assert build_kernels_command() == (
-        own if is_writable else f"{shlex.quote(sys.executable)} -m edgespec.kernels.library"
-    )
-
-
 def test_elsewhere_the_packages_themselves_are_named(installed_elsewhere: None):
     """An index knows these packages, and edgespec perhaps not."""
     assert install_command("llamacpp") == f"{PIP} install 'llama-cpp-python<0.4,>=0.3.36'"
     assert install_command() == f"{PIP} install 'onnx>=1.19' 'onnxruntime>=1.31'"
 
 
-def test_a_folder_that_is_still_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    class Installed:
-        def read_text(self, name: str) -> str:
-            return json.dumps({"url": tmp_path.as_uri(), "dir_info": {}})
-
-    monkeypatch.setattr(installation, "_checkout", lambda: None)
-    monkeypatch.setattr(installation, "requirements", lambda: DECLARED)
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
-    assert install_command("llamacpp") == f"{PIP} install 'llama-cpp-python<0.4,>=0.3.36'"
-    (tmp_path / "pyproject.toml").touch()
-    assert install_command("llamacpp") == f"{PIP} install {shlex.quote(f'{tmp_path}[llamacpp]')}"
-
-
 def test_the_gpu_build_takes_the_place_of_the_other(installed_elsewhere: None):
     remove = f"{PIP} uninstall -y onnxruntime onnxruntime-gpu"
     assert install_command("gpu") == f"{remove}, then {PIP} install 'onnxruntime-gpu[cuda,cudnn]>=1.31'"
     assert reinstall_command("onnx") == f"{PIP} install --force-reinstall 'onnx>=1.19'"
-
-
-def test_an_environment_without_pip_has_uv(installed_elsewhere: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(installation, "is_importable", lambda module: False)
-    python = shlex.quote(sys.executable)
-    assert install_command("llamacpp") == f"uv pip install --python {python} 'llama-cpp-python<0.4,>=0.3.36'"
 
 
 def test_requirements_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch):
@@ -125,13 +94,6 @@ def test_a_library_that_fails_to_import_is_told_by_its_cause(error: Exception, t
     said = str(not_importable("a graph", error, "onnx"))
     assert said.startswith(told)
     assert ("pip" in said) == ("more memory" not in said)
-
-
-def test_a_library_that_fails_under_a_limit_of_memory_has_too_little_of_it(monkeypatch: pytest.MonkeyPatch):
-    """Whatever it fails with: a package that was imported in part fails in another way the next time."""
-    monkeypatch.setattr(installation, "has_memory_limit", lambda: True)
-    said = str(not_importable("a graph", AttributeError("module 'onnx' has no\nattribute 'x'"), "onnx"))
-    assert "needs more memory" in said and "no attribute 'x'" in said and "pip" not in said
 
 
 def test_what_an_uninstallation_left_behind_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

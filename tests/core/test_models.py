@@ -102,11 +102,6 @@ def test_a_missing_path_is_not_taken_for_a_name(home: Path, text: str):
         resolve(text)
 
 
-def test_a_repository_in_the_form_of_ollama_is_recognised(home: Path):
-    with pytest.raises(ModelNotFound, match=r"edgespec pull hf\.co/Org/Some-GGUF:Q8_0 fetches"):
-        resolve("hf.co/Org/Some-GGUF:Q8_0")
-
-
 def test_a_gguf_without_its_ending_is_recognised(tmp_path: Path):
     """Ollama names its files by their checksum."""
     path = write_model(tmp_path / "tiny.gguf").rename(tmp_path / "sha256-0123")

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from edgespec.cli.main import cli
-from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.platform.files import shipped_models
 
 
@@ -40,10 +39,3 @@ def test_heads_that_read_layers_of_a_deeper_model_are_refused(engine: str) -> No
     found = CliRunner().invoke(cli, arguments)
     assert found.exit_code == 2 and "the heads read the input of layer 14" in found.stderr
     assert "give heads that were made for" in found.stderr and "edgespec export" not in found.stderr
-
-
-def test_other_folders_are_none(tmp_path: Path) -> None:
-    assert eagle3_fix(tmp_path) is None
-    for text in ("{", "[]", json.dumps({"num_hidden_layers": 2})):
-        (tmp_path / "config.json").write_text(text)
-        assert eagle3_fix(tmp_path) is None and eagle3_fix(tmp_path / "heads.npz") is None

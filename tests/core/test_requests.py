@@ -129,7 +129,7 @@ def test_an_option_that_is_no_number(kind: Any, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "kind, name", [*((LoadOptions, name) for name in ("reproducible", "corpus", "recall", "learn")),
                    *((GenerateOptions, name) for name in ("ignore_eos", "logprobs")),
-                   *((SessionOptions, name) for name in ("chat_template", "show_draft", "stats"))]
+                   *((SessionOptions, name) for name in ("chat_template", "stats"))]
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["no", 0, 1.0])
 def test_an_option_that_is_not_a_bool(kind: Any, name: str, value: Any) -> None:

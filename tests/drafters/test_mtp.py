@@ -21,8 +21,6 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import GgufHeader, read_header
-from edgespec.loading.drafts import draft_hint
-from edgespec.loading.registry import resolve
 from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
 
 Floats = NDArray[np.float32]
@@ -259,16 +257,6 @@ def test_damaged_weights_are_named(alone_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"nan.gguf"):
         try_head(path)
     try_head(alone_path)
-
-
-def test_the_hint_for_a_model_without_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.loading.drafts._LEAST_TARGET_BYTES", 1)
-    with_layer, without = tmp_path / "with", tmp_path / "without"
-    for folder, has_layer in ((with_layer, True), (without, False)):
-        folder.mkdir()
-        write_qwen35(folder / "model.gguf", SHAPE, has_mtp=has_layer)
-    assert draft_hint(resolve(str(with_layer / "model.gguf"))) is None
-    assert "mostly named MTP" in (draft_hint(resolve(str(without / "model.gguf"))) or "")
 
 
 def test_the_layer_is_planned_where_it_drafts(model_path: Path) -> None:

@@ -147,13 +147,6 @@ def test_cancelling(model: Model):
     assert model.embed("x").shape == (1, 64)
 
 
-def test_memory_is_checked_first(model: Model, monkeypatch: pytest.MonkeyPatch):
-    model.target._embedder.close()  # type: ignore[attr-defined]
-    monkeypatch.setattr("edgespec.engines.llamacpp.embeddings.spare_memory", lambda: 1 << 20)
-    with pytest.raises(CapabilityError, match="MiB more memory and 1 MiB are free"):
-        model.embed("x")
-
-
 def test_onnx_models_give_none(onnx_path: Path):
     opened = edgespec.load(onnx_path, threads=TEST_THREADS, reproducible=False, pooling="mean")
     with opened, pytest.raises(CapabilityError, match="the onnx engine gives no embeddings: load an embedding model"):

@@ -20,13 +20,9 @@ from edgespec.engines.onnx.source import open_source
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, StateError
-from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.writer import DraftVocabulary, convert_hub
-from edgespec.formats.onnx import drafted
 from edgespec.types import Batch, Logits
 from half import as_for_cuda
 from plain_demo import plain_demo
-from tiny_checkpoints import write_checkpoint
 from tiny_graphs import CASES, difference, graph, logits, tiny_files
 
 HALF = 0.01  # of the logits' standard deviation: float16 keeps 11 bits, over the layers of a small model
@@ -75,22 +71,6 @@ def test_every_architecture_can_be_adapted(case, tmp_path):
     wanted = logits(path)
     with as_for_cuda():
         assert difference(logits(path), wanted) < HALF
-
-
-@pytest.mark.parametrize("most_runs", [64, 0], ids=["joined", "scattered"])
-def test_a_draft_of_a_part_of_the_vocabulary_has_kernels_for_all(most_runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafted, "MOST_RUNS", most_runs)
-    source = write_checkpoint(tmp_path / "checkpoint", "qwen3", tie_word_embeddings=False)
-    (tmp_path / "graph").mkdir()
-    path = convert_hub(open_hub(source), tmp_path / "graph", "fp32", vocabulary=DraftVocabulary(300))
-    wanted = logits(path)
-    with as_for_cuda():
-        found = logits(path)
-    np.testing.assert_array_equal(found == drafted.LACKS, wanted == drafted.LACKS)
-    kept = wanted != drafted.LACKS
-    assert difference(found[kept], wanted[kept]) < HALF
-    exported = read_graph(open_source(path))
-    assert not set(cuda.without_kernels(cuda.adapted(exported, "cuda", 64).serialised))
 
 
 def test_only_what_computes_attention_changes(onnx_path):

@@ -22,7 +22,6 @@ from edgespec.engines.llamacpp import LlamaCppEngine  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.gguf.convert import convert  # noqa: E402
 from edgespec.formats.checkpoint import Checkpoint  # noqa: E402
-from edgespec.formats.gguf.tokenizer import pre_tokenizer_name  # noqa: E402
 from edgespec.installation import install_command  # noqa: E402
 from edgespec.types import Batch  # noqa: E402
 
@@ -100,12 +99,6 @@ def test_an_unknown_tensor_is_refused(tmp_path: Path):
     )
     with pytest.raises(ModelFileError, match=r"self_attn\.surprise has no place"):
         convert(folder, tmp_path / "out.gguf", "f32")
-
-
-def test_an_unknown_split_is_refused():
-    pattern = {"type": "Split", "pattern": {"Regex": r"\s+"}}
-    with pytest.raises(ModelFileError, match="none of: qwen2"):
-        pre_tokenizer_name({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [pattern]}})
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -27,7 +27,6 @@ from tiny_checkpoints import (
     LOGITS,
     TOKEN_IDS,
     logits_of_transformers,
-    random_weights,
     write_checkpoint,
     write_safetensors,
 )
@@ -74,13 +73,6 @@ def test_tensor_names_are_those_of_the_gguf_package(name: str):
         expected = theirs.get_name(source, try_suffixes=(".weight", ".bias"))
         # The package has no head for architectures whose head is always the embeddings.
         assert expected == prefix + tensor.name or (source == "lm_head.weight" and expected is None), source
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [("F64", 1e-4), ("F16", 0.02), ("BF16", 0.15)])
-def test_narrow_and_wide_sources(tmp_path: Path, dtype: str, limit: float):
-    convert(write_checkpoint(tmp_path / "hf", "qwen3", dtype=dtype), tmp_path / "out.gguf", "f32")
-    with np.load(LOGITS) as wanted:
-        assert np.abs(logits_of(tmp_path / "out.gguf")[:, COLUMNS] - wanted["qwen3"]).max() < limit
 
 
 def shard(folder: Path, parts: int = 3) -> dict[str, str]:
@@ -146,25 +138,6 @@ def test_a_window_that_llama_cpp_lacks_bounds_the_context(tmp_path: Path):
     convert(folder, tmp_path / "out.gguf", "f32")
     fields = GGUFReader(tmp_path / "out.gguf").fields
     assert fields["llama.context_length"].contents() == fields["llama.attention.sliding_window"].contents() == 96
-
-
-def test_both_ways_to_say_which_layers_have_a_window(tmp_path: Path):
-    """Gemma 3: a list of layer types, or every n-th layer; one group of rotary settings for each kind, or two bases."""
-    ways: dict[str, dict[str, Any]] = {
-        "list": {},
-        "number": {"layer_types": None, "sliding_window_pattern": 2},
-        "five": {
-            "rope_local_base_freq": None,
-            "rope_scaling": None,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    }
-    for name, changes in ways.items():
-        convert(write_checkpoint(tmp_path / name, "gemma3", **changes), tmp_path / f"{name}.gguf", "f32", name="x")
-    assert len({(tmp_path / f"{name}.gguf").read_bytes() for name in ways}) == 1
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -280,17 +253,3 @@ def test_every_truncation_of_safetensors_is_refused(tmp_path: Path):
         (folder / "model.safetensors").write_bytes(whole[:length])
         with pytest.raises(ModelFileError, match=r"model\.safetensors is (not a safetensors file|truncated)"):
             Checkpoint.open(folder)
-
-
-def test_weights_in_another_format_are_named(tmp_path: Path):
-    folder = write_checkpoint(tmp_path / "hf", "qwen2")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelFileError, match=r"no model\*\.safetensors \(it has pytorch_model\.bin\): save"):
-        Checkpoint.open(folder)
-
-
-def test_the_random_weights_differ_by_seed():
-    config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 4}
-    checkpoint = Checkpoint(Path("none"), config | {"vocab_size": 5, "tie_word_embeddings": True}, {})
-    one, other = random_weights(checkpoint, 0), random_weights(checkpoint, 1)
-    assert all(not np.array_equal(one[name], other[name]) for name in one)

@@ -25,13 +25,12 @@ from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.check import compare_logits
 from edgespec.export.gguf.convert import convert
 from edgespec.export.gguf.quantise import export_gguf
 from edgespec.export.gguf.tokenizer import check_tokenizer
 from edgespec.export.onnx.weights import GgufWeights
 from edgespec.export.onnx.writer import open_gguf
-from edgespec.export.reference import Reference, check_round_trip
+from edgespec.export.reference import check_round_trip
 from edgespec.formats.gguf.model import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
@@ -54,14 +53,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_a_float_graph_computes_what_transformers_does(case: str, tiny: Callable[[str], Path], tmp_path: Path):
     found = logits(graph(tiny(case), tmp_path / "made"))
     assert difference(found[:, COLUMNS], np.load(LOGITS)[case]) < 2e-5
-
-
-@NEEDS_LLAMA
-@pytest.mark.parametrize("case", CASES)
-def test_a_float_graph_computes_what_llama_cpp_does(case: str, tiny: Callable[[str], Path], tmp_path: Path):
-    found = logits(graph(tiny(case), tmp_path / "made"))
-    limit = 1e-3 if case == "gemma3" else 2e-5  # llama.cpp reads GELU from a table in half precision
-    assert difference(found, logits(tiny(case))) < limit
 
 
 def test_capped_logits_are_those_without_a_cap_through_its_formula(tiny: Callable[[str], Path], tmp_path: Path):
@@ -114,18 +105,6 @@ def test_splitters_of_llama_3_that_apply_merges(name: str, tmp_path: Path, monke
     folder = graph(path, tmp_path / "made").parent
     assert json.loads((folder / "tokenizer.json").read_text())["model"]["ignore_merges"] is False
     assert check_tokenizer(folder, path) > 200
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_every_type_is_read(kind: str, tmp_path: Path):
-    path = write_model(tmp_path / "tiny.gguf", Shape(weights=gguf.GGMLQuantizationType[kind]))
-    weights = GgufWeights(open_gguf(path))
-    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    theirs = reader["blk.1.ffn_down.weight"]
-    wanted = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
-    np.testing.assert_array_equal(np.concatenate(list(weights.rows("model.layers.1.mlp.down_proj.weight"))), wanted)
-    assert weights.shape("model.layers.1.mlp.down_proj.weight") == wanted.shape == (64, 128)
-    np.testing.assert_array_equal(weights.vector("model.norm.weight"), reader["output_norm.weight"].data)
 
 
 @NEEDS_LLAMA
@@ -267,15 +246,6 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, tiny_path: Path
         graph(tiny_path, tmp_path / "other", "fp16")
 
 
-def test_a_type_that_cannot_be_decoded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = write_model(tmp_path / "tiny.gguf", Shape(weights=gguf.GGMLQuantizationType.Q5_0))
-    monkeypatch.delitem(gguf.quants._type_traits, gguf.GGMLQuantizationType.Q5_0)  # as in an older release
-    with pytest.raises(
-        ModelFileError, match="as Q5_0, which the package gguf cannot decode: take a file of another type"
-    ):
-        open_gguf(path)
-
-
 def test_the_configuration_tells_what_the_graph_is(tiny: Callable[[str], Path], tmp_path: Path):
     """Readers of config.json take a plain Llama for one, and nothing else."""
     shipped = json.loads((DEMO / "onnx" / "target" / "config.json").read_text(encoding="utf-8"))
@@ -309,19 +279,13 @@ def test_a_window_caps_the_context_where_llama_cpp_has_none(tmp_path: Path):
     assert open_gguf(path).config.max_positions == 128
 
 
-@pytest.mark.parametrize("noise", [1e-6, 0.1, 30.0])
-def test_the_divergence_of_rows_is_that_of_whole_tables(noise: float):
-    rng = np.random.default_rng(3)
-    wanted = rng.standard_normal((50, 700), np.float32) * 9
-    found = wanted + rng.standard_normal(wanted.shape, np.float32) * np.float32(noise)
-    reference = Reference((np.arange(50, dtype=np.int32),), (wanted,), None, "a table")
-    compared = compare_logits(reference, [found])
-    assert compared.mean_kl == pytest.approx(mean_kl(found[1:], wanted[1:]), rel=1e-9)
-    assert np.isnan(compare_logits(reference, [np.full_like(found, np.nan)]).mean_kl)
-
-
-@pytest.mark.parametrize("width", [64, 2048, 2304])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16"])
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [
+        *((kind, 64) for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")),
+        *((kind, width) for kind in ("Q4_1", "Q8_0", "BF16") for width in (2048, 2304)),
+    ],
+)
 def test_rows_are_decoded_as_the_package_does(tmp_path: Path, kind: str, width: int):
     """Whatever their width and number: 299 rows of the embeddings have no factor in common with the rows joined."""
     quant = gguf.GGMLQuantizationType[kind]

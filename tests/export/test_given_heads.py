@@ -65,7 +65,6 @@ def test_they_lie_beside_a_gguf_too(tmp_path: Path) -> None:
     ("draft", "arguments", "said"),
     [
         (HEADS, ["--draft-quant", "int8"], "heads go into the pair as they are"),
-        (HEADS, ["--draft-vocab", "512"], "--draft-vocab needs a draft with files of its own"),
         (DEMO / "heads" / "none.npz", [], "heads.py has written"),
     ],
 )

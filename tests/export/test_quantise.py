@@ -1,4 +1,4 @@
-"""Quantisation through llama.cpp: final types, importance matrices, failures that leave nothing behind."""
+"""Quantisation through llama.cpp: final types, failures that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ pytest.importorskip("gguf", reason="quantising needs the package gguf: scripts/r
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.errors import ConfigError, ModelFileError, StateError, UsageError
+from edgespec.errors import ConfigError, ModelFileError, StateError
 from edgespec.export.gguf.convert import convert
 from edgespec.export.gguf.quantise import (
     GGUF_QUANTS,
-    NEEDS_IMPORTANCE,
-    Importance,
     export_gguf,
-    measure_importance,
     quantise,
 )
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.types import Batch
-from tiny_checkpoints import CASES, TEXTS, TOKEN_IDS, write_checkpoint
+from tiny_checkpoints import CASES, TOKEN_IDS, write_checkpoint
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "hf"
 LEAST_CORRELATION = {"q2": 0.5, "q3": 0.8, "q4": 0.93, "q5": 0.98, "q6": 0.99}  # of random weights' logits
 
 
@@ -45,48 +41,20 @@ def wide_gguf(wide: Path) -> Path:
     return wide.parent / "source.gguf"
 
 
-@pytest.fixture(scope="module")
-def importance(wide_gguf: Path) -> Importance:
-    """A matrix with a random importance for each channel of each matrix."""
-    rng = np.random.default_rng(0)
-    header = check_gguf(wide_gguf)
-    return {tensor.name: rng.random(tensor.shape[0], np.float32) for tensor in header.tensors if len(tensor.shape) > 1}
-
-
 def logits_of(path: Path) -> np.ndarray:
     with LlamaCppEngine.load(path, threads=1, reproducible=False, context_length=64) as engine:
         return engine.forward(Batch.chain(TOKEN_IDS)).copy()
 
 
-@pytest.mark.parametrize("quant", [quant for quant in GGUF_QUANTS if not quant.startswith(("iq1", "iq2", "iq3"))])
-def test_every_usual_type_stays_close(wide: Path, wide_gguf: Path, importance: Importance, tmp_path: Path, quant: str):
-    done = export_gguf(wide, tmp_path / "out.gguf", quant, importance=importance, threads=1)
+@pytest.mark.parametrize("quant", GGUF_QUANTS)
+def test_every_usual_type_stays_close(wide: Path, wide_gguf: Path, tmp_path: Path, quant: str):
+    done = export_gguf(wide, tmp_path / "out.gguf", quant, threads=1)
     wanted, found = logits_of(wide_gguf), logits_of(tmp_path / "out.gguf")
     correlation = np.corrcoef(wanted.ravel(), found.ravel())[0, 1]
     assert correlation > LEAST_CORRELATION.get(quant.removeprefix("i")[:2], 0.999), correlation
     assert sum(done.types.values()) == len(check_gguf(tmp_path / "out.gguf").tensors)
     assert done.types["F32"] >= 5
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
-
-
-@pytest.mark.parametrize("quant", sorted(NEEDS_IMPORTANCE))
-def test_types_that_need_an_importance_matrix(
-    wide: Path, wide_gguf: Path, tmp_path: Path, quant: str, monkeypatch: pytest.MonkeyPatch
-):
-    with pytest.raises(ConfigError, match=f"{quant} needs an importance matrix"):
-        export_gguf(wide, tmp_path / "out.gguf", quant)
-    # That the list is right: llama.cpp itself refuses these without a matrix.
-    monkeypatch.setattr(sys.modules[quantise.__module__], "NEEDS_IMPORTANCE", frozenset())
-    with pytest.raises(ModelFileError, match=r"cannot be quantised by llama\.cpp: .*importance matrix"):
-        quantise(wide_gguf, tmp_path / "out.gguf", quant, threads=1)
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("quant", "kind"), [("q2_k_s", "Q2_K"), ("iq2_xxs", "IQ2_XXS")])
-def test_with_a_matrix_they_are_written(wide_gguf: Path, importance: Importance, tmp_path: Path, quant: str, kind: str):
-    types = quantise(wide_gguf, tmp_path / "out.gguf", quant, importance=importance, threads=1)
-    assert types[kind] > 3
-    assert np.isfinite(logits_of(tmp_path / "out.gguf")).all()
 
 
 def test_rows_that_blocks_do_not_divide_are_reported_as_what_they_became(tmp_path: Path):
@@ -105,43 +73,6 @@ def test_every_architecture_can_be_quantised(tmp_path: Path, case: str):
     assert np.corrcoef(wanted.ravel(), found.ravel())[0, 1] > 0.95
 
 
-def test_the_importance_matrix_is_heeded(wide_gguf: Path, importance: Importance, tmp_path: Path):
-    """Channels without any importance may be rounded as they come, so other numbers are stored."""
-    plain, weighted = tmp_path / "plain.gguf", tmp_path / "weighted.gguf"
-    quantise(wide_gguf, plain, "q4_k_m", threads=1)
-    quantise(wide_gguf, weighted, "q4_k_m", importance=importance, threads=1)
-    assert plain.stat().st_size == pytest.approx(weighted.stat().st_size, rel=0.01)
-    assert np.abs(logits_of(plain) - logits_of(weighted)).max() > 1e-3
-
-
-def test_progress_counts_the_tensors(wide: Path, tmp_path: Path):
-    calls: list[tuple[int, int, str]] = []
-    export_gguf(wide, tmp_path / "out.gguf", "q4_0", threads=1, progress=lambda *call: calls.append(call))
-    totals = [call[1] for call in calls]
-    assert set(totals) == {20}
-    assert (20, 20, "done") in calls  # the conversion
-    assert [call[0] for call in calls[-20:]] == list(range(1, 21))  # the quantisation
-    assert any(name == "blk.1.ffn_down.weight" for _, _, name in calls[-20:])
-
-
-def test_what_a_progress_callback_raises_comes_out(wide: Path, tmp_path: Path):
-    def stop(done: int, _total: int, _what: str) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
-    for quant in ("f16", "q4_0"):
-        with pytest.raises(KeyboardInterrupt):
-            export_gguf(wide, tmp_path / "out.gguf", quant, threads=1, progress=stop)
-    with pytest.raises(KeyboardInterrupt):
-        quantise(_source(wide, tmp_path), tmp_path / "out.gguf", "q4_0", threads=1, progress=stop)
-    assert [path.name for path in tmp_path.iterdir()] == ["source.gguf"]
-
-
-def _source(folder: Path, tmp_path: Path) -> Path:
-    convert(folder, tmp_path / "source.gguf", "f16")
-    return tmp_path / "source.gguf"
-
-
 def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="'q9_z' is not known; allowed: f32, f16, bf16, q8_0"):
         export_gguf(wide, tmp_path / "out.gguf", "q9_z")
@@ -151,59 +82,6 @@ def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
     with pytest.raises(StateError, match=r"out\.gguf cannot be written"):
         quantise(wide_gguf, tmp_path / "no" / "out.gguf", "q4_0", threads=1)
     assert [path.name for path in tmp_path.iterdir()] == ["q4.gguf"]
-
-
-def test_importance_matrices_of_other_models(wide_gguf: Path, tmp_path: Path):
-    other = {"other": np.ones(64, np.float32)}
-    with pytest.raises(ModelFileError, match="model's tensors"):
-        quantise(wide_gguf, tmp_path / "out.gguf", "q4_0", importance=other)
-    narrow = {"blk.0.attn_q.weight": np.ones(64, np.float32)}
-    with pytest.raises(ModelFileError, match=r"64 numbers for blk\.0\.attn_q\.weight, the model 256"):
-        quantise(wide_gguf, tmp_path / "out.gguf", "q4_0", importance=narrow)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_importance_is_measured_for_every_matrix(tmp_path: Path, case: str):
-    pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
-    pytest.importorskip("transformers", reason="measuring importance needs transformers")
-    folder = write_checkpoint(tmp_path / "hf", case)
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(TEXTS) * 2)
-    found = measure_importance(folder, text, chunk_tokens=64)
-    convert(folder, tmp_path / "out.gguf", "f16")
-    matrices = {tensor.name: tensor.shape[0] for tensor in check_gguf(tmp_path / "out.gguf").tensors}
-    wanted = {name: size for name, size in matrices.items() if name.split(".")[2:3] and name.endswith("weight")}
-    measured = {name for name in wanted if not name.endswith("norm.weight")}
-    head = "output.weight" if "output.weight" in matrices else "token_embd.weight"
-    assert set(found) == measured | {head}
-    assert {name: values.size for name, values in found.items()} == {name: matrices[name] for name in found}
-    assert all(values.min() >= 0 for values in found.values())
-    quantise(tmp_path / "out.gguf", tmp_path / "small.gguf", "q4_0", importance=found, threads=1)
-
-
-def test_importance_is_the_mean_of_squared_inputs(tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
-    transformers = pytest.importorskip("transformers", reason="measuring importance needs transformers")
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(TEXTS))
-    found = measure_importance(DEMO / "draft", text, max_chunks=1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
-    ids = transformers.AutoTokenizer.from_pretrained(DEMO / "draft")(text.read_text())["input_ids"]
-    with torch.no_grad():
-        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    first = model.model.layers[0].input_layernorm(states[0])[0].detach().numpy()
-    assert np.allclose(found["blk.0.attn_q.weight"], (first**2).mean(0), rtol=1e-4)
-    last = states[-1][0].numpy()
-    assert np.allclose(found["token_embd.weight"], (last**2).mean(0), rtol=1e-4)
-
-
-def test_importance_of_a_text_that_cannot_be_read(tmp_path: Path):
-    pytest.importorskip("torch", reason="measuring importance needs torch: scripts/run.py install export")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    for name, message in {"empty": "has 0 tokens", "binary": "cannot be read as UTF-8", "none": "cannot be"}.items():
-        with pytest.raises(UsageError, match=message):
-            measure_importance(DEMO / "draft", tmp_path / f"{name}.txt")
 
 
 LIMITED = """

@@ -18,18 +18,17 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx import graph as graphs
 from edgespec.engines.onnx.footprint import footprint
-from edgespec.engines.onnx.sessions import reason
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.gguf.quantise import export_gguf
-from edgespec.export.onnx import weights, writer
+from edgespec.export.onnx import writer
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.weights import mixed_kind
-from edgespec.export.onnx.writer import DraftVocabulary, convert_gguf, convert_hub, open_gguf
+from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama import rotary_bytes
-from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION, PRODUCT
+from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch
@@ -46,11 +45,11 @@ pytestmark = [
 ]
 
 
-def graph(source: Path, folder: Path, quant: str, vocabulary: DraftVocabulary | None = None) -> Path:
+def graph(source: Path, folder: Path, quant: str) -> Path:
     folder.mkdir()
     if source.is_dir():
-        return convert_hub(open_hub(source), folder, quant, vocabulary=vocabulary)
-    return convert_gguf(open_gguf(source), folder, quant, vocabulary=vocabulary)
+        return convert_hub(open_hub(source), folder, quant)
+    return convert_gguf(open_gguf(source), folder, quant)
 
 
 def logits(path: Path) -> Floats:
@@ -112,14 +111,6 @@ def test_a_type_loses_little_of_a_checkpoint(case: str, quant: str, tmp_path: Pa
     assert mean_kl(logits(graph(source, tmp_path / "made", quant)), exact) < {"q8_0": 0.006, "q4_k_m": 0.2}[quant]
 
 
-def test_a_draft_keeps_some_rows_of_the_head(tmp_path: Path):
-    whole = logits(graph(TARGET, tmp_path / "whole", "q8_0"))
-    some = logits(graph(TARGET, tmp_path / "some", "q8_0", DraftVocabulary(512)))
-    has_row = some[0] > -1e29
-    assert has_row.sum() == 512
-    np.testing.assert_array_equal(some[:, has_row], whole[:, has_row])
-
-
 @pytest.mark.parametrize("source", [TARGET, CHECKPOINT], ids=["gguf", "checkpoint"])
 def test_a_pair_runs_and_its_plan_counts_the_mapped_file(source: Path, tmp_path: Path):
     result = export(source, tmp_path / "pair", "--quant", "q8_0")
@@ -167,40 +158,3 @@ def test_without_llama_cpp_another_type_is_named(tmp_path: Path, monkeypatch: py
         result = export(source, tmp_path / "pair", "--quant", "q4_k_m", "--no-check")
         assert result.exit_code != 0
         assert "needs llama.cpp" in result.stderr and "or export q8_0" in result.stderr
-
-
-def test_weights_that_half_precision_does_not_hold_are_refused():
-    with pytest.raises(ModelFileError, match="too large for F16"):
-        _Large().pack(HEAD, np.empty(7 * 32, np.uint8))[0]()
-
-
-class _Large(weights.QuantisedTiles):
-    def __init__(self) -> None:
-        super().__init__(self, "q8_0", 1)
-
-    is_tied = False
-
-    def vector(self, name: str) -> Floats:
-        raise AssertionError(f"no vector is asked for, {name} was")
-
-    def shape(self, name: str) -> tuple[int, int]:
-        return 3, 7
-
-    def rows(self, name: str) -> list[Floats]:
-        return [np.full(self.shape(name), 1e6, np.float32)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--exporter", "optimum"], "--exporter optimum does not write q8_0"),
-        (["--group-size", "32"], "--group-size is not for q8_0"),
-    ],
-)
-def test_options_of_other_types_are_refused(arguments: list[str], said: str, tmp_path: Path):
-    result = export(CHECKPOINT, tmp_path / "pair", "--quant", "q8_0", *arguments)
-    assert result.exit_code != 0 and said in result.stderr
-
-
-def test_a_gpu_is_told_that_tiles_are_for_processors():
-    assert "processors only" in reason("webgpu", PRODUCT.encode(), "an operator is missing")

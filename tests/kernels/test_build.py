@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -239,11 +242,11 @@ def project(tmp_path, sources):
     kernels = folder / "edgespec" / "kernels"
     kernels.mkdir(parents=True)
     sources.rename(kernels / "src")
-    for name in ("edgespec/kernels/build.py", "scripts/build_backend.py"):
+    for name in ("edgespec/kernels/build.py", "scripts/build_backend.py", "scripts/vendor_page.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     (folder / "edgespec" / "__init__.py").touch()
-    (folder / ".gitignore").write_text("*.so\n")
+    (folder / ".gitignore").write_text("*.so\nvendor/\n")
     (folder / "scripts" / "ziglang.py").write_text("raise SystemExit('not here')")  # whatever this environment holds
     (folder / "pyproject.toml").write_text(
         '[project]\nname = "edgespec"\nversion = "1"\nrequires-python = ">=3"\n'
@@ -256,7 +259,7 @@ def project(tmp_path, sources):
 def backend(project: Path, call: str, **environment: str) -> str:
     """What our backend says in a call, and returns: the last line."""
     code = f"import build_backend; print(build_backend.{call})"
-    settings = os.environ | {"PYTHONPATH": str(project / "scripts")} | environment
+    settings = os.environ | {"PYTHONPATH": str(project / "scripts"), "EDGESPEC_PAGE_LIBRARIES": "none"} | environment
     done = subprocess.run([sys.executable, "-c", code], cwd=project, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return (done.stderr + done.stdout).strip()
@@ -283,6 +286,25 @@ def test_a_wheel_for_another_system_holds_a_library_that_is_found_there(project,
     (built,) = [file for file in files_in(project / name) if "libedgespec_kernels" in file]
     monkeypatch.setattr(build, "SOURCES", project / "edgespec" / "kernels" / "src")
     assert build.source_hash("linux-aarch64") in built
+
+
+def test_a_wheel_holds_the_libraries_of_the_chat_page_where_they_can_be_had(project, tmp_path):
+    spec = importlib.util.spec_from_file_location("vendor_page", project / "scripts" / "vendor_page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    page.VENDOR.mkdir(parents=True)
+    versions = {each.name: each.version for each in page.LIBRARIES}
+    (page.VENDOR / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+    (page.VENDOR / "marked.js").touch()  # as it was fetched before
+    wanted = {"EDGESPEC_PAGE_LIBRARIES": "", "EDGESPEC_KERNELS": "none"}
+    backend(project, "build_wheel('.')", **wanted)
+    wheel = project / "edgespec-1-py3-none-any.whl"
+    assert "edgespec/server/static/vendor/marked.js" in files_in(wheel), "though git ignores them"
+    shutil.rmtree(page.VENDOR)
+    nowhere = {"PATH": str(tmp_path), "npm_config_registry": "http://127.0.0.1:1", "no_proxy": "127.0.0.1"}
+    said = backend(project, "build_wheel('.')", **wanted, **nowhere)
+    assert "the chat page in this wheel has no formulas" in said
+    assert not [each for each in files_in(wheel) if "vendor/" in each]
 
 
 @pytest.mark.parametrize("fault", ["none wanted", "no compiler", "does not compile"])

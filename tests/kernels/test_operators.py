@@ -54,6 +54,25 @@ def test_threads_that_run_one_session_at_once_do_not_disturb_each_other(weights:
     np.testing.assert_array_equal(bits(np.concatenate(got)), bits(direct(weights, xs.reshape(-1, INPUTS))))
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_an_enormous_value_does_not_cost_its_block_the_small_ones(kind: str, paths: list[str]) -> None:
+    """Such a row errs like a row without it, and has the same bits alone, among a thousand and on every path."""
+    rng = np.random.default_rng(3)
+    rows = random_rows(kind, 40, INPUTS, rng)
+    product = node("TiledMatMul", ["x", "", "w"], ["y"], K=INPUTS, types=[tiles.TYPES[kind]], outputs=[40])
+    model = session([product], X, ["y"], {"w": packed(kind, rows, INPUTS)}, 2)
+    matrix = dequantised(kind, rows).astype(np.float64).T
+    x, uneven = rng.standard_normal((1100, INPUTS)).astype(np.float32), [0, 5, 700, *range(900, 1000)]
+    even_error = np.abs(model.run(None, {"x": x})[0] - x @ matrix).mean()
+    x[uneven, 3] = 3000
+    got = model.run(None, {"x": x})[0]
+    assert np.abs(got - x @ matrix)[uneven].mean() < even_error
+    for path in paths:
+        assert tiles.choose_path(path)
+        alone = [model.run(None, {"x": x[row : row + 1]})[0] for row in uneven[:5]]
+        np.testing.assert_array_equal(bits(np.concatenate(alone)), bits(got[uneven[:5]]))
+
+
 def test_weights_and_bias_may_be_inputs_and_left_out(weights: dict[str, Bytes | Floats]) -> None:
     product = node("TiledMatMul", ["x", "", "w0"], ["y"], K=INPUTS, types=TYPES[:1], outputs=[200])
     model = session([product], X | {"w0": TensorProto.UINT8}, ["y"], {})

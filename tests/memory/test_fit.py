@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from click.testing import CliRunner
 
@@ -19,12 +17,11 @@ from edgespec.config.options import LoadOptions
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.opening import open_vocabulary
-from edgespec.loading.own_models import add
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import Fitted, fit
 from edgespec.memory.plan import Room
 from edgespec.platform.memory import Limit
-from tiny_gguf import Shape, write_model
+from tiny_gguf import write_model
 
 MIB = 1 << 20
 FREE = Limit("memory", 1 << 40, "what the machine has free")
@@ -186,72 +183,6 @@ def test_a_plan_loads_no_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_smaller_file_beside_a_target_that_pages_is_named(tmp_path: Path) -> None:
-    """It is not taken: other weights give another text."""
-    large, small, other = (tmp_path / f"{name}.gguf" for name in ("large", "small", "other"))
-    shape = Shape(layers=8, width=256, hidden=512)
-    write_model(large, shape)
-    write_model(small, replace(shape, weights=gguf.GGMLQuantizationType.Q8_0))
-    write_model(other, replace(shape, layers=2))
-    chosen = LoadOptions(model=str(large), context_length=512, drafter="none")
-    pair = resolve_pair(chosen)
-    plan = fit(chosen, pair, Room(1 << 40, ())).plan
-    found = fit(chosen, pair, Room(plan.total_bytes - MIB, ()))
-    assert found.pair.target == large and found.verdict.fit == "pages"
-    assert found.note.endswith("small.gguf in the same folder would fit")
-    small.unlink()
-    assert "in the same folder" not in fit(chosen, pair, Room(plan.total_bytes - MIB, ())).note
-
-
-def test_a_smaller_draft_on_this_machine_is_taken_where_the_own_one_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It changes no text. Models with another vocabulary and larger ones are left where they are."""
-    monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path / "models"))
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    target, draft, beside, registered = (
-        folder / f"{name}.gguf"
-        for folder, name in (
-            (tmp_path, "target"),
-            (tmp_path, "draft"),
-            (tmp_path, "small"),
-            (elsewhere, "smallest"),
-        )
-    )
-    shape = Shape(layers=8, width=256, hidden=512)
-    write_model(target, shape)
-    write_model(draft, replace(shape, layers=6))
-    write_model(beside, replace(shape, layers=3, weights=gguf.GGMLQuantizationType.Q8_0))
-    write_model(registered, Shape())
-    write_model(tmp_path / "foreign.gguf", replace(shape, layers=4, merges=30))
-    write_model(tmp_path / "large.gguf", replace(shape, layers=7))
-    add(registered, "tiny")
-
-    chosen = LoadOptions(model=str(target), draft=draft, context_length=512)
-    pair = resolve_pair(chosen)
-    taken: dict[Path | None, int] = {}
-    with keeping_headers():
-        plenty = fit(chosen, pair, Room(1 << 40, ())).plan.total_bytes
-        for budget in range(plenty, plenty - 24 * MIB, -MIB // 2):
-            found = fit(replace(chosen, memory=budget), pair, Room(budget, ()))
-            assert found.has_other_draft is (found.pair.draft not in (draft, None))
-            assert not found.given_up or found.given_up[-1].text in found.note
-            if found.verdict.fit == "fits":
-                taken.setdefault(found.pair.draft, budget)
-    assert list(taken) == [draft, beside, registered.resolve(), None]
-
-    options = edgespec.GenerateOptions(max_tokens=24, drafter="model", draft_length=3)
-    greedy = edgespec.Sampling(temperature=0)
-    given: dict[str, Any] = {"draft": draft, "context_length": 512, "reproducible": True, "threads": 1}
-    with edgespec.load(str(target), memory=taken[beside], **given) as model:
-        assert any("draft small.gguf" in note for note in model.notes)
-        drafted = model.generate("a text to draft from", greedy, options)
-        assert drafted.stats.drafted_tokens
-    with edgespec.load(str(target), **given) as model:
-        assert model.generate("a text to draft from", greedy, options).token_ids == drafted.token_ids
 
 
 # the context

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.plan import planned
 from edgespec.platform.memory import own_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
@@ -82,18 +80,6 @@ def test_a_tokenizer_keeps_what_is_planned_and_not_what_reading_it_took(tmp_path
     write_tokenizer(tmp_path, size)
     kept = int(child(TOKENIZER_CHILD, str(tmp_path), str(size)))
     assert 0.5 * 360 * size < kept < 1.25 * 360 * size
-
-
-def test_a_tokenizer_is_read_after_the_weights_are_packed() -> None:
-    """What either needs for a moment is not needed at once."""
-    pair = resolve_pair(LoadOptions(engine="onnx"), check_hashes=False)
-    plan = planned(LoadOptions(engine="onnx", drafter="none"), pair)
-    need = plan.models[0].footprint
-    large = replace(need, loading=0, loading_mapped=500 * MB, reading=300 * MB)
-    opened = replace(plan, models=(replace(plan.models[0], footprint=large),))
-    session = plan.process.own + need.packed + plan.mapped_bytes + 500 * MB
-    assert opened.total_bytes == session
-    assert opened.own_bytes == plan.process.own + need.packed + need.vocabulary + 300 * MB
 
 
 def write_tokenizer(folder: Path, size: int) -> None:

@@ -13,8 +13,10 @@ from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
 from edgespec.engines.model_use import WIDEST
 from edgespec.errors import ConfigError
+from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.plan import planned
+from edgespec.memory.fit import MOST_SEQUENCES, fit
+from edgespec.memory.plan import Room, planned
 
 OPTIONS = LoadOptions("demo", context_length=1024, drafter="model")
 
@@ -59,6 +61,25 @@ def test_what_runs_elsewhere_has_cells_of_its_own_in_reproducible_mode_too(elsew
     own, shared = (cells_of(replace(options, reproducible=wanted)) for wanted in (True, False))
     assert own == 3 * -(-(500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
     assert shared == -(-(3 * 500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
+
+
+@pytest.mark.skipif(library_path() is None, reason="the kernels are not built: scripts/run.py test builds them")
+def test_there_is_room_for_as_many_answers_as_fit_with_full_texts() -> None:
+    options = replace(OPTIONS, parallel="auto")
+    pair = resolve_pair(options)
+    plans = [planned(replace(options, parallel=count), pair) for count in range(1, 5)]
+    for count, plan in enumerate(plans, 1):
+        budget = plan.total_bytes
+        found = fit(replace(options, memory=budget), pair, Room(budget, ()))
+        assert found.options.parallel == count and found.plan == plan and not found.given_up
+    assert fit(options, pair, Room(1 << 40, ())).options.parallel == MOST_SEQUENCES == len(plans)
+    with edgespec.load(**keywords_of(options)) as model:
+        assert model.target.facts.max_sequences == model.options.parallel == MOST_SEQUENCES
+
+
+def test_one_answer_at_a_time_where_more_would_take_memory_at_once() -> None:
+    options = replace(OPTIONS, engine="llamacpp", parallel="auto")
+    assert fit(options, resolve_pair(options), Room(1 << 40, ())).options.parallel == 1
 
 
 @pytest.mark.parametrize("given", [0, 65, "4", True])

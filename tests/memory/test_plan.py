@@ -86,12 +86,6 @@ def test_a_cache_of_bytes_takes_about_half_and_a_quarter() -> None:
         assert small.cache == pytest.approx(share * plain.cache, rel=0.01)
 
 
-def test_the_drafts_cache_has_types_of_its_own() -> None:
-    plain, small = (plan_of(draft_cache_type_k=kind, draft_cache_type_v=kind).models for kind in (None, "q8_0"))
-    assert small[0] == plain[0]
-    assert small[1].footprint.cache < 0.6 * plain[1].footprint.cache
-
-
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all that is read from files."""
@@ -167,13 +161,6 @@ def test_what_lies_on_a_device_is_not_counted_as_memory_of_the_processor(tmp_pat
     cache = footprint(path, ModelUse()).cache
     on_gpu, beside = (footprint(path, ModelUse(gpu_layers=-1, kv_offload=offload)) for offload in (True, False))
     assert (on_gpu.cache, beside.cache, on_gpu.device - beside.device) == (0, cache, cache)
-
-
-def test_a_build_for_cuda_counts_what_its_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = plan_of(engine="llamacpp").process.own
-    monkeypatch.setattr(library, "has_cuda", lambda: True)
-    assert plan_of(engine="llamacpp").process.own - before == 340 << 20
-    assert plan_of(engine="onnx").process.own == plan_of(engine="onnx", provider="cpu").process.own < 340 << 20
 
 
 def test_cuda_is_told_by_the_files_of_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

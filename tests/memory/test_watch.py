@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -92,18 +91,6 @@ def test_the_memory_of_a_session_goes_back_after_the_pass_that_still_held_it(mon
     sessions.want(spins=False)
     until(lambda: returned or sessions.current() is None)
     assert sessions.current() is False and returned == [True]
-
-
-def test_passes_go_on_where_another_session_cannot_read_the_models_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(spins: bool) -> None:
-        raise FileNotFoundError("the folder is gone")
-
-    unhandled: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", unhandled.append)
-    sessions = Sessions(fails, True, 0)
-    sessions.want(spins=False)
-    until(lambda: sessions.current() and sessions.is_settled)
-    assert not unhandled
 
 
 def test_the_plans_of_others_count_once() -> None:

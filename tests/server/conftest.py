@@ -9,11 +9,14 @@ import pytest
 from starlette.testclient import TestClient
 
 import edgespec
+from browser import Browser, find_browser
+from chat_page import READY, forget
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
 from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Limits, Service
+from scripted_page import Scripted, scripted_server
 from serving import BASE_URL
 
 
@@ -54,3 +57,32 @@ def greedy(model: Model) -> Sampling:
 @pytest.fixture
 def plain() -> GenerateOptions:
     return GenerateOptions(max_tokens=24, drafter="none")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Browser]:
+    program = find_browser()
+    assert program is not None
+    with Browser(program) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Scripted]:
+    with scripted_server(chat_template="{% if enable_thinking %}<think>{% endif %}") as found:
+        yield found
+
+
+@pytest.fixture
+def tab(running: Browser, scripted: Scripted) -> Iterator[Browser]:
+    """The page of the scripted server, without stored conversations; it complains of nothing and asks nobody else."""
+    running.failures.clear()
+    running.requested.clear()
+    running.open(scripted.url)
+    running.until(READY)
+    forget(running)
+    scripted.asked.clear()
+    scripted.later.clear()
+    yield running
+    assert running.failures == []
+    assert [each for each in running.requested if not each.startswith((scripted.url, "data:", "blob:"))] == []

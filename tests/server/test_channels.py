@@ -5,13 +5,11 @@ A tiny model with gpt-oss's control tokens writes what a grammar forces.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -22,11 +20,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.marks import ChannelSplitter, call_header
 from edgespec.cli.main import cli
-from edgespec.reports import Stats
-from edgespec.server.answer import Piece
 from edgespec.server.app import create_app
-from edgespec.server.messages import MessagesExchange
-from edgespec.server.responses import ResponsesExchange
 from edgespec.server.service import Limits, Service
 from edgespec.server.structure import terminal
 from serving import BASE_URL
@@ -141,44 +135,6 @@ def test_the_command_line_prints_no_headers(path: Path, model: Model, tmp_path: 
     assert raw == f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.\n"
     told = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).stdout)
     assert (told["reasoning"], told["answer"]) == ("Hm.", "Yes.")
-
-
-@pytest.mark.parametrize("kind", ["messages", "responses"])
-def test_reasoning_behind_a_text_begins_a_part_of_its_own(kind: str) -> None:
-    """gpt-oss may say what it is about to do before it reasons."""
-
-    request = SimpleNamespace(options=GenerateOptions())
-    ticket_of = SimpleNamespace(seed=1, generation=SimpleNamespace(request=request))
-
-    class Pieces:
-        stats, finish_reason, calls, text, reasoning = Stats(), "stop", (), "Let me look. Done.", "Hm."
-        num_reasoning_tokens, splits_reasoning, ticket = 1, True, ticket_of
-        timings: ClassVar[dict[str, float]] = {}
-
-        def matched_stop(self, stops: Any) -> None:
-            return None
-
-        async def pieces(self) -> AsyncIterator[Piece]:
-            for piece in (Piece(text="Let me look."), Piece(reasoning="Hm."), Piece(text="Done.")):
-                yield piece
-
-    job = SimpleNamespace(options=GenerateOptions(), sampling=Sampling())
-    target = SimpleNamespace(target=SimpleNamespace(vocabulary=None))
-    work: Any = SimpleNamespace(loaded=SimpleNamespace(name="x", model=target), jobs=[job])
-    is_anthropic = kind == "messages"
-    made: Any = MessagesExchange(work, is_stream=True) if is_anthropic else ResponsesExchange(work, {}, is_stream=True)
-
-    async def events() -> list[dict[str, Any]]:
-        parts = [part.decode() async for part in made.stream([Pieces()])]
-        lines = [line for part in parts for line in part.splitlines() if line.startswith("data: {")]
-        return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-    found, name = asyncio.run(events()), "index" if kind == "messages" else "output_index"
-    begun = [each[name] for each in found if each["type"] in ("content_block_start", "response.output_item.added")]
-    ended = [each[name] for each in found if each["type"] in ("content_block_stop", "response.output_item.done")]
-    assert begun == ended == [0, 1, 2]
-    deltas = [each[name] for each in found if "delta" in each["type"] and name in each]
-    assert deltas == sorted(deltas) and set(deltas) == {0, 1, 2}
 
 
 def test_a_message_cannot_forge_a_turn(model: Model) -> None:

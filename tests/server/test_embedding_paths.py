@@ -1,4 +1,4 @@
-"""Embeddings in the protocols of OpenAI, Ollama and llama-server."""
+"""Embeddings in the protocols of OpenAI and Ollama."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiny_gguf import write_model
 from waiting import until
 
 TEXTS = ["Find me a bus to Fresno.", "hello world"]
-PATHS = ("/v1/embeddings", "/api/embed", "/api/embeddings", "/embedding", "/embeddings")
+PATHS = ("/v1/embeddings", "/api/embed")
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +77,12 @@ def test_ollama(embedding_client: TestClient, embedding_model: Model):
     answer = embedding_client.post("/api/embed", json=fields).json()
     assert np.array_equal(answer["embeddings"], expected)
     assert answer["total_duration"] > 0 and answer["load_duration"] == 0 and answer["prompt_eval_count"] > 20
-    fields = {"prompt": TEXTS[0]}
-    old = embedding_client.post("/api/embeddings", json=fields).json()
-    assert np.array_equal(old["embedding"], embedding_model.embed(TEXTS[0])[0])
     assert embedding_client.post("/api/embed", json={"model": "embedding"}).json()["embeddings"] == []
-    assert embedding_client.post("/api/embeddings", json={"prompt": ""}).json() == {"embedding": []}
     long = "word " * 700
     assert embedding_client.post("/api/embed", json={"input": long, "dimensions": 4}).json()["prompt_eval_count"] == 512
     refused = embedding_client.post("/api/embed", json={"input": long, "truncate": False})
     assert refused.status_code == 400 and "the context holds 512" in refused.json()["error"]
     assert embedding_client.post("/api/show", json={"model": "embedding"}).json()["capabilities"] == ["embedding"]
-
-
-def test_llama_server(embedding_client: TestClient, embedding_model: Model):
-    expected = embedding_model.embed(TEXTS)
-    for path, name in (("/embedding", "content"), ("/embeddings", "input")):
-        answer = embedding_client.post(path, json={name: TEXTS, "embd_normalize": 2}).json()
-        assert [each["index"] for each in answer] == [0, 1]
-        assert np.array_equal([each["embedding"][0] for each in answer], expected)
-    assert embedding_client.post("/embedding", json={"content": "x", "embd_normalize": -1}).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -117,33 +104,12 @@ def test_refusals(embedding_client: TestClient, fields: dict[str, Any], words: s
     assert answered.status_code == 400 and words in answered.json()["error"]["message"]
 
 
-def test_a_long_text_is_an_error_for_openai(embedding_client: TestClient):
-    error = embedding_client.post("/v1/embeddings", json={"input": "word " * 700}).json()["error"]
-    assert error["code"] == "context_length_exceeded"
-    assert embedding_client.post("/v1/embeddings", json={"input": "x", "model": "other"}).status_code == 200
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_chat_model_says_why_it_gives_none(client: TestClient, path: str):
     answered = client.post(path, json={"input": "x", "prompt": "x"})
     assert answered.status_code == 501
     assert "pooling_type" in answered.text and "pooling=" in answered.text
     assert "embedding" not in client.post("/api/show", json={}).json()["capabilities"]
-
-
-def test_the_demo_with_a_pooling(target_path: Path):
-    """Real weights: texts on one subject are nearer to each other than to another, and it still answers."""
-    service = Service("demo")
-    with edgespec.load(target_path, threads=TEST_THREADS, reproducible=False, pooling="mean") as opened:
-        service.use(opened)
-        client = TestClient(create_app(service), base_url=BASE_URL)
-        texts = ["Find me a bus to Fresno.", "I need a bus to San Jose.", "The recipe needs two eggs and butter."]
-        data = client.post("/v1/embeddings", json={"input": texts}).json()["data"]
-        first, second, other = (np.array(each["embedding"]) for each in data)
-        assert first @ second > first @ other
-        assert {"completion", "embedding"} <= set(client.post("/api/show", json={}).json()["capabilities"])
-        assert client.post("/v1/completions", json={"prompt": "A", "max_tokens": 2}).status_code == 200
-        service.require().scheduler.close()
 
 
 def test_an_encoder(tmp_path: Path):

@@ -179,29 +179,6 @@ def test_streams_begin_while_it_is_loaded(host: Host, monkeypatch: pytest.Monkey
     assert b"cannot" not in rest and rest.count(b"\n") > 1  # a random answer may be a single word
 
 
-def test_a_request_that_only_loads_it_may_take_long_too(host: Host, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
-    host.unload()
-    host.gate.clear()
-
-    async def main() -> None:
-        client = Client(create_app(host.service), "/api/generate", messages=None, max_tokens=None, model="demo")
-        await reached(lambda: client.sent)
-        host.gate.set()
-        await client.task
-        assert [part["type"] for part in client.sent] == ["http.response.start", "http.response.body"]
-        assert json.loads(client.body)["done_reason"] == "load"
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_a_wrong_request_that_waited_has_its_status(host: Host, is_stream: bool):
-    host.unload()
-    answer = host.client.post("/v1/chat/completions", json=FIELDS | {"stream": is_stream, "nothing": 1})
-    assert answer.status_code == 400
-
-
 def test_a_stop_during_a_load_ends_it(host: Host):
     host.unload()
     host.gate.clear()
@@ -243,14 +220,6 @@ def test_a_client_that_leaves_while_it_waits_disturbs_nobody(host: Host):
     host.unload()  # nobody is counted as using it
 
 
-def test_waiting_for_the_load_counts_in_the_time_of_a_request(hosts: list[Host]):
-    host = Host(timeout_s=0.3)
-    hosts.append(host)
-    host.unload()
-    host.gate.clear()
-    assert host.client.post("/v1/chat/completions", json=FIELDS).status_code == 504
-
-
 def test_nothing_is_unloaded_under_an_answer(hosts: list[Host]):
     host = Host(idle_s=0.02)
     hosts.append(host)
@@ -285,15 +254,6 @@ def test_ollamas_keep_alive_of_an_answer(host: Host):
     until(lambda: host.is_unloaded)
     assert host.ollama()["done_reason"] == "load" and host.num_loads == 2
     assert expires_in_s() > 1e9  # and ends when the model is loaded again
-
-
-@pytest.mark.parametrize(("path", "empty"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
-def test_unloading_what_is_not_loaded_loads_nothing(host: Host, path: str, empty: dict[str, Any]):
-    for name in ("demo", "other"):
-        assert host.ollama(path, keep_alive=0, **empty | {"model": name})["done_reason"] == "unload"
-        until(lambda: host.is_unloaded)
-    assert host.num_loads == 1
-    assert host.client.post(path, json={"model": "demo", "keep_alive": "soon"} | empty).status_code == 400
 
 
 # -- Streams while a long prompt is read: the response begins, pings follow, and clients may leave at any time
@@ -417,18 +377,6 @@ def test_a_response_that_has_begun_ends_as_failed(service: Service, gate: Gate):
         assert failed["sequence_number"] == error["sequence_number"] + 1
         assert failed["response"]["status"] == "failed"
         assert failed["response"]["error"] == {"code": error["code"], "message": error["message"]}
-
-    asyncio.run(main())
-
-
-def test_a_failure_in_the_first_seconds_has_a_status(service: Service, gate: Gate):
-    async def main() -> None:
-        client = streamed(service, PATHS[0])
-        await asyncio.sleep(0.2)
-        assert not client.sent
-        gate.open(EngineError("it broke"))
-        await client.task
-        assert client.sent[0]["status"] == 500
 
     asyncio.run(main())
 

@@ -16,7 +16,7 @@ from asgi_client import Client
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
-from edgespec.server.completions import fill_prompt, read_completion
+from edgespec.server.completions import read_completion
 from edgespec.server.native import File, end_of_block, fitted, read_infill, read_native
 from edgespec.server.ollama import read_generate_request
 from edgespec.server.scheduler import Scheduler
@@ -229,19 +229,6 @@ def events(client: TestClient, **fields: Any) -> Iterator[dict[str, Any]]:
         yield json.loads(event.removeprefix("data: "))
 
 
-def test_a_streamed_completion(client: TestClient, expected: Any):
-    *parts, last = events(client, prompt="The capital of", n_probs=2, timings_per_token=True, **GREEDY)
-    assert "".join(part["content"] for part in parts) == expected.text
-    assert [part["stop"] for part in (*parts, last)] == [False] * len(parts) + [True]
-    assert [token for part in parts for token in part["tokens"]] == list(expected.token_ids)
-    assert all(part["timings"]["predicted_n"] for part in parts)
-    probs = [each for part in parts for each in part["completion_probabilities"]]
-    whole = native(client, prompt="The capital of", n_probs=2, **GREEDY)
-    assert probs == whole["completion_probabilities"] and len(probs[0]["top_logprobs"]) == 2
-    assert probs[0]["id"] == expected.token_ids[0] == probs[0]["top_logprobs"][0]["id"]
-    assert last["content"] == "" and last["timings"]["predicted_n"] == len(expected.token_ids)
-
-
 def test_an_applied_template_can_be_continued(client: TestClient, model: Model, greedy: Sampling):
     expected = model.chat(MESSAGES, greedy, GenerateOptions(max_tokens=24, drafter="none")).result()
     prompt = native(client, "/apply-template", messages=MESSAGES)["prompt"]
@@ -262,12 +249,6 @@ def test_a_prompt_of_texts_and_ids(client: TestClient, model: Model, expected: A
     assert native(client, prompt=["The capital of"], **GREEDY)["content"] == expected.text
     mixed = native(client, prompt=[ids[0], model.decode(ids[1:])], **GREEDY)
     assert mixed["content"] == expected.text and mixed["prompt"] == "The capital of"
-
-
-def test_biases_as_pairs(client: TestClient, expected: Any):
-    first = expected.token_ids[0]
-    biased = native(client, prompt="The capital of", logit_bias=[[first, False]], return_tokens=True, **GREEDY)
-    assert biased["tokens"][0] != first
 
 
 def test_biases_as_texts_and_as_an_object(client: TestClient, model: Model, expected: Any):
@@ -384,15 +365,6 @@ def test_the_health_path_needs_no_key(service: Service):
     client = TestClient(create_app(service), base_url=BASE_URL)
     assert client.get("/v1/health").status_code == 200
     assert client.get("/props").status_code == client.post("/completion", json={}).status_code == 401
-
-
-def test_a_prompt_that_is_read_tells_its_progress(client: TestClient):
-    fields = {"prompt": "one two three " * 100, "return_progress": True, "stream": True, "samplers": [], **GREEDY}
-    events = client.post("/completion", json=fields).text.removesuffix("\n\n").split("\n\n")
-    parts = [json.loads(event.removeprefix("data: ")) for event in events]
-    told = [part["prompt_progress"] for part in parts if "prompt_progress" in part]
-    assert told[-1]["processed"] == told[-1]["total"] == parts[-1]["tokens_evaluated"] and len(told) > 1
-    assert all(part["content"] == "" for part in parts[: len(told)])
 
 
 # -- Filling gaps, as editors ask for it: `suffix` of completions, `/infill`; and control tokens in raw prompts
@@ -553,30 +525,6 @@ def test_an_answer_in_llama_servers_form(coder: TestClient) -> None:
     assert (word["content"], word["stop_type"], word["stopping_word"]) == ("a", "word", " +")
 
 
-def test_llama_servers_fields_mean_what_they_do_elsewhere(coder: TestClient) -> None:
-    off = {"min_keep": 0, "mirostat": 0, "dry_multiplier": 0, "n_keep": 0, "t_max_prompt_ms": 500}
-    answered = coder.post("/infill", json=GAP | off | {"n_predict": 1, "cache_prompt": False})
-    assert answered.status_code == 200 and "cache_prompt" in answered.headers["X-Edgespec-Note"]
-    for wrong in ({"mirostat": 2}, {"id_slot": 99}):
-        assert coder.post("/infill", json=GAP | wrong).status_code == 400
-
-
-def test_drafting_is_told(coder: TestClient) -> None:
-    drafting = {"drafter": "ngram", "draft_length": 4}  # what auto does depends on how quick passes are
-    timings = fill(coder, **GAP, grammar=writing("a" * 40), speculative=drafting)["timings"]
-    assert timings["draft_n"] > 0 and sum(timings["draft_n_by_drafter"].values()) == timings["draft_n"]
-
-
-def test_chosen_fields_and_a_prompt_that_is_only_read(coder: TestClient) -> None:
-    """llama.vim asks for a few fields, and sends its other files ahead with n_predict 0."""
-    fields = ["content", "timings/prompt_n", "timings/nothing", "nothing"]
-    answer = fill(coder, **GAP, grammar=writing("a"), response_fields=fields)
-    assert {*answer} == {"content", "timings/prompt_n"} and answer["content"] == "a"
-    read = fill(coder, **GAP, n_predict=0)
-    assert (read["content"], read["tokens_predicted"]) == ("", 0)
-    assert read["tokens_evaluated"] > 20
-
-
 FORMS: dict[str, dict[str, Any]] = {"/completion": {"prompt": "a = "}, "/infill": GAP}
 
 
@@ -683,29 +631,12 @@ def test_both_paths_refuse_the_same(coder: TestClient, path: str, fields: dict[s
     assert answered.status_code == 400 and said in answered.json()["error"]["message"], answered.text
 
 
-def test_an_answer_ends_with_its_block(coder: TestClient) -> None:
-    body = GAP | {"grammar": writing("a\n    b\n\n      c\n  d\n    e"), "n_indent": 4}
-    answer = fill(coder, **body)
-    assert (answer["content"], answer["stop_type"]) == ("a\n    b\n\n      c\n  ", "limit")
-    streamed = coder.post("/infill", json=body | {"stream": True}).text.split("\n\n")
-    parts = [json.loads(line.removeprefix("data: ")) for line in streamed if line]
-    assert "".join(part["content"] for part in parts) == answer["content"]
-    assert fill(coder, **body | {"n_indent": 0})["content"].endswith("d\n    e")
-
-
 @pytest.mark.parametrize(
     ("text", "end"), [("a", None), ("a\n", None), ("a\n  ", None), ("a\n  b", 4), ("a\n    b\n\n", None), ("\nb", 1)]
 )
 def test_where_a_block_ends(text: str, end: int | None) -> None:
     assert end_of_block(text, 4) == end and end_of_block(text, 0) is None
     assert end_of_block(text, 4, text.rfind("\n") + 1) == end  # the lines before it have none
-
-
-def test_an_answer_may_have_a_limit_of_time_once_it_has_a_line(coder: TestClient) -> None:
-    long = writing("a\n" + "b" * 200)
-    assert len(fill(coder, **GAP, grammar=long, t_max_predict_ms=1)["content"]) < 200
-    assert len(fill(coder, **GAP, grammar=writing("b" * 100), t_max_predict_ms=1)["content"]) == 100
-    assert len(fill(coder, **GAP, grammar=long, t_max_predict_ms=-1)["content"]) == 202
 
 
 @pytest.mark.parametrize(
@@ -742,10 +673,3 @@ def test_other_models_refuse_by_name(client: TestClient) -> None:
         assert answered.status_code == 501, answered.text
         assert "Qwen2.5-Coder" in json.dumps(answered.json())
     assert client.post("/v1/completions", json={"prompt": "a", "suffix": "", "max_tokens": 1}).status_code == 200
-
-
-def test_the_prompt_is_the_documented_order(coder_model: Model) -> None:
-    tokens = coder_model.target.vocabulary.fim
-    assert tokens is not None
-    expected = [tokens.prefix, 1, tokens.suffix, 2, tokens.middle]
-    assert fill_prompt(coder_model.target.vocabulary, tokens, [1], [2]) == expected

@@ -82,14 +82,6 @@ def test_control_tokens_are_read_in_raw_prompts_and_where_they_are_asked_for(cli
     assert [piece["id"] for piece in pieces] == client.post("/tokenize", json={"content": "a b"}).json()["tokens"]
 
 
-def test_a_token_that_is_part_of_a_character_has_bytes(client: TestClient):
-    text = "Hello world\n é🦄"
-    found = client.post("/tokenize", json={"content": text, "with_pieces": True}).json()["tokens"]
-    pieces = [each["piece"] for each in found]
-    assert b"".join(bytes(each) if isinstance(each, list) else each.encode() for each in pieces) == text.encode()
-    assert "\n" in pieces and any(isinstance(each, list) for each in pieces)
-
-
 def test_the_model_is_listed(client: TestClient, model: Model):
     (listed,) = client.get("/v1/models").json()["data"]
     assert listed["id"] == "demo" and listed["meta"]["n_ctx"] == model.context_length
@@ -191,19 +183,6 @@ def test_why_nothing_was_drafted(model: Model):
 def metrics(client: TestClient) -> dict[str, float]:
     lines = client.get("/metrics").text.splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-
-
-def test_metrics_by_drafter_and_position(client: TestClient):
-    timings = complete(client, **DRAFTING)["timings"]
-    found = metrics(client)
-    assert found['edgespec_drafter_tokens_total{drafter="model"}'] == timings["draft_n"]
-    assert found['edgespec_drafter_tokens_accepted_total{drafter="model"}'] == timings["draft_n_accepted"]
-    drafted, accepted = (
-        [found.get(f'edgespec_draft_tokens_{kind}per_position_total{{position="{i}"}}', 0) for i in range(3)]
-        for kind in ("", "accepted_")
-    )
-    assert sum(drafted) == timings["draft_n"] and drafted[0] == found["edgespec_draft_rounds_total"]
-    assert all(one >= other for one, other in zip(drafted, accepted, strict=True))
 
 
 def test_positions_of_a_tree_are_counted_once():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -14,8 +13,8 @@ from starlette.testclient import TestClient
 
 import edgespec
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.loading.model_facts import QUANTIZATIONS
 from edgespec.server.chat import placed
-from edgespec.server.facts import QUANTIZATIONS, _of_headers
 from edgespec.server.http_errors import HttpError
 from edgespec.server.ollama import read_keep_alive
 from edgespec.server.web import NOTES
@@ -185,13 +184,6 @@ def test_the_model_is_listed_and_shown(client: TestClient, model: Model):
     assert client.post("/api/show", json={"name": "other"}).json() == shown
 
 
-def test_a_gguf_without_a_manifest_has_a_digest(model: Model, tmp_path: Path):
-    path = tmp_path / "copy.gguf"
-    path.write_bytes(model.pair.target.read_bytes())
-    found = _of_headers((path,))
-    assert len(found.digest) == 64 and (found.family, found.quantization) == ("llama", "Q8_0")
-
-
 def test_quantizations_have_the_names_of_llama_cpp():
     ours = set(QUANTIZATIONS.items())
     theirs = {(kind.value, re.sub("^(MOSTLY|ALL)_", "", kind.name)) for kind in gguf.LlamaFileType}
@@ -214,12 +206,6 @@ def test_log_probabilities_of_ollama(client: TestClient, path: str, more: dict[s
     for each in streamed:
         assert len(each["top_logprobs"]) == 7 and each["top_logprobs"][0]["logprob"] >= each["logprob"]
         assert bytes(each["bytes"]).decode() == each["token"]
-
-
-def test_fields_of_ollama_that_ask_for_nothing(client: TestClient):
-    options = {"typical_p": 1.0, "mirostat": 0, "mirostat_tau": 5.0, "num_predict": 1, "use_mmap": True}
-    options |= {"use_mlock": True, "low_vram": False, "f16_kv": True, "vocab_only": False, "logits_all": False}
-    assert post(client, "/api/chat", messages=QUESTION, options=options, truncate=True, stream=False)["done"]
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
@@ -375,24 +361,6 @@ def test_a_search_that_is_forced_is_an_error(client: TestClient):
     assert answered.status_code == 400 and "no tools" in answered.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", ["adaptive", "enabled", "disabled"])
-def test_thinking_of_a_model_that_never_does(client: TestClient, kind: str):
-    fields = TITLE | {"thinking": {"type": kind}, "output_config": None}
-    answered = client.post(PATH, json=fields)
-    assert answered.status_code == 200 and ("thinking" in answered.headers[NOTES]) == (kind != "disabled")
-
-
-def test_a_system_message_in_the_middle(client: TestClient):
-    turns = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "user", "content": "A table for two."},
-    ]
-    answered = client.post(PATH, json=TITLE | {"messages": turns, "output_config": None})
-    assert answered.status_code == 200 and "messages" not in answered.headers[NOTES]  # this template shows it
-
-
 ONE_SYSTEM = """{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% set messages = messages[1:] %}
 {% endif %}{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('roles must alternate') }}{% endif %}{{ message.role }}: {{ message.content }}
@@ -488,8 +456,3 @@ def test_errors_name_what_was_sent(client: TestClient, path: str, body: dict[str
     message = error if isinstance(error, str) else error["message"]
     assert answered.status_code == 400 and message.startswith(f"{name} "), answered.text
     assert isinstance(error, str) or error.get("param", name) == name
-
-
-def test_the_whole_context_may_be_penalised(client: TestClient):
-    body = {"prompt": "x", "max_tokens": 1, "repeat_last_n": -1, "repeat_penalty": 1.1}
-    assert client.post("/v1/completions", json=body).status_code == 200

@@ -38,7 +38,8 @@ def test_nothing_else_is_sent(path: str):
 
 def test_the_files_use_nothing_from_elsewhere():
     client = TestClient(create_app(Service("demo")), base_url=BASE_URL)
-    texts = {path: client.get(path).text for path in PATHS}
+    own = [path for path in PATHS if not path.startswith("/static/vendor/")]  # what others wrote, the policy keeps
+    texts = {path: client.get(path).text for path in own}
     for path, text in texts.items():
         addresses = set(re.findall(r"https?://[\w./-]+", text)) - {"http://www.w3.org/2000/svg"}
         assert not addresses, path
@@ -53,7 +54,7 @@ def test_the_files_use_nothing_from_elsewhere():
 
 def test_every_button_does_something():
     client = TestClient(create_app(Service("demo")), base_url=BASE_URL)
-    code = "".join(client.get(path).text for path in PATHS if path.endswith(".js"))
+    code = "".join(client.get(path).text for path in PATHS if path.endswith(".js") and "/vendor/" not in path)
     names = set(re.findall(r'data-do="([\w-]+)"', client.get("/").text))
     ids = set(re.findall(r'\$\("([\w-]+)"\)', code))
     assert {name for name in names if not re.search(rf'(?:"{name}"|\b{name})\s*[:(]', code)} == set()

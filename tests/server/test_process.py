@@ -23,7 +23,9 @@ import pytest
 
 from demo import ROOT, TEST_THREADS
 from edgespec import GenerateOptions, LoadOptions, Model
+from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.fit import MOST_SEQUENCES
 from edgespec.memory.plan import planned
 from serving import ENDS_WITHIN_S, errors_of, read_line, served
 from several import DRAFT, ONNX, PATHS, second_demo
@@ -89,8 +91,9 @@ def test_names_and_seeds_of_the_command_line(private_home: Path):
         url = read_line(process)["url"]
         assert [each["id"] for each in httpx.get(url + "/v1/models").json()["data"]] == ["mine", "gpt-5"]
         about = httpx.get(url + "/props").json()
-        assert about["total_slots"] == 1  # memory for one answer at a time
-        assert not any("answers" in part["name"] for part in about["memory"]["parts"])
+        has_room = library_path() is not None  # the kernels take memory as texts grow, llama.cpp at once
+        assert about["total_slots"] == (MOST_SEQUENCES if has_room else 1)
+        assert any("answers" in part["name"] for part in about["memory"]["parts"]) == has_room
         answers = [ask(url, "hi", max_tokens=1, model=name).json() for name in ("mine", "gpt-5", "other")]
         assert {answer["model"] for answer in answers} == {"mine"}
         assert len({answer["seed"] for answer in answers}) == 3
@@ -344,16 +347,6 @@ def _try(url: str, model: str) -> None:
         return
 
 
-def test_clients_of_both_at_once(private_home: Path):
-    with served(private_home, PATHS[ONNX], *CONTEXT, "--reproducible") as process:
-        url = read_line(process)["url"]
-        expected = {name: complete(url, name).json()["choices"] for name in ("demo", "target")}
-        names = ["demo", "target", "target", "demo"] * 4
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda name: complete(url, name).json(), names))
-        assert all(answer["choices"] == expected[name] for name, answer in zip(names, answers, strict=True))
-
-
 def test_the_sidecar_serves_several_too(private_home: Path):
     with served(private_home, PATHS[ONNX], "--stdio", "-c", "1024") as process:
         assert process.stdin is not None
@@ -410,21 +403,6 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         log = errors_of(process)
         assert log.count("note: answer: ") == 4  # from the engine's thread
         assert log.count("the model is unloaded") == 4 and log.count("is loaded again") == 3 and "Traceback" not in log
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_a_signal_while_it_is_loaded_again_ends_it(private_home: Path):
-    with served(private_home, "--port", "0", "--idle-unload", "0.2") as process:
-        url = read_line(process)["url"]
-        until(lambda: not is_loaded(url), process=process)
-        asking = subprocess.Popen(
-            [sys.executable, "-c", f"import urllib.request as r; r.urlopen('{url}/tokenize', b'{{}}')"]
-        )
-        until(lambda: is_loaded(url) or asking.poll() is not None, process=process)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(ENDS_WITHIN_S) == 0
-        asking.wait(ENDS_WITHIN_S)
-        assert "Traceback" not in errors_of(process)
 
 
 def test_the_sidecar_unloads_too(private_home: Path):
@@ -490,18 +468,6 @@ def test_openai_responses(client_url: str):
             client.responses.create(**fields, previous_response_id="resp_1")
         with pytest.raises(openai.InternalServerError, match="not supported"):
             client.embeddings.create(model="demo", input="x", encoding_format="float")
-
-
-def test_openai_with_timings_per_token(client_url: str):
-    """The extension does not disturb a client that checks the shape of every part."""
-    openai = pytest.importorskip("openai", reason="the openai package is not installed")
-    fields = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 16, "stream": True}
-    strict = {"max_retries": 0, "_strict_response_validation": True}
-    with openai.OpenAI(base_url=client_url + "/v1", api_key="any", **strict) as client:
-        parts = list(client.chat.completions.create(**fields, extra_body={"timings_per_token": True}))
-    text = "".join(part.choices[0].delta.content or "" for part in parts)
-    told = [token for part in parts for token in part.model_extra.get("tokens", ())]
-    assert text and "".join(token["text"] for token in told) == text
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

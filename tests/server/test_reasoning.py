@@ -110,18 +110,6 @@ def test_the_command_line_switches_reasoning_off(path: Path, target_path: Path) 
         assert found.exit_code == 2 and said in found.output
 
 
-def test_a_chat_refuses_the_switch_at_once_where_there_is_none(path: Path, target_path: Path) -> None:
-    words = ["--no-reproducible", "-n", "1", "--seed", "1"]
-    lines = "/set thinking off\nhello\n/unset thinking\n"
-    found = CliRunner().invoke(cli, ["chat", str(target_path), *words], input=lines)
-    assert "no switch for reasoning" in found.stderr and "thinking is not set" in found.stderr
-    assert "cut at 1 token:" in found.stderr, "the setting did not change, and the message is answered"
-    found = CliRunner().invoke(cli, ["chat", str(path), *words], input=lines)
-    assert "thinking = off" in found.stderr and "cut at 1 token:" in found.stderr
-    found = CliRunner().invoke(cli, ["chat", str(target_path), "--no-thinking", *words], input="hello\n")
-    assert found.exit_code == 2 and found.stderr.count("no switch for reasoning") == 1
-
-
 # -- reasoning told apart
 
 THINKS = TEMPLATE + "{% if tools %}<tool_call>{% endif %}{# <think> #}"

@@ -20,12 +20,12 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from edgespec.cli.serve import command
-from edgespec.errors import ConfigError, EngineError, ModelFileError, Unreachable
+from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server import facts
 from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import parse_object
-from edgespec.server.run import Binding, bind
+from edgespec.server.run import Binding
 from edgespec.server.service import Limits, Service
 from edgespec.server.web import NOTES, Bodies
 from serving import BASE_URL
@@ -95,14 +95,6 @@ def test_null_and_harmless_fields_are_accepted(client: TestClient):
         CHAT, json={"messages": MESSAGES, "max_tokens": 1, "response_format": {"type": "text"}} | fields
     )
     assert answered.status_code == 200, answered.text
-
-
-@pytest.mark.parametrize("name", ["gpt-5", "../../etc/passwd", "/etc/passwd", "models/demo"])
-def test_names_of_models_are_not_paths(client: TestClient, name: str):
-    answered = client.post(CHAT, json={"model": name, "messages": MESSAGES, "max_tokens": 1})
-    assert (answered.status_code, answered.json()["model"]) == (200, "demo")
-    assert answered.headers[NOTES] == "model: demo answers, the only model here"
-    assert client.get(f"/v1/models/{name.replace('/', '%2F')}").json()["id"] == "demo"
 
 
 def test_a_model_that_is_alone_answers_to_any_name(service: Service):
@@ -402,13 +394,6 @@ def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyP
     assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403
 
 
-def test_a_taken_port_is_said_and_nothing_stays_open():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port"):
-            bind(Binding(port=taken.getsockname()[1]))
-        gc.collect()  # a socket that is open would be told of
-
-
 NAMES = [
     "evil.example",
     "evil.example:80",
@@ -437,11 +422,6 @@ def test_a_page_under_a_rented_name_is_not_our_own(service: Service):
     assert guarded(service, hosts=()).get("/v1/models", headers=page).status_code == 401
     known = page | {"Authorization": "Bearer secret"}
     assert guarded(service, hosts=()).get("/v1/models", headers=known).status_code == 200
-
-
-def test_a_server_for_others_takes_any_host(service: Service):
-    client = guarded(service, hosts=())
-    assert client.get("/v1/models", headers={"Host": "box.local:8080"}).status_code == 200
 
 
 def test_a_lost_rpc_server_is_a_matter_of_time_and_not_named_to_clients():

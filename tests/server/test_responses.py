@@ -9,8 +9,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.chat.tools import ToolCall
-from edgespec.server.responses import freeform_input
 from edgespec.server.web import NOTES
 
 PATH = "/v1/responses"
@@ -158,12 +156,6 @@ def test_control_tokens_of_a_client_stay_text(client: TestClient, model: Model):
     assert ids.count(marks) == plain.count(marks)
 
 
-def test_what_is_not_supported_is_501(client: TestClient):
-    for path in ("/infill", "/v1/embeddings"):  # the demo has no tokens to fill gaps with
-        answered = client.post(path, json={"input": "x"})
-        assert answered.status_code == 501 and answered.json()["error"]["code"] == "not_supported"
-
-
 # -- Requests to /v1/responses as Codex sends them: what is meant for OpenAI's servers does not stop an answer
 
 
@@ -233,11 +225,6 @@ def test_a_turn_of_the_agent(client: TestClient):
     assert found[-1]["response"]["truncation"] == "disabled" and found[-1]["response"]["reasoning"]["effort"] is None
 
 
-def test_a_conversation_that_does_not_fit_is_an_error_though_it_might_be_cut(client: TestClient):
-    answered = client.post(PATH, json=REQUEST | {"input": "x " * 5000})
-    assert (answered.status_code, answered.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_freeform_tool_is_called_with_a_text(client: TestClient, is_stream: bool):
     """It is forced, as the model here would hardly choose it; its text cannot be one of the grammar's."""
@@ -277,11 +264,3 @@ def test_a_freeform_call_and_its_output_are_read_as_a_functions(client: TestClie
         {"type": "function_call_output", "call_id": "call_1", "output": "Done!"},
     )
     assert freeform == function
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(json.dumps({"input": DIFF}), DIFF), ('{"patch": 1}', '{"patch": 1}'), ("{", "{"), ('{"input": 5}',) * 2],
-)
-def test_the_text_of_a_freeform_call(arguments: str, text: str):
-    assert freeform_input(ToolCall("apply_patch", arguments, "call_1")) == text

@@ -18,8 +18,8 @@ from asgi_client import Client
 from bench_table import table_model
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.contained import Containment
-from edgespec.errors import EdgespecError, SamplingError
-from edgespec.server import app, web
+from edgespec.errors import EdgespecError
+from edgespec.server import app
 from edgespec.server.app import create_app
 from edgespec.server.facts import health
 from edgespec.server.http_errors import HttpError
@@ -65,18 +65,6 @@ def test_jobs_are_run_in_order(scheduler: Scheduler, model: Model):
     asyncio.run(main())
 
 
-def test_an_answer_that_is_read_whole_comes_at_once(scheduler: Scheduler, model: Model):
-    async def main() -> None:
-        parts, whole = await scheduler.submit([job(model, GenerateOptions(max_tokens=60, ignore_eos=True))] * 2)
-        whole.read_whole()
-        groups = [[events async for events in ticket] for ticket in (parts, whole)]
-        assert len(groups[0]) > 1 and len(groups[1]) == 1
-        shown = [[event.token_id for events in found for event in events] for found in groups]
-        assert shown[0] == shown[1] and len(shown[0]) == 60
-
-    asyncio.run(main())
-
-
 def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Scheduler, model: Model):
     async def main() -> None:
         running = await begin(scheduler, model)
@@ -105,17 +93,6 @@ def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Model):
         ticket.cancel()
         assert await text_of(ticket) == ""
         assert ticket.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
-
-    asyncio.run(main())
-
-
-def test_a_bad_job_takes_no_place(scheduler: Scheduler, model: Model):
-    bad = Job(model.encode("x"), Sampling(logit_bias={10**6: 1.0}), SHORT)
-
-    async def main() -> None:
-        with pytest.raises(SamplingError):
-            await scheduler.submit([job(model), bad])
-        assert scheduler.num_waiting == 0
 
     asyncio.run(main())
 
@@ -251,31 +228,6 @@ def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service,
         assert service.metrics.finished == {"cancelled": 1, "length": 1}
         assert service.metrics.new_tokens < 1900
 
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_leaves_just_when_its_request_is_queued(
-    service: Service, model: Model, monkeypatch: pytest.MonkeyPatch, is_stream: bool
-):
-    """Where the server says once that it left, what waits for the answer learns of it all the same."""
-    clients: list[Client] = []
-    usual = web._queued
-
-    async def leaving(*given: Any) -> Any:
-        found = await usual(*given)
-        clients[0].leave()
-        await asyncio.sleep(0)  # who watched the connection until now takes the message
-        return found
-
-    async def main() -> None:
-        bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
-        clients.append(Client(create_app(service), stream=is_stream, logit_bias=bias))
-        await clients[0].task
-        await reached(lambda: service.require().scheduler.num_running == 0)
-        assert service.metrics.new_tokens < 1900 and service.metrics.finished.keys() <= {"cancelled"}
-
-    monkeypatch.setattr(web, "_queued", leaving)
     asyncio.run(main())
 
 

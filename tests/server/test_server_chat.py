@@ -101,10 +101,6 @@ def test_a_stream_has_strict_deltas(client, model, greedy, plain):
     assert parts[-1]["timings"]["predicted_n"] == len(expected.token_ids)
 
 
-def test_without_include_usage_no_chunk_has_it(client):
-    assert all("usage" not in chunk and chunk["choices"] for chunk in stream(client, temperature=0))
-
-
 def test_a_prompt_read_before_is_cached(client):
     first, second = (post(client, temperature=0)["usage"] for _ in range(2))
     assert second["prompt_tokens_details"]["cached_tokens"] == first["prompt_tokens"] - 1
@@ -169,11 +165,6 @@ def test_a_biased_token_is_never_sampled(client, model, greedy, plain):
     first = model.chat(QUESTION, greedy, plain).result().token_ids[0]
     (choice,) = post(client, temperature=0, logprobs=True, logit_bias={str(first): -100})["choices"]
     assert bytes(choice["logprobs"]["content"][0]["bytes"]).decode() != model.decode([first])
-
-
-def test_the_limit_of_tokens_ends_an_answer(client):
-    answer = post(client, temperature=0, max_tokens=None, max_completion_tokens=2)
-    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize(("verbosity", "is_noted"), [("medium", False), ("low", True)])
@@ -319,13 +310,6 @@ def test_every_protocol_goes_on_with_the_last_message(client: TestClient, expect
     assert response["output"][0]["content"][0]["text"] == expected.text
 
 
-def test_a_streamed_answer_holds_the_new_text_only(client: TestClient, expected: Any) -> None:
-    body = {"messages": BEGUN, "max_tokens": 24, "temperature": 0, "stream": True}
-    lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected.text
-
-
 def test_the_begun_text_counts_as_prompt(client: TestClient, expected: Any) -> None:
     counted = post_to(client, "/v1/messages/count_tokens", messages=BEGUN)
     assert counted == {"input_tokens": len(expected.prompt_token_ids)}
@@ -344,11 +328,6 @@ def test_what_cannot_hold_for_both_parts_is_refused(client: TestClient, fields: 
     answered = client.post("/v1/chat/completions", json={"messages": BEGUN, "max_tokens": 4} | fields)
     assert answered.status_code == 400
     assert "Leave out that message" in answered.json()["error"]["message"]
-
-
-def test_calls_may_follow_a_begun_text(client: TestClient) -> None:
-    chat = post_to(client, "/v1/chat/completions", messages=BEGUN, max_tokens=4, tools=[NO_ARGUMENTS])
-    assert chat["choices"][0]["message"]["role"] == "assistant"
 
 
 # -- Conversations that hold what a text model cannot read, or what a model wrote wrongly, go on in every protocol
@@ -411,13 +390,6 @@ def test_the_model_sees_what_was_written(client: TestClient) -> None:
     assert BROKEN in client.post("/apply-template", json={"messages": chat(content="no")["messages"]}).json()["prompt"]
 
 
-def test_a_result_of_null_is_an_empty_one(client: TestClient) -> None:
-    shown = [
-        client.post("/apply-template", json={"messages": chat(content=each)["messages"]}).json() for each in ("", None)
-    ]
-    assert shown[0] == shown[1]
-
-
 # -- `return_progress`: how much of the prompt is read, told in a stream while it is
 
 
@@ -459,11 +431,6 @@ def test_the_passes_of_a_prompt_are_told(client: TestClient, path: str, fields: 
     plain = parts(client, path, **fields)
     assert not any("prompt_progress" in part for part in plain)
     assert "".join(map(text_of, plain)) == "".join(map(text_of, again))
-
-
-def test_without_a_stream_it_has_no_effect(client: TestClient):
-    answered = client.post("/v1/chat/completions", json=LONG_CHAT | {"max_tokens": 4, "return_progress": True})
-    assert answered.status_code == 200 and "prompt_progress" not in answered.json()
 
 
 def test_it_is_sent_while_the_prompt_is_read(service: Service, model: Model, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import edgespec
-from asgi_client import PINGS, Client
+from asgi_client import Client
 from demo import TEST_THREADS
 from edgespec import LoadOptions, Sampling
 from edgespec.errors import CapabilityError, ModelFileError
@@ -300,22 +300,6 @@ def test_a_damaged_model_is_found_out_before_another_makes_way(host: Host):
     assert [host[name].num_loads for name in (GGUF, ONNX)] == [1, 0]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
-def test_streams_begin_while_another_model_answers_and_is_unloaded(host: Host, hasty: None, path: str):
-    async def main() -> None:
-        host[ONNX].gate.clear()
-        options: dict[str, Any] = {"options": {"num_predict": 4}, "max_tokens": None} if path == "/api/chat" else {}
-        client = Client(host.app, path, **{"max_tokens": 4, "model": ONNX, "stream": True} | options)
-        ping = PINGS.get(path, b": ping\n\n")
-        await reached(lambda: len(client.sent) > 2 if ping else client.sent)
-        host[ONNX].gate.set()
-        await client.task
-        assert sum(part["type"] == "http.response.start" for part in client.sent) == 1
-        assert b'"error"' not in client.body and not client.sent[-1]["more_body"]
-
-    asyncio.run(main())
-
-
 def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     host = hosts(limits={"max_queued": 1})
 
@@ -400,14 +384,6 @@ def test_ollamas_keep_alive_is_of_one_model(hosts: MakeHost):
     assert host.loaded == [ONNX] and host[ONNX].num_loads == 1
 
 
-def test_an_unused_model_goes_by_time_and_leaves_its_place(hosts: MakeHost):
-    host = hosts(idle_unload_s=0.2)
-    until(lambda: host[GGUF].is_closed)
-    host.ask(ONNX)
-    until(lambda: host[ONNX].is_closed)
-    host.ask(GGUF)
-
-
 # -- What the files of a model say of it before it is loaded, and what a load says then
 
 
@@ -447,11 +423,3 @@ def test_it_is_told_as_after_its_load(tmp_path: Path, kind: str, options: dict[s
     assert before.context_length == after.context_length
     unknown = {"total_slots", "device", "reproducible"}
     assert {key for key, value in after.properties.items() if before.properties[key] != value} <= unknown
-
-
-def test_a_template_of_ones_own_is_told(tmp_path: Path):
-    chosen = LoadOptions(model=str(write_model(tmp_path / "model.gguf")))
-    told = at_rest("name", chosen, resolve_pair(chosen), Sampling(), 7, "<think>{{ messages }}</think>")
-    assert told.shown["template"] == told.properties["chat_template"] == "<think>{{ messages }}</think>"
-    assert "thinking" in told.shown["capabilities"]
-    assert told.properties["default_generation_settings"]["params"]["max_tokens"] == 7

@@ -86,24 +86,6 @@ def test_a_request_is_cancelled_while_it_runs_or_waits(sidecar: subprocess.Popen
     assert ends[begun]["usage"]["prompt_tokens"] > 0 and isinstance(ends[begun]["seed"], int)
 
 
-def test_a_request_is_cancelled_at_once(sidecar: subprocess.Popen[bytes]):
-    send(sidecar, {"op": "generate", "id": "a", "prompt": "x " * 100, "ignore_eos": True}, {"op": "cancel", "id": "a"})
-    (end,) = [event for event in events_until(sidecar, "a") if event["event"] == "done"]
-    assert end["finish_reason"] == "cancelled" and end.keys() >= {"usage", "timings", "seed"}
-
-
-def test_log_probabilities_come_with_the_text(sidecar: subprocess.Popen[bytes]):
-    fields = {"max_tokens": 4, "temperature": 0}
-    chat = {"op": "chat", "id": "c", "messages": QUESTION, "logprobs": True, "top_logprobs": 2, **fields}
-    send(sidecar, chat, {"op": "generate", "id": "g", "prompt": "Once", "logprobs": 2, **fields})
-    events = events_until(sidecar, "c", "g")
-    for name in ("c", "g"):
-        deltas = [event for event in events if event["id"] == name and event["event"] == "delta"]
-        told = [each for event in deltas for each in event["logprobs"]["content"]]
-        assert len(told) > 1 and all(len(each["top_logprobs"]) == 2 for each in told)
-        assert "".join(each["token"] for each in told) == "".join(event["text"] for event in deltas)
-
-
 def test_a_second_request_of_an_id_does_not_end_the_first(sidecar: subprocess.Popen[bytes]):
     # as long as the context allows: it cannot be over before the second line is read
     request = {"op": "generate", "id": "twice", "prompt": "x", "ignore_eos": True}
@@ -157,20 +139,6 @@ def test_a_sidecar_ends_with_its_parent(sidecar: subprocess.Popen[bytes]):
     assert sidecar.wait(ENDS_WITHIN_S) == 0
     sidecar.stdin = None
     assert "Traceback" not in errors_of(sidecar)
-
-
-def test_a_model_that_is_not_there_is_one_line(private_home: Path, tmp_path: Path):
-    missing = tmp_path / "none.gguf"
-    with served(private_home, "--stdio", "-md", str(missing)) as process:
-        assert process.wait(ENDS_WITHIN_S) == 2
-        (line,) = errors_of(process).splitlines()
-        assert line.startswith("error: no draft file")
-
-
-def test_options_of_http_are_refused(private_home: Path):
-    with served(private_home, "--stdio", "--port", "8080") as process:
-        assert process.wait(ENDS_WITHIN_S) == 2
-        assert "leave out --port" in errors_of(process)
 
 
 def test_close_ends_it(private_home: Path):

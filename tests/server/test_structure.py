@@ -111,11 +111,15 @@ def test_what_of_a_schema_is_not_kept_is_a_note(client: TestClient):
 
 
 def test_an_id_of_64_bits_is_never_another_one(client: TestClient):
-    ban = tool("ban", {"type": "object", "properties": {"user": {"enum": [1145141919810364365]}}, "required": ["user"]})
-    fields = {"messages": QUESTION, "tools": [ban], "tool_choice": "required"}
+    user = {"enum": [1145141919810364365]}
+    ban = {"type": "object", "properties": {"user": user}, "required": ["user"], "additionalProperties": False}
+    fields: dict[str, Any] = {"messages": QUESTION, "tools": [tool("ban", ban)], "tool_choice": "required"}
+    (found,) = post(client, CHAT, **fields)["choices"]
+    assert json.loads(found["message"]["tool_calls"][0]["function"]["arguments"]) == {"user": 1145141919810364365}
+    fields["tools"] = [tool("ban", ban | {"minProperties": 1})]
     answered = client.post(CHAT, json=fields)
     assert answered.status_code == 400
-    words = "tools.0.function.parameters cannot be used: at properties.user: the value 1145141919810364365 cannot be"
+    words = "tools.0.function.parameters cannot be used: the value 1145141919810364365 cannot be kept exactly beside"
     assert words in answered.json()["error"]["message"]
 
 

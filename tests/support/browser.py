@@ -153,6 +153,11 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
+    def choose_files(self, selector: str, *paths: Path) -> None:
+        """Have a field for files hold these, as its dialog does."""
+        found = self.send("Runtime.evaluate", expression=f"document.querySelector({json.dumps(selector)})")["result"]
+        self.send("DOM.setFileInputFiles", files=[str(path) for path in paths], objectId=found["objectId"])
+
     def write(self, text: str) -> None:
         """Type into what has the focus."""
         self.send("Input.insertText", text=text)

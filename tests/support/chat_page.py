@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from browser import Browser
 
 READY = "document.querySelector('#state').dataset.state === 'ready'"
 COMPLETE = "!document.querySelector('.running') && document.querySelector('.assistant .meta button')"
-TEXT = "[...document.querySelectorAll('.assistant .text')].at(-1).textContent"
+TEXT = "[...document.querySelectorAll('.assistant > .text')].at(-1).textContent"
+STORED = """new Promise((resolve) => {
+  const opening = indexedDB.open("edgespec");
+  opening.onsuccess = () => {
+    const asked = opening.result.transaction("conversations").objectStore("conversations").getAll();
+    asked.onsuccess = () => { opening.result.close(); resolve(asked.result); };
+  };
+})"""
+
+
+def stored(browser: Browser) -> list[dict[str, Any]]:
+    """The conversations in the browser's database."""
+    found: list[dict[str, Any]] = browser.value(STORED)
+    return found
+
+
+def forget(browser: Browser) -> None:
+    """Remove all conversations and preferences, and load the page anew."""
+    code = "for (const { id } of s.conversations()) await s.removeConversation(id); localStorage.clear()"
+    browser.value(f"import('/static/store.js').then(async (s) => {{ {code} }})")
+    browser.value("history.replaceState(null, '', '/')")
+    browser.reload()
+    browser.until(READY)
+
+
+def put(browser: Browser, *contents: str, **fields: Any) -> dict[str, Any]:
+    """Store a conversation of the user and the model in turns, as another page of the browser would."""
+    messages = [{"role": ("user", "assistant")[place % 2], "content": each} for place, each in enumerate(contents)]
+    value = {"id": "x", "messages": messages} | fields
+    code = (
+        f"Promise.all(['store', 'thread'].map((each) => import(`/static/${{each}}.js`))).then(([s, t]) => "
+        f"s.putConversation(t.readConversation({json.dumps(value)})))"
+    )
+    assert browser.value(code)
+    return value
 
 
 def choose(browser: Browser, **fields: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from demo import TEST_THREADS
 from edgespec.cli.main import cli
 from edgespec.export.check import open_engine
 from edgespec.formats.manifest import ModelPair
-from edgespec.types import Batch, Progress, no_progress
+from edgespec.types import Batch
 
 CHILD = """
 import sys
@@ -55,19 +53,3 @@ def agreement(pair: ModelPair) -> float:
         likeliest = target.forward(Batch.chain(ids)).argmax(axis=1)
     with open_engine("onnx", pair.draft, 64, TEST_THREADS) as draft:
         return float((draft.forward(Batch.chain(ids)).argmax(axis=1) == likeliest).mean())
-
-
-class Interrupted:
-    """A reporter that stops an export when a stage begins; `notes` is what it was told."""
-
-    def __init__(self, at: str = "") -> None:
-        self._at, self.notes = at, list[str]()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Progress]:
-        if self._at and title.startswith(self._at):
-            raise KeyboardInterrupt
-        yield no_progress

@@ -15,7 +15,7 @@ torch: Any = pytest.importorskip("torch", reason="training needs torch: scripts/
 transformers: Any = pytest.importorskip("transformers", reason="targets are read by it: scripts/run.py install train")
 
 import distill as script  # noqa: E402
-from distill import Distiller, Plan, distill, principal_embedding, student_config  # noqa: E402
+from distill import Distiller, Plan, distill  # noqa: E402
 from tiny_training import write_target  # noqa: E402
 from trainlib.hub import OwnText, Target, agreement  # noqa: E402
 
@@ -124,23 +124,6 @@ def test_acceptance_is_what_a_plain_loop_finds(target: Target) -> None:
                 count += 1
     found = agreement(target.model, student, texts, 24)
     assert found == (pytest.approx(hits / count), pytest.approx(overlap / count, rel=1e-5))
-
-
-def test_an_embedding_in_all_its_directions_keeps_likeness() -> None:
-    torch.manual_seed(0)
-    embedding = torch.randn(50, 8)
-    found = principal_embedding(embedding, 8)
-    centred = embedding - embedding.mean(dim=0)
-    wanted = centred @ centred.T
-    torch.testing.assert_close(found @ found.T / (found @ found.T).norm(), wanted / wanted.norm(), atol=1e-4, rtol=1e-3)
-
-
-def test_sizes_that_do_not_fit_are_refused(target: Target) -> None:
-    for changes in ({"hidden": 40, "heads": 3}, {"heads": 4, "kv_heads": 3}, {"init": (2, 1)}, {"init": (0, 3)}):
-        with pytest.raises(ConfigError, match="--"):
-            student_config(Plan(**{"hidden": 32, **changes}), target.config)
-    with pytest.raises(ConfigError, match="--window"):
-        Plan(window=64, reply_tokens=64)
 
 
 def test_documents_are_read_from_every_kind_of_file_and_bad_lines_named(tmp_path: Path) -> None:

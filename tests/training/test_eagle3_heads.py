@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="the tiny heads need the package gguf: scripts/run.py install export")
 
@@ -20,18 +18,15 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from eagle3 import check_heads, write_heads
 from edgespec import GenerateOptions, Sampling
-from edgespec.cli.main import cli
-from edgespec.drafters.eagle import LayersEagleDrafter
 from edgespec.drafters.head_layer import numpy_layer
 from edgespec.engines.base import Engine
 from edgespec.engines.head import NewPairs, Pairs
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.eagle import OnnxLayer
-from edgespec.errors import ModelFileError
 from edgespec.export.check import ExportRefused, limits_of
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.writer import convert_hub
-from edgespec.formats.head_file import HeadFile, read_head_file, write_head_file
+from edgespec.formats.head_file import HeadFile, read_head_file
 from lossless import PROMPTS
 from tiny_checkpoints import write_checkpoint as write_tiny
 from tiny_head import write_checkpoint
@@ -151,17 +146,6 @@ def test_a_quantised_layer_is_that_of_numpy(heads: Path):
         assert np.corrcoef(exact.ravel(), quantised.ravel())[0, 1] > 0.999
 
 
-def test_what_is_read_step_by_step_is_what_is_read_at_once(heads: Path):
-    given = read_head_file(heads)
-    layers = given.manifest.layers
-    states, ids = given.probe_states, given.probe_ids
-    rows = []
-    for steps in ([len(ids) - 1], range(1, len(ids))):
-        with closing(LayersEagleDrafter(given, 4096, frozenset(), layers)) as drafter:
-            rows.append([drafter.scores_behind(ids[: at + 1], states[:at]).copy() for at in steps][-1])
-    np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
-
-
 def test_the_script_makes_files_that_draft(head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "heads.npz"
     assert script.main([str(head), str(TARGET), "-o", str(output), "--model", str(GRAPH)]) == 0
@@ -173,12 +157,6 @@ def test_the_script_makes_files_that_draft(head: Path, tmp_path: Path, capsys: p
     assert script.main([str(head), str(TARGET), "-o", str(tmp_path / "head.gguf"), "--model", str(model_path)]) == 0
     assert script.main([str(head), str(TARGET), "-o", str(tmp_path / "other.npz")]) == 2
     assert "--model is missing" in capsys.readouterr().err
-
-
-def test_export_names_the_script_for_such_a_head(head: Path, tmp_path: Path):
-    given = ["export", str(TARGET), "--draft", str(head), "--to", "onnx", "-o", str(tmp_path / "pair")]
-    done = CliRunner().invoke(cli, given)
-    assert done.exit_code == 2 and "scripts/train/eagle3.py" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("fault", ["fc", "frequencies", "embedding_norm"])
@@ -193,35 +171,3 @@ def test_a_wrong_conversion_is_refused(fault: str, head: Path, tmp_path: Path, m
     write_heads(head, TARGET, opened, tmp_path / "heads.npz")
     with pytest.raises(ExportRefused, match=r"heads\.npz is wrong and was removed: compared with numpy"):
         check_heads(head, TARGET, opened, tmp_path / "heads.npz")
-
-
-def test_a_head_for_another_target_is_refused(heads: Path, tmp_path: Path):
-    other = DEMO / "onnx" / "draft" / "model.onnx"
-    with pytest.raises(edgespec.errors.EdgespecError, match=r"layer|holds heads for another target"):
-        edgespec.load(str(other), heads=heads)
-
-
-def damaged(heads: HeadFile, **manifest: Any) -> HeadFile:
-    return dataclasses.replace(heads, manifest=dataclasses.replace(heads.manifest, **manifest))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"generation": 2}, "of generation 2 for layers .*: such heads are not known"),
-        ({"layers": ()}, "for layers \\(\\): such heads are not known"),
-        ({"ffn": 95}, "gate_proj must be"),
-        ({"norms_features": True}, "feature_norm must be"),
-    ],
-)
-def test_files_that_do_not_fit_themselves_are_refused(change: dict[str, Any], said: str, heads: Path, tmp_path: Path):
-    made = damaged(read_head_file(heads), **change)
-    write_head_file(tmp_path / "bad.npz", made)
-    with pytest.raises(ModelFileError, match=said):
-        read_head_file(tmp_path / "bad.npz")
-
-
-def test_a_file_without_its_embedding_is_refused(heads: Path, tmp_path: Path):
-    write_head_file(tmp_path / "bad.npz", dataclasses.replace(read_head_file(heads), embedding=None))
-    with pytest.raises(ModelFileError, match="embedding must be"):
-        read_head_file(tmp_path / "bad.npz")

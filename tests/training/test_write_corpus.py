@@ -47,14 +47,6 @@ def test_without_a_template_texts_are_written_from_nothing(
     assert len(set(batch(model, 0))) > 1
 
 
-def test_a_model_that_never_ends_a_question_writes_from_nothing(
-    model: edgespec.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = OwnText(model)
-    monkeypatch.setattr(own, "_questions", lambda opening: [])
-    assert next(own.batches())
-
-
 def test_loops_are_cut_where_they_begin_again() -> None:
     text = np.arange(100, 140, dtype=np.int32)
     loop = np.tile(np.array([1, 2, 3, 4, 5], np.int32), 9)

@@ -12,10 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from edgespec.engines.onnx.graph import CacheEntry, Graph
-from edgespec.engines.onnx.head import FLOAT, producers
+from edgespec.engines.onnx.head import FLOAT
 from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16, drop_dead
 from edgespec.errors import CapabilityError
 
@@ -25,7 +23,7 @@ _ACTIVATIONS, _TABLES = (0, 1, 2), (7, 8)  # query, key and value, or all in the
 _POSITIONS, _BIAS = 9, 10
 # Operators of our exports and conversions that have a kernel there for what they get: float32, float16, int64 and uint8
 # codes. Not Shape and what computes with its result, which ONNX Runtime keeps on the processor.
-_STANDARD = "Add AveragePool Cast Concat Div Gather Gelu Gemm MatMul Mul Pad Reshape ScatterND Sigmoid Split Sub Tanh"
+_STANDARD = "Add AveragePool Cast Concat Div Gather Gelu Gemm MatMul Mul Pad Reshape Sigmoid Split Sub Tanh"
 _OTHERS = "GatherBlockQuantized MatMulNBits SimplifiedLayerNormalization SkipSimplifiedLayerNormalization Transpose"
 WITH_KERNELS = frozenset({ATTENTION, *_STANDARD.split(), *_OTHERS.split()})
 
@@ -51,7 +49,6 @@ def adapted(graph: Graph, provider: str, head_size: int) -> Graph:
     if not graph.is_half:
         _declare(model.graph, {entry.past for entry in graph.cache} | {entry.present for entry in graph.cache})
         _cast(model.graph)
-    _spread_without_shapes(model.graph, graph.vocabulary_size)
     drop_dead(model.graph)
     return replace(
         graph,
@@ -123,32 +120,6 @@ def _cast(graph: Any) -> None:
     copies = [type(node).FromString(node.SerializeToString()) for node in nodes]  # of what clearing would free
     del graph.node[:]
     graph.node.extend(copies)
-
-
-def _spread_without_shapes(graph: Any, tokens: int) -> None:
-    """Fill the logits of tokens that a draft lacks without computing a shape, which is done on the processor.
-
-    Of `formats.onnx.drafted`, whose logits [n, batch, rows] are scattered into [tokens, batch, rows] of LACKS: these
-    are a column of LACKS added to nothing, which is a kept token's logits times 0.
-    """
-    from onnx import helper, numpy_helper
-
-    from edgespec.formats.onnx.drafted import LACKS  # imports onnx
-
-    made = producers(graph)
-    for place, node in enumerate(graph.node):
-        joined = made.get(node.input[1]) if node.op_type == "Expand" else None
-        counted = made.get(joined.input[1]) if joined is not None and joined.op_type == "Concat" else None
-        if counted is None or counted.op_type != "Shape":
-            continue
-        stored = {"first": np.zeros(1, np.int64), "none": np.float32(0), "lacks": np.full((tokens, 1, 1), LACKS)}
-        names = {name: f"edgespec.cuda.{name}" for name in stored}
-        graph.initializer.extend(numpy_helper.from_array(np.asarray(stored[name]), names[name]) for name in stored)
-        one, nothing, result = f"{names['first']}.row", f"{names['none']}.row", node.output[0]
-        node.CopyFrom(helper.make_node("Add", [nothing, names["lacks"]], [result], result))
-        graph.node.insert(place, helper.make_node("Mul", [one, names["none"]], [nothing], nothing))
-        graph.node.insert(place, helper.make_node("Gather", [counted.input[0], names["first"]], [one], one, axis=0))
-        return
 
 
 def _halved(entry: CacheEntry) -> CacheEntry:

@@ -116,6 +116,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (settings.max_rows * cells + unused),
         context_length=settings.context_length,
         sequences=use.max_sequences,
+        grows=bool(graph.head_sizes),
     )
     return found if use.provider in ("auto", "cpu") else _on_device(found, files)
 
@@ -160,8 +161,8 @@ def _on_device(found: Footprint, files: int) -> Footprint:
     What its driver takes of this machine's memory is not known from any file.
     """
     device = found.packed - _SESSION_BYTES + found.mapped + found.cache + found.compute
-    here = {"mapped": 0, "packed": _SESSION_BYTES, "cache": 0, "compute": 0, "loading": 0, "reserved": files}
-    return replace(found, device=device, loading_mapped=files, **here)
+    gone = replace(found, mapped=0, packed=_SESSION_BYTES, cache=0, compute=0, loading=0, reserved=files)
+    return replace(gone, device=device, loading_mapped=files)
 
 
 def _read(source: Source) -> tuple[Graph, Products]:

@@ -119,10 +119,8 @@ def read_graph(
         quantise_cache(graph, attention, cache_scales)
     cache = () if own else _cache_entries(graph, path)
     if hidden_states:
-        from edgespec.formats.onnx import hidden_scales  # imports numpy
-
         layers = [_attention_of(own, attention, layer, path) for layer in state_layers]
-        give_hidden(graph, path, layers, hidden_scales.read(model))
+        give_hidden(graph, path, layers)
     if attention:
         rewrite_attention(graph, attention, is_half)
         keep_wanted_rows(graph, path)

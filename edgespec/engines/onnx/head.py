@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tiles import NORM
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
 UNARY_AFTER_HEAD = frozenset({"Cast", "Div", "Mul", "Tanh", "Where", "Add"})
-SPREAD = {
-    "Pad": 0,
-    "Split": 0,
-    "Concat": 0,
-    "Transpose": 0,
-    "ScatterND": 2,
-}  # join the logits of parts of a vocabulary: which input to follow
 TO_CODES = frozenset({"Cast", "Add", "Round", "Div"})  # from the rows to the inputs of an integer product
 READ_ROWS = frozenset({"Abs", "Div"})  # for the scale, for the codes
 
@@ -51,8 +40,8 @@ def head_of(graph: Any, path: Path) -> Any:
     """The operator that turns hidden states into logits. Raises ModelFileError for one of an unknown kind."""
     made = producers(graph)
     head = made[LOGITS]
-    while head.op_type in UNARY_AFTER_HEAD or head.op_type in SPREAD:
-        value = head.input[SPREAD.get(head.op_type, 0)]
+    while head.op_type in UNARY_AFTER_HEAD:
+        value = head.input[0]
         if value not in made:
             break
         head = made[value]
@@ -72,15 +61,12 @@ def _rows_of(graph: Any, head: Any) -> tuple[str, list[Any]]:
     return rows, [node for node in graph.node if node.op_type in READ_ROWS and rows in node.input]
 
 
-def give_hidden(
-    graph: Any, path: Path, attention: Sequence[Any] = (), scales: NDArray[np.float32] | None = None
-) -> None:
+def give_hidden(graph: Any, path: Path, attention: Sequence[Any] = ()) -> None:
     """Make the input of the head an output of the graph, in float32, with the inputs of some layers before it.
 
-    `attention`: the attention operators of these layers; `scales` [width]: what the head's input was divided by, and is
-    multiplied by again in the output. Raises CapabilityError for an unknown width or structure.
+    `attention`: the attention operators of these layers. Raises CapabilityError for an unknown width or structure.
     """
-    from onnx import helper, numpy_helper
+    from onnx import helper
 
     if any(value.name == HIDDEN for value in graph.output):
         if attention:
@@ -98,10 +84,6 @@ def give_hidden(
     names = [f"edgespec.state.{place}" for place in range(len(states))]
     for state, name in zip(states, names, strict=True):
         graph.node.append(helper.make_node("Cast", [state], [name], to=FLOAT, name=name))
-    if scales is not None and scales.size == width:
-        graph.initializer.append(numpy_helper.from_array(scales, "edgespec.hidden_scales"))
-        graph.node.append(helper.make_node("Mul", [names[-1], "edgespec.hidden_scales"], ["edgespec.own_state"]))
-        names[-1] = "edgespec.own_state"
     graph.node.append(helper.make_node("Concat", names, [HIDDEN], axis=-1, name="give_hidden_states"))
     shape = [1, "sequence_length", width * len(states)]
     graph.output.append(helper.make_tensor_value_info(HIDDEN, FLOAT, shape))

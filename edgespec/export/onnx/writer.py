@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from edgespec.engines.onnx.calibration import TEXT
 from edgespec.engines.onnx.source import GgufTiles
-from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx.hub_model import HubModel, copy_companions
 from edgespec.export.onnx.weights import FILE_TYPES, GgufWeights, HubWeights, QuantisedTiles
@@ -25,7 +20,6 @@ from edgespec.formats.gguf.model import GgufModel, read_model
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx import MODEL
-from edgespec.formats.onnx.drafted import ReducedHead
 from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
 from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
 from edgespec.formats.onnx.graph import Nodes
@@ -36,37 +30,6 @@ from edgespec.installation import require_engine
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.platform.machine import products_saturate
 from edgespec.types import Progress, no_progress
-
-
-@dataclass(frozen=True, slots=True)
-class DraftVocabulary:
-    """The tokens that a draft's head keeps: those that `text` has most of, then those with the lowest ids.
-
-    Byte pair vocabularies are numbered in the order in which their tokens were merged, the commonest first, so that a
-    short text is enough to find what that order misses, such as the single letters that some keep last.
-    """
-
-    size: int
-    text: str = TEXT
-
-    def check(self, vocabulary_size: int) -> None:
-        """Raise ConfigError where these are not fewer tokens than a draft has."""
-        if self.size >= vocabulary_size:
-            raise ConfigError(
-                f"--draft-vocab {self.size}: the draft has {vocabulary_size} tokens; give fewer, or omit it"
-            )
-
-    def applied(self, config: LlamaConfig, folder: Path) -> LlamaConfig:
-        """The same with `drafted` tokens; `folder` holds the tokenizer. Raises ConfigError where there are no more."""
-        self.check(config.vocab_size)
-        vocabulary = TokenizerFile(folder, config.vocab_size)
-        counts = np.zeros(config.vocab_size, np.int64)
-        token_ids = np.array(vocabulary.encode(self.text))
-        np.add.at(counts, token_ids[token_ids < config.vocab_size], 1)
-        ends = [token_id for token_id in vocabulary.end_ids if token_id < config.vocab_size]
-        counts[ends] = np.iinfo(np.int64).max  # a draft that cannot end goes on behind every answer
-        likeliest = np.argsort(-counts, kind="stable")[: self.size]
-        return replace(config, drafted=tuple(np.sort(likeliest).tolist()))
 
 
 def open_gguf(path: Path) -> GgufModel:
@@ -86,19 +49,15 @@ def convert_gguf(
     quant: str,
     group_size: int | None = None,
     progress: Progress = no_progress,
-    *,
-    vocabulary: DraftVocabulary | None = None,
 ) -> Path:
     """Write graph, weights, tokenizer and configuration into the empty `folder`; the path of model.onnx.
 
-    `vocabulary`: the tokens of a draft. Raises ModelFileError for damaged weights or a vocabulary that cannot be
-    written, and what `write_graph` raises.
+    Raises ModelFileError for damaged weights or a vocabulary that cannot be written, and what `write_graph` raises.
     """
     check_form(quant)
     write_tokenizer_files(model.header, folder)
     (folder / "config.json").write_text(json.dumps(model.hub_config(), indent=2) + "\n", encoding="utf-8")
-    config = vocabulary.applied(model.config, folder) if vocabulary else model.config
-    return write_graph(folder, config, GgufWeights(model), quant, group_size, progress)
+    return write_graph(folder, model.config, GgufWeights(model), quant, group_size, progress)
 
 
 def convert_hub(
@@ -107,19 +66,16 @@ def convert_hub(
     quant: str,
     group_size: int | None = None,
     progress: Progress = no_progress,
-    *,
-    vocabulary: DraftVocabulary | None = None,
 ) -> Path:
     """Write graph and weights into the empty `folder`, with copies of tokenizer, chat template and settings.
 
-    `vocabulary`: the tokens of a draft. Returns the path of model.onnx. Raises ModelFileError for damaged weights or a
-    folder without tokenizer.json, and what `write_graph` raises.
+    Returns the path of model.onnx. Raises ModelFileError for damaged weights or a folder without tokenizer.json, and
+    what `write_graph` raises.
     """
     check_form(quant)
     _check_tokenizer(model.checkpoint.folder, model.config.vocab_size)
     copy_companions(model.checkpoint.folder, folder)
-    config = vocabulary.applied(model.config, folder) if vocabulary else model.config
-    return write_graph(folder, config, HubWeights(model), quant, group_size, progress)
+    return write_graph(folder, model.config, HubWeights(model), quant, group_size, progress)
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -143,14 +99,12 @@ def write_graph(
 ) -> Path:
     """Write graph and weights into `folder`; the path of model.onnx.
 
-    The head has the tokens `config.drafted` where these are given. `group_size`: weights that share a scale, None: 64,
-    in int4 32. Raises OSError, and what `check_form`, `QuantisedTiles` and `weights` raise.
+    `group_size`: weights that share a scale, None: 64, in int4 32. Raises OSError, and what `check_form`,
+    `QuantisedTiles` and `weights` raise.
     """
     check_form(quant)
     stored = weights if isinstance(weights, StoredBlocks) else None
     own_tiles = weights if isinstance(weights, GgufTiles) else None
-    if config.drafted:
-        weights = ReducedHead(weights, config.drafted)
     form: Callable[[Nodes], Form]
     if quant in TILED:
         form = partial(Tiles, QuantisedTiles(weights, quant, config.num_layers, own_tiles))

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
-from edgespec.formats.onnx.drafted import spread
 from edgespec.formats.onnx.forms import Form
 from edgespec.formats.onnx.graph import DataWriter, MemoryWriter, Nodes
 from edgespec.formats.onnx.llama_config import LlamaConfig
@@ -274,15 +273,11 @@ class _Graph:
     def _head(self) -> None:
         state = self._norm(f"layers.{self._config.num_layers}/final_norm_layernorm", is_last=True)
         cap = self._config.logit_cap
-        drafted = self._config.drafted
-        last = "/lm_head/drafted_logits" if drafted else "logits"
-        found = self._product("/lm_head/MatMul", state, ("lm_head",), "" if cap else last)
+        found = self._product("/lm_head/MatMul", state, ("lm_head",), "" if cap else "logits")
         if cap:
             found = self._scalar("Div", found, cap, "/lm_head/softcap/Div")
             self._nodes.add("Tanh", [found], ["/lm_head/softcap/Tanh/output_0"], "/lm_head/softcap/Tanh")
-            self._scalar("Mul", "/lm_head/softcap/Tanh/output_0", cap, "/lm_head/softcap/Mul", last)
-        if drafted:
-            spread(self._nodes, last, drafted, self._config.vocab_size, "logits")
+            self._scalar("Mul", "/lm_head/softcap/Tanh/output_0", cap, "/lm_head/softcap/Mul", "logits")
 
 
 class _KernelGraph(_Graph):

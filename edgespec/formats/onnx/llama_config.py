@@ -17,8 +17,7 @@ class LlamaConfig:
     `rope_divisors` of the rotary frequencies [head_dim / 2]; layers in `windowed_layers` see the last `window` tokens,
     and rotate by `window_rope_theta`, undivided, where that is given; `biases`: the products that have one, such as
     "q_proj"; `has_head_norms` of queries and keys; `has_post_norms`: attention and feed-forward results are normed
-    too; `logit_cap`: logits are cap * tanh(logits / cap); `drafted`: the only tokens that the head has rows for,
-    ascending, where these are not all.
+    too; `logit_cap`: logits are cap * tanh(logits / cap).
     """
 
     hidden_size: int
@@ -43,7 +42,6 @@ class LlamaConfig:
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
-    drafted: tuple[int, ...] = ()
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> Self:

@@ -117,8 +117,9 @@ struct Path {
   const char* name;
   bool (*is_supported)();
   // Row `row` of a block of `rows` rows: x [k] -> activations [k / inputs][rows]; [rows][k] if inputs is 1. With a gate x is
-  // [2 k], and what is quantised is silu or gelu of its first half times its second.
-  void (*quantise)(int inputs, int gate, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out);
+  // [2 k], and what is quantised is silu or gelu of its first half times its second. Returns whether the row is uneven: what its codes
+  // leave, which goes to `rest` [k] (or null), is worth a second product.
+  bool (*quantise)(int inputs, int gate, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out, float* rest);
   // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's first output.
   void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last);
   const Attention* attention;

@@ -29,7 +29,7 @@ EXPORT int32_t edgespec_product(int32_t type, const uint8_t* tiles, int64_t n, i
   const Path& path = path_in_use();
   for (int64_t start = 0; start < m; start += kRowBlock) {
     const int rows = int(m - start < kRowBlock ? m - start : kRowBlock);
-    for (int r = 0; r < rows; r++) path.quantise(format(type).inputs, kNoGate, x + (start + r) * k, k, r, rows, scratch);
+    for (int r = 0; r < rows; r++) path.quantise(format(type).inputs, kNoGate, x + (start + r) * k, k, r, rows, scratch, nullptr);
     path.product(type, tiles, n, k, scratch, rows, y + start * n, n, bias, first_tile, last_tile);
   }
   return 0;

@@ -75,32 +75,91 @@ constexpr int kKinds = 3, kInputs[kKinds] = {1, 32, 256};
 int kind_of(int64_t type) { const int inputs = format(int32_t(type)).inputs; return inputs == 256 ? 2 : inputs == 32 ? 1 : 0; }
 
 struct Run {
+  struct Rows {
+    int64_t count;
+    uint8_t* activations[kKinds];  // null: not needed
+    const float* bias;
+    float* y[kMatrices];
+    int64_t stride[kMatrices];
+  };
   const MatMul* m;
   const Path* path;
-  const float *x, *bias;  // rows of this batch
+  const float* x;
   const uint8_t* tiles[kMatrices];
-  uint8_t* activations[kKinds];  // null: not needed
-  float* y[kMatrices];
-  int64_t stride[kMatrices], first_tile[kMatrices + 1], rows, block_rows, pieces;
+  int64_t first_tile[kMatrices + 1], block_rows, pieces;
+  Rows rows;  // of this batch
+  Rows rest;  // what the codes of some of them, `rest_of`, leave: 15 bits instead of 8
+  int64_t rest_of[kBatch];
+  bool is_uneven[kBatch];
 
   int64_t inputs() const { return m->gate ? 2 * m->k : m->k; }
-  uint8_t* block(int kind, int64_t row) const { return activations[kind] + activation_bytes(kInputs[kind], m->k, row); }
-  int64_t rows_of_block(int64_t row) const { return rows - row < block_rows ? rows - row : block_rows; }
+  int64_t rows_of_block(const Rows& all, int64_t row) const { return all.count - row < block_rows ? all.count - row : block_rows; }
+  uint8_t* block(const Rows& all, int kind, int64_t row) const { return all.activations[kind] + activation_bytes(kInputs[kind], m->k, row); }
+  // Codes of row `row` of `to`. With `left` [k] that gets what they leave.
+  bool quantise(int kind, int gate, const float* from, const Rows& to, int64_t row, float* left) const {
+    const int64_t start = row / block_rows * block_rows;
+    return path->quantise(kInputs[kind], gate, from, m->k, row - start, rows_of_block(to, start), block(to, kind, start), left);
+  }
+  void multiply(const Rows& some, int64_t begin, int64_t end) const;
 };
 void ORT_CALL quantise_row(void* with, size_t row) {
-  const Run& run = *static_cast<const Run*>(with);
-  const int64_t start = int64_t(row) / run.block_rows * run.block_rows;
+  Run& run = *static_cast<Run*>(with);
+  run.is_uneven[row] = false;
   for (int kind = 0; kind < kKinds; kind++)
-    if (run.activations[kind]) run.path->quantise(kInputs[kind], int(run.m->gate), run.x + int64_t(row) * run.inputs(), run.m->k, int64_t(row) - start, run.rows_of_block(start), run.block(kind, start));
+    if (run.rows.activations[kind] && run.quantise(kind, int(run.m->gate), run.x + int64_t(row) * run.inputs(), run.rows, int64_t(row), nullptr)) run.is_uneven[row] = true;
 }
-// One piece of all the matrices' tiles, for all rows: its weights stay in the second-level cache.
+// Where activations of `rows` rows lie, one kind after another. Returns the bytes of them all.
+int64_t place(const MatMul& m, int64_t rows, int64_t* offset) {
+  int64_t size = 0;
+  for (int kind = 0; kind < kKinds; kind++) offset[kind] = -1;
+  for (size_t i = 0; i < m.count; i++) {
+    const int kind = kind_of(m.types[i]);
+    if (offset[kind] < 0) { offset[kind] = size; size += (activation_bytes(kInputs[kind], m.k, rows) + 63) & ~63; }
+  }
+  return size;
+}
+// Few rows are uneven, such as the first of a text, where one enormous value would cost its whole block the small ones.
+OrtStatus* quantise_rest(Run* run, Scratch* scratch) {
+  const MatMul& m = *run->m;
+  int64_t offset[kKinds], count = 0;
+  for (int64_t row = 0; row < run->rows.count; row++) if (run->is_uneven[row]) run->rest_of[count++] = row;
+  run->rest = {};
+  run->rest.count = count;
+  if (!count) return nullptr;
+  const int64_t size = place(m, count, offset);
+  if (!scratch->get(size_t(size) + size_t(m.k + count * m.all_outputs) * sizeof(float))) return error(kFail, "edgespec: out of memory");
+  float* left = reinterpret_cast<float*>(scratch->data + size);
+  for (size_t i = 0, at = 0; i < m.count; at += size_t(m.outputs[i++])) { run->rest.y[i] = left + m.k + at; run->rest.stride[i] = m.all_outputs; }
+  for (int kind = 0; kind < kKinds; kind++) if (offset[kind] >= 0) {
+    run->rest.activations[kind] = scratch->data + offset[kind];
+    for (int64_t i = 0; i < count; i++) {
+      run->quantise(kind, int(m.gate), run->x + run->rest_of[i] * run->inputs(), run->rows, run->rest_of[i], left);
+      run->quantise(kind, kNoGate, left, run->rest, i, nullptr);
+    }
+  }
+  return nullptr;
+}
+// The tiles begin..end of all the matrices' tiles, for some rows.
+void Run::multiply(const Rows& some, int64_t begin, int64_t end) const {
+  for (int64_t row = 0; row < some.count; row += block_rows) for (size_t i = 0, at = 0; i < m->count; at += size_t(m->outputs[i++])) {
+    const int64_t zero = first_tile[i], first = begin > zero ? begin : zero, last = end < first_tile[i + 1] ? end : first_tile[i + 1];
+    if (first < last) path->product(int32_t(m->types[i]), tiles[i], m->outputs[i], m->k, block(some, kind_of(m->types[i]), row), int(rows_of_block(some, row)), some.y[i] + row * some.stride[i], some.stride[i], some.bias ? some.bias + at : nullptr, first - zero, last - zero);
+  }
+}
+// One piece of the tiles, for all rows: its weights stay in the second-level cache.
 void ORT_CALL run_piece(void* with, size_t piece) {
   const Run& run = *static_cast<const Run*>(with);
   const MatMul& m = *run.m;
   const int64_t all = run.first_tile[m.count], begin = all * int64_t(piece) / run.pieces, end = all * int64_t(piece + 1) / run.pieces;
-  for (int64_t row = 0; row < run.rows; row += run.block_rows) for (size_t i = 0, at = 0; i < m.count; at += size_t(m.outputs[i++])) {
-    const int64_t zero = run.first_tile[i], first = begin > zero ? begin : zero, last = end < run.first_tile[i + 1] ? end : run.first_tile[i + 1];
-    if (first < last) run.path->product(int32_t(m.types[i]), run.tiles[i], m.outputs[i], m.k, run.block(kind_of(m.types[i]), row), int(run.rows_of_block(row)), run.y[i] + row * run.stride[i], run.stride[i], run.bias ? run.bias + at : nullptr, first - zero, last - zero);
+  run.multiply(run.rows, begin, end);
+  if (!run.rest.count) return;
+  run.multiply(run.rest, begin, end);
+  for (size_t i = 0; i < m.count; i++) {
+    const int64_t zero = run.first_tile[i], first = begin > zero ? (begin - zero) * kOutputs : 0, last = (end - zero) * kOutputs < m.outputs[i] ? (end - zero) * kOutputs : m.outputs[i];
+    for (int64_t r = 0; r < run.rest.count; r++) {
+      float* y = run.rows.y[i] + run.rest_of[r] * run.rows.stride[i];
+      for (int64_t o = first; o < last; o++) y[o] += run.rest.y[i][r * m.all_outputs + o];
+    }
   }
 }
 OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
@@ -116,7 +175,7 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
   if (value) {
     TRY(read(value, "bias", kTypeFloat, &bias));
     if (elements(bias, bias.rank) != m.all_outputs) return invalid("edgespec: TiledMatMul's bias has %lld elements, expected %lld", (long long)elements(bias, bias.rank), (long long)m.all_outputs);
-    run.bias = static_cast<const float*>(bias.data);
+    run.rows.bias = static_cast<const float*>(bias.data);
   }
   size_t separate;
   TRY(num_outputs(context, &separate));
@@ -125,37 +184,36 @@ OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
     run.tiles[i] = m.tiles[i];
     if (!run.tiles[i]) { TRY(input(context, 2 + i, &value)); TRY(read_tiles(value, kNames[2 + i], m.bytes[i], &run.tiles[i])); }
     run.first_tile[i + 1] = run.first_tile[i] + (m.outputs[i] + kOutputs - 1) / kOutputs;
-    run.stride[i] = separate > 1 ? m.outputs[i] : m.all_outputs;
+    run.rows.stride[i] = separate > 1 ? m.outputs[i] : m.all_outputs;
     work += m.bytes[i];
     if (separate > 1 || i == 0) {
       OrtValue* y; void* p;
-      x.dims[x.rank - 1] = run.stride[i];
+      x.dims[x.rank - 1] = run.rows.stride[i];
       TRY(output(context, i, x.dims, x.rank, &y));
       if (!y) return invalid("edgespec: TiledMatMul's output %zu has no name", i);
       TRY(data(y, &p));
-      run.y[i] = static_cast<float*>(p);
-    } else run.y[i] = run.y[0] + at;
+      run.rows.y[i] = static_cast<float*>(p);
+    } else run.rows.y[i] = run.rows.y[0] + at;
   }
   const int64_t rows = elements(x, x.rank - 1), batch = rows < kBatch ? rows : kBatch;
   run.block_rows = m.k > 4096 ? kRowBlock / 2 : kRowBlock;  // activations of a block stay in the second-level cache, too
-  int64_t size = 0, offset[kKinds] = {-1, -1, -1};
-  for (size_t i = 0; i < m.count; i++) {
-    const int kind = kind_of(m.types[i]);
-    if (offset[kind] < 0) { offset[kind] = size; size += (activation_bytes(kInputs[kind], m.k, batch) + 63) & ~63; }
-  }
+  int64_t offset[kKinds];
+  const int64_t size = place(m, batch, offset);
   Scratch scratch;
   if (rows && !scratch.get(size_t(size))) return error(kFail, "edgespec: out of memory");
-  for (int kind = 0; kind < kKinds; kind++) run.activations[kind] = offset[kind] < 0 ? nullptr : scratch.data + offset[kind];
+  for (int kind = 0; kind < kKinds; kind++) run.rows.activations[kind] = offset[kind] < 0 ? nullptr : scratch.data + offset[kind];
   // A piece reads 24 kB of weights at least, and there are enough of them for cores of unequal speed.
   const int64_t tiles = run.first_tile[m.count], most = tiles < 64 ? tiles : 64;
   run.pieces = work / 24576 < 1 ? 1 : work / 24576 < most ? work / 24576 : most;
   run.x = static_cast<const float*>(x.data);
   for (int64_t row = 0; row < rows; row += batch) {
-    run.rows = rows - row < batch ? rows - row : batch;
-    TRY(run_all(context, run.rows * m.k < 65536, quantise_row, run.rows, &run));
-    TRY(run_all(context, work / 8 * run.rows < 12288, run_piece, run.pieces, &run));
-    run.x += run.rows * run.inputs();
-    for (size_t i = 0; i < m.count; i++) run.y[i] += run.stride[i] * run.rows;
+    const int64_t count = run.rows.count = rows - row < batch ? rows - row : batch;
+    TRY(run_all(context, count * m.k < 65536, quantise_row, count, &run));
+    Scratch rest;
+    TRY(quantise_rest(&run, &rest));
+    TRY(run_all(context, work / 8 * count < 12288, run_piece, run.pieces, &run));
+    run.x += count * run.inputs();
+    for (size_t i = 0; i < m.count; i++) run.rows.y[i] += run.rows.stride[i] * count;
   }
   return nullptr;
 }

@@ -16,6 +16,9 @@ namespace edgespec {
 namespace {
 
 // ---- activations
+// A row is uneven where a block's scale is more than so many times the mean of the others'. Of SmolLM2's products 5% are,
+// of Gemma's 1%; with 24 hardly any are, and less is gained.
+constexpr float kUneven = 12;
 // Scale of a block, and 127 / its largest magnitude; no inverse if all codes are zeros.
 INLINE float scale_of(const float* x, int inputs, float* inverse) {
   const uint32_t top = largest_bits(x, inputs);
@@ -25,8 +28,13 @@ INLINE float scale_of(const float* x, int inputs, float* inverse) {
   *inverse = 127.f / from_bits(top);
   return from_bits(top) / 127.f;
 }
-void quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out) {
+// What the codes of a block leave of it; nothing of what is not finite.
+template <class Block> void leave(const float* x, const Block& a, int count, float* rest) {
+  for (int i = 0; i < count; i++) rest[i] = a.d >= 0 ? x[i] - a.d * float(a.q[i]) : 0;
+}
+bool quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out, float* rest) {
   alignas(64) float gated[256];
+  float largest = 0, all = 0;
   float inverse;
   int sums[2];
   const auto block_at = [&](int64_t at, int count) {
@@ -40,11 +48,14 @@ void quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row,
       const float* block = block_at(at, 256);
       memset(a, 0, sizeof *a);
       a->d = scale_of(block, 256, &inverse);
+      largest = a->d > largest ? a->d : largest;
+      all += a->d;
       if (inverse != 0) for (int s = 0; s < 8; s++) {
         codes32(block + 32 * s, inverse, a->q + 32 * s, sums);
         for (int h = 0; h < 2; h++) { a->sums16[2 * s + h] = int16_t(sums[h]); a->minus32[2 * s + h] = -32 * sums[h]; }
         a->sums32[s] = int16_t(sums[0] + sums[1]);
       }
+      if (rest) leave(block, *a, 256, rest + at);
     }
   } else if (inputs == 32) {
     Activations32* a = reinterpret_cast<Activations32*>(out) + row;
@@ -52,15 +63,19 @@ void quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row,
       const float* block = block_at(at, 32);
       memset(a, 0, sizeof *a);
       a->d = scale_of(block, 32, &inverse);
+      largest = a->d > largest ? a->d : largest;
+      all += a->d;
       if (inverse != 0) {
         codes32(block, inverse, a->q, sums);
         sums[0] += sums[1];
         a->offsets[0] = -8 * sums[0]; a->offsets[1] = -16 * sums[0]; a->offsets[2] = -128 * sums[0];
       }
       a->d_sum = a->d * (inverse != 0 ? float(sums[0]) : 0);
+      if (rest) leave(block, *a, 32, rest + at);
     }
   } else if (gate_kind) gate(gate_kind, x, x + k, k, reinterpret_cast<float*>(out) + row * k);
   else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
+  return largest * float(k / inputs - 1) > kUneven * (all - largest);
 }
 
 // ---- products

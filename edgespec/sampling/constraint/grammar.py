@@ -16,8 +16,9 @@ from edgespec.config.options import GenerateOptions
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import ConfigError
 from edgespec.installation import install_command, is_importable
+from edgespec.sampling.constraint.exact import ONE_OF
 from edgespec.sampling.constraint.library import Library, on_stack, tried
-from edgespec.sampling.constraint.schema import cleaned, place_of, with_cleaned_schemas
+from edgespec.sampling.constraint.schema import cleaned, large_numbers, place_of, with_cleaned_schemas
 from edgespec.sampling.constraint.words import in_plain_words
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ def _checked(grammar: Grammar) -> Checked:
     if grammar.kind == "json_schema":
         schema = cleaned(json.loads(grammar.text), grammar.kind, notes)
         body: dict[str, Any] = {"json_schema": laid_out(schema)}
+        if rules := large_numbers(body["json_schema"], grammar.kind, "start", notes):
+            body = {"lark_grammar": rules}
     elif grammar.kind == "regex":
         body = {"lark_grammar": f"start: TEXT\nTEXT: /{_slashed(grammar.text)}/"}
     else:
@@ -197,9 +200,9 @@ def _checked(grammar: Grammar) -> Checked:
         raise ConfigError(f"json_schema cannot be used: {place}{_short(' '.join(problem.split()))}")
     if "row has" in problem:
         raise ConfigError(f"{grammar.kind} cannot be used: {_short(problem)}")
-    has_choice = any("oneOf" in each for each in warnings)
-    if has_choice:
-        notes.append("oneOf is taken as anyOf: its parts cannot be told apart while the answer is written")
+    has_choice = ONE_OF in notes or any("oneOf" in each for each in warnings)
+    if has_choice and ONE_OF not in notes:
+        notes.append(ONE_OF)
     return Checked(source, num_links, tuple(notes), grammar.text if has_choice and schema is not None else "")
 
 

@@ -48,11 +48,16 @@ def with_bounds(part: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def require_exact(values: Any) -> None:
-    """Raises ValueError for a number in a value that an answer is to have, which the library would round."""
+def is_large(value: Any) -> bool:
+    """Whether it is a number that the library would round or not take."""
+    return is_number(value) and (abs(value) >= _FAR or not _is_exact(value))
+
+
+def require_finite(values: Any) -> None:
+    """Raises ValueError for a number in a value that an answer is to have, which is none in JSON."""
     for each in scalars(values):
-        if is_number(each) and (abs(each) >= _FAR or not _is_exact(each)):
-            raise ValueError(f"the value {shown(each)} cannot be kept exactly: numbers beyond 2**53 as strings can")
+        if isinstance(each, float) and not math.isfinite(each):
+            raise ValueError(f"the value {shown(each)} cannot be kept exactly: it is beyond all doubles")
 
 
 def _is_exact(value: float) -> bool:

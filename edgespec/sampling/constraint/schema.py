@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from edgespec.errors import ConfigError, shown
-from edgespec.sampling.constraint.numbers import refuse_large_divisors, require_exact, with_bounds
+from edgespec.sampling.constraint.exact import rules_of
+from edgespec.sampling.constraint.numbers import refuse_large_divisors, require_finite, with_bounds
 
 Part = tuple[str, dict[str, Any]]  # the path of a schema within another, and the schema
 # Those that the library keeps. JSON schema itself asks for none to be kept: the others are notes on what a text is.
@@ -53,8 +54,16 @@ def _clean(part: dict[str, Any], notes: list[str]) -> None:
         if is_of_texts and note not in notes and len(notes) < _MOST_NOTES:
             notes.append(note)
     for name in _VALUES:
-        require_exact(part.get(name))
+        require_finite(part.get(name))
     part.update(with_bounds(part))
+
+
+def large_numbers(schema: dict[str, Any], kind: str, start: str, notes: list[str]) -> str:
+    """Lark rules for a schema with values that the library would round; "" for one without. Raises ConfigError."""
+    try:
+        return rules_of(schema, start, schema.get("x-guidance", {}), notes)
+    except ValueError as exc:
+        raise ConfigError(f"{kind} cannot be used: {exc}") from None
 
 
 def _without_controls(found: re.Match[str]) -> str:
@@ -135,15 +144,19 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[Part]:
 def with_cleaned_schemas(lark: str, notes: list[str]) -> str:
     """A Lark grammar with the JSON schemas in it `cleaned`; one that does not parse is left to the library."""
     before, *others = lark.split(_EMBEDDED)
-    found = [before]
+    found, added = [before], list[str]()
     for part in others:
         try:
             blank = len(part) - len(part.lstrip())
             schema, end = json.JSONDecoder().raw_decode(part, blank)
         except (ValueError, RecursionError):
-            found.append(part)
+            found.append(f"{_EMBEDDED}{part}")
             continue
-        if isinstance(schema, dict):
-            part = f" {json.dumps(cleaned(schema, 'grammar', notes))}{part[end:]}"
-        found.append(part)
-    return _EMBEDDED.join(found)
+        if not isinstance(schema, dict):
+            found.append(f"{_EMBEDDED}{part}")
+            continue
+        schema, name = cleaned(schema, "grammar", notes), f"large_{len(found)}"
+        rules = large_numbers(schema, "grammar", name, notes)
+        found.append(f"{name if rules else f'{_EMBEDDED} {json.dumps(schema)}'}{part[end:]}")
+        added += ["", rules] if rules else []
+    return "\n".join(("".join(found), *added))

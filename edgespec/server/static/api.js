@@ -76,9 +76,11 @@ async function* events(response) {
   }
 }
 
+const STREAM = { timings_per_token: true, return_progress: true };
+
 /** The chunks of a streamed chat. Raises ApiError, also for an error inside the stream. */
 export async function* chat(body, signal) {
-  const response = await send("/v1/chat/completions", { ...body, stream: true, timings_per_token: true }, signal);
+  const response = await send("/v1/chat/completions", { ...body, stream: true, ...STREAM }, signal);
   for await (const { type, data } of events(response)) {
     if (data === "[DONE]") return;
     if (!["", "message", "error"].includes(type)) continue;

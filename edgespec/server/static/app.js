@@ -1,13 +1,15 @@
 // Starts the page and binds its buttons, keys and fields.
 
 import { get, getKey, setKey } from "./api.js";
-import { answerAgain, change, editLast, isRunning, refresh, removeAll, send, show, stop } from "./conversation.js";
+import { answerAgain, change, editLast, isRunning, leave, refresh, resume, send, show, showAddressed, stop } from "./conversation.js";
 import { $, download, h } from "./dom.js";
+import { connectFiles, hasFiles, isReading } from "./files.js";
 import { connectModels, propertiesPath, showModels } from "./models.js";
-import { showMemory, showQueue } from "./panel.js";
-import { connectSettings, openSchema, resetSettings, showDefaults } from "./settings.js";
-import { askKey, closeDrawers, openPanel, toBottom, toggleDrawer, toggleMarks, togglePanel, toggleTheme } from "./shell.js";
-import { conversations } from "./store.js";
+import { setContextLength, showMemory, showQueue } from "./panel.js";
+import { connectSettings, openOwn, resetSettings, showDefaults, showThinking, toggleThinking } from "./settings.js";
+import { askKey, closeDrawers, openPanel, openSide, toBottom, toggleDrawer, toggleMarks, togglePanel, toggleTheme } from "./shell.js";
+import { connectSidebar, removeAll } from "./sidebar.js";
+import { conversations, openStore } from "./store.js";
 
 const IDEAS = [
   "Explain speculative decoding in three sentences.",
@@ -17,7 +19,7 @@ const IDEAS = [
 const POLL_MS = 3000;
 const RETRY_MS = 700;
 const MOST_HEIGHT = 240; // of the message field
-let isReady = false, needsKey = false;
+let isReady = false, needsKey = false, retry = 0;
 
 // -- the message field
 
@@ -45,12 +47,13 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = prompt.value;
   if (needsKey) start(); // asks for it again
-  if (!text.trim() || isRunning() || !isReady) return;
+  if ((!text.trim() && !hasFiles()) || isReading() || isRunning() || !isReady) return;
   write("");
   send(text);
 });
 $("s-system").addEventListener("input", (event) => change({ system: event.target.value }));
 $("s-schema").addEventListener("input", (event) => change({ schema: event.target.value }));
+$("s-tools").addEventListener("input", (event) => change({ tools: event.target.value }));
 
 // -- buttons and keys
 
@@ -63,14 +66,20 @@ const DO = {
   latest: toBottom,
   help: () => $("help-dialog").showModal(),
   reset: resetSettings,
-  schema() { openPanel(); openSchema(); },
+  schema() { openPanel(); openOwn("schema"); },
   "no-schema"() { change({ schema: "" }); prompt.focus(); },
+  tools() { openPanel(); openOwn("tools"); },
+  "no-tools"() { change({ tools: "" }); prompt.focus(); },
+  thinking: toggleThinking,
+  attach: () => $("file-input").click(),
+  search() { openSide(); $("search").focus(); },
   marks: toggleMarks,
   theme: toggleTheme,
+  import: () => $("import").click(),
   "export-all": () => download("conversations.json", conversations()),
   "delete-all": removeAll,
 };
-const ALT = { KeyN: DO.new, KeyD: DO.marks, KeyP: DO.panel, KeyR: answerAgain };
+const ALT = { KeyN: DO.new, KeyD: DO.marks, KeyP: DO.panel, KeyR: answerAgain, KeyK: DO.search, KeyU: DO.attach, KeyT: DO.thinking };
 
 document.addEventListener("click", (event) => DO[event.target.closest("[data-do]")?.dataset.do]?.());
 document.addEventListener("keydown", (event) => {
@@ -106,9 +115,12 @@ function showAbsence(error) {
     return;
   }
   const isLoading = error.status === 503;
+  $("absence").hidden = false;
+  $("absence").textContent = isLoading ? "The model is being loaded." : "The server does not answer. This page goes on as soon as it does.";
   setState(isLoading ? "loading" : "off", isLoading ? "loading the model" : "the server does not answer");
   $("welcome-text").textContent = isLoading ? "The model is being loaded." : error.message;
-  setTimeout(start, RETRY_MS);
+  clearTimeout(retry);
+  retry = setTimeout(start, RETRY_MS);
 }
 
 async function start() {
@@ -124,7 +136,9 @@ async function start() {
   isReady = true;
   needsKey = false;
   setState("ready", "ready");
+  $("absence").hidden = true;
   display(about);
+  resume();
 }
 
 /** What the server says of itself, which another model may be when it was restarted. */
@@ -134,6 +148,8 @@ function display(about) {
   const place = device ? `${engine} on ${device}, drafter ${drafter}.` : "its first question loads it.";
   $("welcome-text").textContent = `${name} runs on this machine: ${place}`;
   showDefaults(about.default_generation_settings.params);
+  showThinking(about.chat_template);
+  setContextLength(about.default_generation_settings.n_ctx);
   showMemory(about.memory);
 }
 
@@ -150,8 +166,12 @@ async function poll() {
 $("ideas").append(...IDEAS.map((text) => h("button", { type: "button", onclick: () => write(text) }, text)));
 connectSettings();
 connectModels(start);
-show();
+connectFiles();
+connectSidebar({ open: show, leave });
+await openStore(refresh);
+showAddressed();
 start();
 setInterval(poll, POLL_MS);
-addEventListener("storage", refresh);
+addEventListener("popstate", showAddressed);
+document.addEventListener("lost", start);
 prompt.focus();

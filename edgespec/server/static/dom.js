@@ -11,7 +11,7 @@ export function h(tag, properties = {}, ...children) {
     else if (name === "data") Object.assign(element.dataset, value);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== undefined && child !== null && child !== false));
+  element.append(...children.filter((child) => child !== undefined && child !== null && child !== false && child !== ""));
   return element;
 }
 
@@ -30,9 +30,27 @@ export function iconButton(name, label, onclick, text) {
   return h("button", { type: "button", class: "small", title: label, "aria-label": label, onclick }, icon(name), text);
 }
 
-/** Tell a screen reader. */
-export function announce(text) {
-  $("status").textContent = text;
+let fading = 0;
+
+/** Tell a screen reader, and with `isShown` everybody. */
+export function announce(text, isShown = false) {
+  const status = $("status");
+  status.textContent = text;
+  status.className = isShown ? "toast" : "hidden";
+  clearTimeout(fading);
+  if (isShown) fading = setTimeout(() => { status.className = "hidden"; }, 6000);
+}
+
+/** A call of a tool or its result, folded. `text`: its arguments, shown in lines where they are JSON. */
+export function callCard(title, text) {
+  let shown = text, name = "";
+  try {
+    const value = JSON.parse(text);
+    name = typeof value?.name === "string" && value.arguments ? value.name : "";
+    shown = JSON.stringify(name ? value.arguments : value, null, 2);
+  } catch { /* no JSON, or not all of it yet */ }
+  const summary = h("summary", {}, icon("tool"), title, name && h("code", {}, name));
+  return h("details", { class: "call" }, summary, h("pre", { tabindex: "0" }, h("code", {}, shown)));
 }
 
 /** Copy to the clipboard. Over http, browsers give pages of this machine only the function for it. */

@@ -1,4 +1,5 @@
-// Light Markdown as DOM nodes: paragraphs, headings, lists, quotes, tables, code, emphasis, links.
+// Light Markdown as DOM nodes: paragraphs, headings, lists, quotes, tables, code, emphasis, links. It draws where the
+// libraries of rich.js are missing, and until they are loaded.
 //
 // Every text node is a slice of the source, so that `paint(parent, start, end)` can mark who proposed which part of it.
 // Blocks that did not change since the last call keep their elements: a long answer is not built again for each token.
@@ -12,17 +13,30 @@ const INLINE = /(`+)([^`]+?)\1(?!`)|(\*\*|(?<!\w)__)(?=\S)([^\n]*?\S)\3(?!(?<=__
 
 /** Draw `source` into `parent`, which only this function fills. */
 export function render(parent, source, paint) {
-  const found = blocks(source);
+  drawBlocks(parent, blocks(source), (block) => BUILD[block.kind](block, source, paint));
+}
+
+/** Have `parent` hold the elements that `build` makes of blocks {kind, start, end}; all but the last are kept. */
+export function drawBlocks(parent, found, build) {
   const old = [...parent.children];
   found.forEach((block, index) => {
     const key = `${block.kind} ${block.start} ${block.end} ${block.open ?? ""}`;
     if (old[index]?.dataset.key === key && index < found.length - 1) return;
-    const element = BUILD[block.kind](block, source, paint);
+    const element = build(block);
     element.dataset.key = key;
     if (old[index]) old[index].replaceWith(element);
     else parent.append(element);
   });
   old.slice(found.length).forEach((element) => element.remove());
+}
+
+/** A block of code with its head; `fill(code)` writes it. */
+export function codeBlock(language, fill) {
+  const code = h("code");
+  fill(code);
+  const copy = iconButton("copy", "Copy code", () => copyText(code.textContent));
+  const head = h("div", { class: "code-head" }, h("span", {}, language || "text"), copy);
+  return h("div", { class: "code" }, head, h("pre", { tabindex: "0" }, code));
 }
 
 function lines(source) {
@@ -92,15 +106,11 @@ const BUILD = {
   },
   code(block, source, paint) {
     const [first, ...rest] = block.lines, body = block.open ? rest : rest.slice(0, -1);
-    const code = h("code");
     const indent = /^\s*/.exec(first.text)[0].length; // of a fence in a list, whose lines have it too
-    body.forEach((line, index) => {
+    return codeBlock(FENCE.exec(first.text)[2], (code) => body.forEach((line, index) => {
       const own = Math.min(/^\s*/.exec(line.text)[0].length, indent);
       paint(code, line.start + own, line.end + (index < body.length - 1));
-    });
-    const copy = iconButton("copy", "Copy code", () => copyText(code.textContent));
-    const head = h("div", { class: "code-head" }, h("span", {}, FENCE.exec(first.text)[2] || "text"), copy);
-    return h("div", { class: "code" }, head, h("pre", { tabindex: "0" }, code));
+    }));
   },
   list(block, source, paint) {
     const root = h("div", { class: "list" }), open = []; // open: the lists around the current item

@@ -10,7 +10,7 @@ export function bytes(count) {
   return count < 2 ** 30 ? `${Math.round(count / 2 ** 20)} MiB` : `${(count / 2 ** 30).toFixed(2)} GiB`;
 }
 
-const set = (id, value, digits, unit = "") => { $(id).textContent = value === null ? "–" : value.toFixed(digits) + unit; };
+const set = (id, value, digits, unit = "") => { $(id).textContent = Number.isFinite(value) ? value.toFixed(digits) + unit : "–"; };
 
 /** The figures of one answer while it is written and afterwards. */
 export class Live {
@@ -61,6 +61,23 @@ export class Live {
       h("span", {}, name ? `drafted by ${name}` : "written by the target"),
       h("b", {}, `${Math.round(100 * shares.get(name) / all)}%`))));
   }
+}
+
+let contextLength = 0, lastTimings = null;
+
+export function setContextLength(length) {
+  contextLength = length ?? 0;
+  showContext(lastTimings);
+}
+
+/** How much of the context the conversation takes, after the answer that `timings` are of. */
+export function showContext(timings) {
+  lastTimings = timings ?? null;
+  const used = timings ? timings.prompt_n + timings.cache_n + timings.predicted_n : 0;
+  const share = contextLength ? used / contextLength : 0, shown = $("context");
+  shown.hidden = !share;
+  shown.textContent = `Context: ${used.toLocaleString("en")} of ${contextLength.toLocaleString("en")} tokens (${Math.round(100 * share)}%)`;
+  shown.classList.toggle("error", share > 0.9);
 }
 
 export function showQueue(health) {

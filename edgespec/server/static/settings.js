@@ -41,21 +41,30 @@ export function resetSettings() {
   restore();
 }
 
-/** Show the schema of the conversation: in its field, and at the message field that it is on. */
-export function showSchema(text = "") {
-  const field = $("s-schema"), problem = schemaProblem(text), isOn = Boolean(text.trim());
-  if (field.value !== text) field.value = text;
-  field.setAttribute("aria-invalid", String(Boolean(problem)));
-  $("schema-state").textContent = problem || (isOn ? "Answers follow this schema." : "");
-  $("schema-state").classList.toggle("error", Boolean(problem));
-  $("schema-chip").hidden = !isOn;
-  $("schema-chip").classList.toggle("error", Boolean(problem));
-  $("schema-name").textContent = problem ? "JSON schema: not valid" : "JSON schema";
+// -- the conversation's own: a schema and tools, as texts in JSON
+
+const OWN = {
+  schema: { label: "JSON schema", isOn: "Answers follow this schema.", problem: (text) => schemaProblem(text) },
+  tools: { label: "Tools", isOn: "The model may call these.", problem: (text) => toolsProblem(text) },
+};
+
+/** Show a conversation's schema and tools: in their fields, and at the message field that they are on. */
+export function showOwn(conversation) {
+  for (const [name, { label, isOn, problem }] of Object.entries(OWN)) {
+    const text = conversation[name] ?? "", field = $(`s-${name}`), wrong = problem(text);
+    if (field.value !== text) field.value = text;
+    field.setAttribute("aria-invalid", String(Boolean(wrong)));
+    $(`${name}-state`).textContent = wrong || (text.trim() ? isOn : "");
+    $(`${name}-state`).classList.toggle("error", Boolean(wrong));
+    $(`${name}-chip`).hidden = !text.trim();
+    $(`${name}-chip`).classList.toggle("error", Boolean(wrong));
+    $(`${name}-name`).textContent = wrong ? `${label}: not valid` : label;
+  }
 }
 
-export function openSchema() {
-  $("schema-box").open = true;
-  $("s-schema").focus();
+export function openOwn(name) {
+  $(`${name}-box`).open = true;
+  $(`s-${name}`).focus();
 }
 
 function schemaProblem(text) {
@@ -67,15 +76,54 @@ function schemaProblem(text) {
   }
 }
 
+function toolsProblem(text) {
+  try {
+    return toolsOf(text).every(({ function: { name } }) => name) ? "" : "A tool needs a name.";
+  } catch (error) {
+    return `Not valid JSON: ${error.message}`;
+  }
+}
+
+/** The tools of a text in OpenAI's form. Functions alone are taken too, and one without a list. */
+function toolsOf(text) {
+  if (!text.trim()) return [];
+  return [JSON.parse(text)].flat().map((each) => ({
+    type: "function",
+    function: each?.function ?? {
+      name: each?.name, description: each?.description, parameters: each?.parameters ?? each?.inputSchema ?? each?.input_schema,
+    },
+  }));
+}
+
+// -- thinking, where the model's template has a switch for it
+
+let hasThinking = false;
+
+/** `template`: of the model that answers. */
+export function showThinking(template = "") {
+  hasThinking = template.includes("enable_thinking");
+  $("thinking").hidden = !hasThinking;
+  $("thinking").setAttribute("aria-pressed", String(preferences.thinking));
+}
+
+export function toggleThinking() {
+  preferences.thinking = !preferences.thinking;
+  savePreferences();
+  $("thinking").setAttribute("aria-pressed", String(preferences.thinking));
+}
+
+// -- requests
+
 /** The first thing that is wrong with the fields, or "". */
 export function settingsProblem() {
   const wrong = [...form.elements].find((field) => field.name && !field.validity.valid);
   const label = wrong?.closest("label")?.firstChild.textContent.trim();
-  return wrong ? `${label}: ${wrong.validationMessage}` : schemaProblem($("s-schema").value);
+  if (wrong) return `${label}: ${wrong.validationMessage}`;
+  return schemaProblem($("s-schema").value) || toolsProblem($("s-tools").value);
 }
 
-/** The request's fields that were chosen; `schema`: of the conversation, as text. */
-export function requestFields(schema = "") {
+/** The request's fields that were chosen, here and for the conversation. */
+export function requestFields({ schema = "", tools = "" }) {
   const fields = {};
   for (const name of NUMBERS) {
     const text = form.elements[name].value.trim();
@@ -87,5 +135,7 @@ export function requestFields(schema = "") {
   if (schema.trim()) {
     fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema), strict: true } };
   }
+  if (tools.trim()) fields.tools = toolsOf(tools);
+  if (hasThinking) fields.chat_template_kwargs = { enable_thinking: preferences.thinking };
   return fields;
 }

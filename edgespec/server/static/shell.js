@@ -63,6 +63,11 @@ export function togglePanel() {
   draw();
 }
 
+/** Have the conversations be seen, which narrow screens hide. */
+export function openSide() {
+  if (getComputedStyle($("side")).display === "none") toggleDrawer("side");
+}
+
 export function openPanel() {
   if ($("panel-button").getAttribute("aria-expanded") !== "true") togglePanel();
 }

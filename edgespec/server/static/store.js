@@ -1,63 +1,105 @@
-// Conversations and preferences in localStorage. They never leave the browser, except as prompts to this server.
+// Conversations in the browser's IndexedDB, preferences in localStorage. They leave the browser only as prompts to this
+// server. All conversations are held in memory too, so that reading takes no waiting.
+
+import { readConversation } from "./thread.js";
 
 const PREFERENCES = "edgespec.preferences";
-const PREFIX = "edgespec.conversation.";
-const memory = new Map(); // what could not be stored: storage is off or full
+const OLD = "edgespec.conversation."; // where earlier versions kept conversations: in localStorage
+const NAME = "edgespec", TABLE = "conversations";
 
-function read(key) {
+/** @type {Map<string, import("./thread.js").Conversation>} */
+const held = new Map();
+const channel = new BroadcastChannel(NAME); // to the other pages of this browser: what has changed
+let database = null; // null: nothing can be stored, and conversations last until the page is closed
+
+const done = (request) => new Promise((resolve, reject) => {
+  request.onsuccess = () => resolve(request.result);
+  request.onerror = () => reject(request.error);
+});
+
+const table = (mode) => database.transaction(TABLE, mode).objectStore(TABLE);
+
+/** Read what is stored. `onChange(id)`: another page has changed a conversation. */
+export async function openStore(onChange) {
   try {
-    return memory.get(key) ?? JSON.parse(localStorage.getItem(key)) ?? null;
+    const opening = indexedDB.open(NAME, 1);
+    opening.onupgradeneeded = () => opening.result.createObjectStore(TABLE, { keyPath: "id" });
+    database = await done(opening);
+    for (const value of await done(table("readonly").getAll())) hold(value);
+    await adoptOld();
+  } catch (error) {
+    console.warn("conversations cannot be stored:", error);
+  }
+  channel.addEventListener("message", async ({ data: id }) => {
+    if (!database) return;
+    const value = await done(table("readonly").get(id)).catch(() => undefined);
+    if (value) hold(value);
+    else held.delete(id);
+    onChange(id);
+  });
+}
+
+function hold(value) {
+  const conversation = readConversation(value);
+  if (conversation) held.set(conversation.id, conversation);
+}
+
+async function adoptOld() {
+  for (const key of Object.keys(localStorage).filter((each) => each.startsWith(OLD))) {
+    const conversation = readConversation(parsed(localStorage.getItem(key)));
+    if (conversation && !await putConversation(conversation)) return;
+    localStorage.removeItem(key);
+  }
+}
+
+function parsed(json) {
+  try {
+    return JSON.parse(json);
   } catch {
     return null;
   }
 }
 
-/** Whether it could be stored; what could not lives until the page is closed. */
-function write(key, value) {
+/** Keep a conversation; whether it is stored. */
+export function saveConversation(conversation) {
+  conversation.updated = Date.now();
+  return putConversation(conversation);
+}
+
+/** Keep a conversation with the time of its last change as it is; whether it is stored. */
+export async function putConversation(conversation) {
+  held.set(conversation.id, conversation);
   try {
-    localStorage.setItem(key, JSON.stringify(value));
-    memory.delete(key);
+    await done(table("readwrite").put(conversation));
+    channel.postMessage(conversation.id);
     return true;
   } catch {
-    memory.set(key, value);
     return false;
   }
 }
 
-export const preferences = { theme: "", keepMarks: false, panel: true, model: "", request: {}, ...read(PREFERENCES) };
-
-export const savePreferences = () => write(PREFERENCES, preferences);
-
-export function newConversation() {
-  return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), system: "", schema: "", messages: [], updated: Date.now() };
-}
-
-/** The first words of a conversation. */
-export function titleOf(conversation) {
-  const first = conversation.messages.find((message) => message.role === "user")?.content.trim() ?? "";
-  return first.split("\n")[0].slice(0, 60) || "New conversation";
-}
-
-export function saveConversation(conversation) {
-  conversation.updated = Date.now();
-  return write(PREFIX + conversation.id, conversation);
-}
-
-function isConversation(value) {
-  return typeof value?.id === "string" && Array.isArray(value.messages)
-    && value.messages.every((message) => typeof message?.content === "string" && typeof message.role === "string");
+export async function removeConversation(id) {
+  held.delete(id);
+  try {
+    await done(table("readwrite").delete(id));
+    channel.postMessage(id);
+  } catch { /* it was never stored */ }
 }
 
 /** All conversations, the latest first. */
-export function conversations() {
-  const keys = new Set([...memory.keys()].filter((key) => key.startsWith(PREFIX)));
-  try {
-    for (let i = 0; i < localStorage.length; i++) if (localStorage.key(i).startsWith(PREFIX)) keys.add(localStorage.key(i));
-  } catch { /* storage is off */ }
-  return [...keys].map(read).filter(isConversation).sort((a, b) => b.updated - a.updated);
-}
+export const conversations = () => [...held.values()].sort((a, b) => b.updated - a.updated);
 
-export function removeConversation(id) {
-  memory.delete(PREFIX + id);
-  try { localStorage.removeItem(PREFIX + id); } catch { /* storage is off */ }
+export const findConversation = (id) => held.get(id);
+
+// -- preferences
+
+let kept = {};
+try {
+  kept = parsed(localStorage.getItem(PREFERENCES));
+} catch { /* storage is off */ }
+
+export const preferences = { theme: "", keepMarks: false, panel: true, model: "", thinking: true, request: {}, ...kept };
+
+export function savePreferences() {
+  try { localStorage.setItem(PREFERENCES, JSON.stringify(preferences)); } catch { /* they last until the page is closed */ }
 }

@@ -1,4 +1,4 @@
-"""`edgespec generate`: one prompt, one answer, as text or as one JSON object."""
+"""`edgespec run`: one prompt, one answer, as text or as one JSON object; without a prompt in a terminal, a chat."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import click
 
+from edgespec.cli.chat import converse, settings_with_model
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import GroupedOption, SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.options import GroupedOption, SettingsCommand, settings_options
 from edgespec.cli.session import Session, open_session, require_chat_template, show_beginning, show_memory_note
-from edgespec.cli.stdin import text_behind, whole_input
+from edgespec.cli.stdin import is_interactive, text_behind, whole_input
 from edgespec.cli.terminal import complain, length_note
 from edgespec.config.options import GenerateOptions, SessionOptions
 from edgespec.config.values import MAX_TOP_LOGPROBS
@@ -43,8 +44,9 @@ STATS_KEYS = (
 )
 
 
-@click.command(cls=SettingsCommand)
+@click.command("run", cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session")
+@click.argument("words", nargs=-1, metavar="[PROMPT]")
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt, before piped text; -: piped text alone")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text")
 @click.option(
@@ -58,19 +60,27 @@ STATS_KEYS = (
 )
 def command(
     model_name: str | None,
+    words: tuple[str, ...],
     config_file: Path | None,
     prompt: str | None,
     as_json: bool,
     logprobs: int | None,
     **given: Any,
 ) -> int:
-    """Answer one prompt; with --no-chat-template continue it as text.
+    """Answer PROMPT, or what is piped; without one, chat. --no-chat-template continues it.
 
     MODEL is a name (demo), a GGUF or ONNX file, or a folder with one.
     """
+    if model_name is not None and not words and any(map(str.isspace, model_name)) and not is_known(model_name):
+        words, model_name = (model_name,), None
+    if words and prompt is not None:
+        raise ConfigError(f"two prompts are given, {' '.join(words)!r} and -p {prompt!r}: keep one")
+    prompt = " ".join(words) if words else prompt
     if prompt is None and model_name is not None:
         _require_model(model_name)
-    settings = resolve_settings(given, model_name, config_file)
+    if prompt is None and not as_json and is_interactive():
+        return converse(given, model_name, config_file)
+    settings = settings_with_model(given, model_name, config_file)
     _check(SessionOptions(**settings.part("session")), as_json)
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs needs --json: text has no place for them")
@@ -88,12 +98,10 @@ def _require_model(name: str) -> None:
         try:
             resolve(name)
         except ModelNotFound as exc:
-            raise ModelNotFound(f"{exc}. If {shown(name)} is the prompt: edgespec generate -p {quoted(name)}") from exc
+            raise ModelNotFound(f"{exc}. If {shown(name)} is the prompt: edgespec run -p {quoted(name)}") from exc
 
 
 def _check(session: SessionOptions, as_json: bool) -> None:
-    if as_json and session.show_draft:
-        raise ConfigError("--show-draft colours text and --json prints none: keep one")
     if session.system and not session.chat_template:
         raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
     if session.thinking is not None and not session.chat_template:
@@ -107,14 +115,14 @@ def read_prompt(prompt: str | None) -> str:
     """
     if prompt is None:
         if sys.stdin.isatty():
-            raise PromptError("no prompt given: use -p TEXT, or -p - to read it from standard input")
+            raise PromptError("no prompt given: edgespec run MODEL 'TEXT', or -p - to read it from standard input")
         prompt = "-"
     if prompt == "-":
         prompt = whole_input()
     elif prompt.strip() and (behind := text_behind()):
         prompt = f"{prompt}\n\n{behind}"
     if not prompt.strip():
-        raise PromptError("the prompt is empty: give at least one character with -p TEXT")
+        raise PromptError("the prompt is empty: give at least one character")
     try:
         prompt.encode()
     except UnicodeEncodeError as exc:  # bytes of an argument that Python could not decode

@@ -1,21 +1,17 @@
-"""`edgespec pair`: which draft model to run with a target."""
+"""Ranks the draft models for a target: those on this machine, whose vocabularies are compared, and those to pull.
+
+The speed is a forecast: from the target's costs as they were measured when it last ran here, else guessed from its
+size, the draft's likewise, and an acceptance that is assumed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import click
-from rich.console import Console
-from rich.table import Table
-
-from edgespec.cli.shell import models, run_command
-from edgespec.cli.terminal import note
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.costs import file_curve
 from edgespec.control.length import expected_speedup
@@ -23,7 +19,6 @@ from edgespec.errors import ConfigError, EdgespecError
 from edgespec.formats.gguf.check import require_language_model
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.manifest import ModelFile, read_pair
-from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.drafts import Comparison, comparing
 from edgespec.loading.own_models import files_of, fits
@@ -34,91 +29,6 @@ LENGTHS = range(1, 13)
 MOST_SHARE = 0.6  # of the target's bytes: a larger draft cannot gain
 _MOST_NEIGHBOURS = 20
 _CONTEXT = 256
-_WORTH = 1.02
-_WIDE = 1000  # characters
-
-
-@click.command("pair", short_help="Rank the draft models for a target.")
-@click.argument("target", metavar="TARGET", shell_complete=models)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object")
-def command(target: str, as_json: bool) -> int:
-    """Rank draft models for TARGET: those on this machine and those to pull.
-
-    Compares vocabularies as loading does, sizes, memory and a forecast of the speed. The last line is the command to
-    run. TARGET is a name, a file or a folder.
-    """
-    aim = find_aim(target)
-    found = rank(aim)
-    best = next((each for each in found if _is_useful(each)), None)
-    commands = _commands(aim, target, best)
-    if as_json:
-        drafts = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
-        click.echo(json.dumps({"target": aim.name, "bytes": aim.bytes, "drafts": drafts, "commands": commands}))
-        return 0
-    if fits(aim.bytes) is False:
-        note(f"{aim.name}, {aim.bytes / 1e9:.2f} GB, does not fit into the memory that is available now")
-    if not found:
-        note(f"no smaller model with {aim.name}'s vocabulary is known: drafters that need no model are used")
-    else:
-        _show(found)
-        costs = "costs measured on this machine" if has_run(aim) else "costs guessed from sizes"
-        note(f"the speedup is a forecast: {costs}; ~ assumes an acceptance of {found[0].acceptance:.0%}")
-    for line in commands:
-        click.echo(line)
-    return 0
-
-
-def _is_useful(draft: Candidate) -> bool:
-    return draft.is_same and not draft.why_not and draft.speedup >= _WORTH and draft.fits is not False
-
-
-def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
-    get = [] if aim.file is not None else [f"edgespec pull {target}"]
-    run = run_command(target, aim.file)
-    if best is None or (best.is_here and best.path == aim.own_draft):
-        return [*get, run]
-    if not get and not best.is_here:
-        get = [f"edgespec pull {best.name}"]
-    if aim.file is None and aim.entry is not None:
-        is_own = best.name == aim.entry.draft
-        return [f"edgespec pull {target}" + ("" if is_own else f" --draft {best.name}"), run]
-    return [*get, f"{run} -md {quoted(best.name)}"]
-
-
-def _show(found: list[Candidate]) -> None:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("draft", "size", "of target", "fits", "forecast", "vocabulary"):
-        right = heading in ("size", "of target", "forecast")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
-    for each in found:
-        forecast = "" if each.why_not else f"{'~' if each.is_assumed else ''}{each.speedup:.2f}x"
-        where = _shortened(each.name) if each.is_here else f"{each.name} (to pull)"
-        table.add_row(
-            where,
-            f"{each.bytes / 1e6:.0f} MB",
-            f"{each.share:.0%}",
-            {True: "yes", False: "no", None: "?"}[each.fits],
-            forecast,
-            f"{each.vocabulary}: {each.why_not}"
-            if each.vocabulary and each.why_not
-            else each.vocabulary or each.why_not,
-        )
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:  # a path in a file or a pipe stays in one piece
-        console.width = _WIDE
-    console.print(table)
-
-
-def _shortened(name: str) -> str:
-    """The path of a file from here, where that is shorter and names it too."""
-    path = Path(name)
-    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else name
-
-
-# -- ranking: those on this machine, whose vocabularies are compared, and those to pull
-#
-# The speed is a forecast: the target's costs as they were measured when it last ran here, else guessed from its size;
-# the draft's likewise; and an acceptance that somebody measured, else an assumed one, which is said.
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +49,8 @@ class Aim:
 class Candidate:
     """A draft for the target. `vocabulary`: how it compares; `why_not`: empty for one that can be used.
 
-    `is_same`: target and draft have the same vocabulary, or are of one family; another one costs acceptance that
-    nobody can foretell.
-
-    `speedup`: forecast over plain decoding at `draft_length` and `acceptance`; `fits`: whether both fit into memory.
+    `is_same`: both have the same vocabulary, or are of one family; another one costs acceptance that nobody can
+    foretell. `speedup`: forecast over plain decoding at `draft_length`; `fits`: whether both fit into memory.
     """
 
     name: str
@@ -151,8 +59,6 @@ class Candidate:
     vocabulary: str
     is_same: bool
     why_not: str
-    acceptance: float
-    is_assumed: bool
     speedup: float
     draft_length: int
     fits: bool | None
@@ -184,9 +90,9 @@ def _entry_like(name: str) -> Entry | None:
 
 
 def rank(aim: Aim) -> list[Candidate]:
-    """The drafts for a target: those that can be used first, of its vocabulary, that fit, by forecast speed."""
+    """The drafts for a target: usable ones of its vocabulary that fit and are here come first; then by forecast."""
     found = [*_here(aim), *_to_pull(aim)]
-    return sorted(found, key=lambda c: (bool(c.why_not), not c.is_same, c.fits is False, -c.speedup, not c.is_here))
+    return sorted(found, key=lambda c: (bool(c.why_not), not c.is_same, c.fits is False, not c.is_here, -c.speedup))
 
 
 def _here(aim: Aim) -> Iterator[Candidate]:
@@ -238,7 +144,7 @@ def _to_pull(aim: Aim) -> Iterator[Candidate]:
 
 
 def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFile | None) -> Candidate:
-    speedup, length = _forecast(aim, size, file, ASSUMED_ACCEPTANCE)
+    speedup, length = _forecast(aim, size, file)
     return Candidate(
         name=name,
         bytes=size,
@@ -246,8 +152,6 @@ def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFil
         vocabulary=found.text,
         is_same=found.is_same,
         why_not=found.why_not,
-        acceptance=ASSUMED_ACCEPTANCE,
-        is_assumed=True,
         speedup=0.0 if found.why_not else speedup,
         draft_length=length,
         fits=fits(aim.bytes + size),
@@ -255,16 +159,15 @@ def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFil
     )
 
 
-def _forecast(aim: Aim, size: int, file: ModelFile | None, acceptance: float) -> tuple[float, int]:
+def _forecast(aim: Aim, size: int, file: ModelFile | None) -> tuple[float, int]:
     """The best expected speedup over draft lengths, and that length; 1 and 0 where no length gains."""
     curve = _known_curve(aim.file) or CostCurve.guessed(guessed_plain_s(aim.bytes))
     pass_s = curve.table(_CONTEXT)
     own = _known_curve(file)
     token_s = own.at(1) if own is not None else DraftCost.guessed(size / aim.bytes).token_s * pass_s[1]
     lengths = [length for length in LENGTHS if length < WIDEST]
-    best = max(lengths, key=lambda length: expected_speedup(acceptance, length, pass_s, token_s))
-    speedup = expected_speedup(acceptance, best, pass_s, token_s)
-    return (speedup, best) if speedup > 1 else (1.0, 0)
+    found = [(expected_speedup(ASSUMED_ACCEPTANCE, length, pass_s, token_s), length) for length in lengths]
+    return max((1.0, 0), *found)
 
 
 def has_run(aim: Aim) -> bool:

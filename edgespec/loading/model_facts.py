@@ -1,0 +1,157 @@
+"""What the files of a model say of it before any engine opens them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+from edgespec.chat.marks import reasoning_marks
+from edgespec.chat.tool_forms import call_form
+from edgespec.engines.base import Engine
+from edgespec.errors import EdgespecError
+from edgespec.formats.gguf.header import GgufHeader, read_header
+from edgespec.formats.manifest import ModelPair
+from edgespec.vocabulary import FimTokens
+
+# https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h: llama_ftype
+_FILE_TYPES = (
+    "F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS IQ2_XS "
+    "Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - TQ1_0 TQ2_0 MXFP4_MOE"
+)
+QUANTIZATIONS = {number: name for number, name in enumerate(_FILE_TYPES.split()) if name != "-"}
+_FIM_KEYS = ("pre", "suf", "mid")
+_POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's llama_pooling_type; 0 is none
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """`engine` that runs the target, its `architecture` and `weight_bytes`. `pooling`: of a model that gives embeddings
+    and writes no text, else empty; `fills_gaps`: whether its vocabulary has the tokens for that.
+    """
+
+    engine: str
+    architecture: str
+    weight_bytes: int
+    chat_template: str
+    fills_gaps: bool = False
+    pooling: str = ""
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What a model that writes can do besides, in Ollama's words."""
+        found = {
+            "tools": call_form(self.chat_template),
+            "thinking": reasoning_marks(self.chat_template),
+            "insert": self.fills_gaps,
+        }
+        return [name for name, has_it in found.items() if has_it]
+
+    @classmethod
+    def of(cls, target: Engine) -> Self:
+        """Of a model that is open."""
+        facts, vocabulary = target.facts, target.vocabulary
+        template, fills_gaps = vocabulary.chat_template or "", vocabulary.fim is not None
+        return cls(facts.name, facts.architecture, facts.weight_bytes, template, fills_gaps, facts.pooling)
+
+    @classmethod
+    def read(cls, pair: ModelPair) -> Self:
+        """Of a pair's target. Raises ModelNotFound, ModelFileError, and CapabilityError for a graph without `onnx`."""
+        target = pair.files["target"]
+        if not target.is_gguf:
+            from edgespec.engines.onnx.graph import read_graph
+            from edgespec.engines.onnx.settings import ModelConfig
+            from edgespec.engines.onnx.source import open_source
+            from edgespec.engines.onnx.tokenizer import read_chat_template
+
+            folder = target.path.parent
+            architecture, graph = ModelConfig.read(folder).architecture, read_graph(open_source(target.path))
+            return cls("onnx", architecture, graph.weight_bytes, read_chat_template(folder) or "")
+        headers = [read_header(path) for path in pair.paths("target") if path.suffix == ".gguf"]
+        first = headers[0]
+        return cls(
+            target.engine,
+            first.architecture,
+            sum(tensor.num_bytes for header in headers for tensor in header.tensors),
+            str(first.metadata.get("tokenizer.chat_template", "")),
+            _fills_gaps(first),
+            _POOLINGS.get(_number(first, f"{first.architecture}.pooling_type"), ""),
+        )
+
+
+def _number(header: GgufHeader, key: str) -> int:
+    found = header.metadata.get(key)
+    return found if isinstance(found, int) else 0
+
+
+def _fills_gaps(header: GgufHeader) -> bool:
+    """Whether the header names the tokens, or the vocabulary has them under names that are known."""
+    if all(f"tokenizer.ggml.fim_{key}_token_id" in header.metadata for key in _FIM_KEYS):
+        return True
+    ids = {bytes(token): index for index, token in enumerate(header.tokens)}
+    return FimTokens.named(lambda name: ids.get(name.encode())) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model's files say of it; empty or 0 where they do not. `metadata`: single values of the GGUF header."""
+
+    family: str
+    digest: str = ""
+    quantization: str = ""
+    num_parameters: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def model_facts(pair: ModelPair, files: FileFacts) -> ModelFacts:
+    file = pair.files["target"]
+    if not file.is_gguf:
+        return ModelFacts(files.architecture, file.sha256 or "")
+    try:
+        found = _of_headers(pair.paths("target"))
+    except (EdgespecError, OSError):  # moved or replaced while it is served
+        return ModelFacts(files.architecture, file.sha256 or "")
+    return found if file.sha256 is None else replace(found, digest=file.sha256)
+
+
+@lru_cache(maxsize=16)
+def _of_headers(paths: tuple[Path, ...]) -> ModelFacts:
+    """Facts of a GGUF, which may lie in several files. Its digest is that of its header: hashing all takes minutes."""
+    headers = [read_header(path) for path in paths if path.suffix == ".gguf"]
+    with paths[0].open("rb") as file:
+        digest = hashlib.sha256(file.read(headers[0].data_start)).hexdigest()
+    return ModelFacts(
+        headers[0].architecture,
+        digest,
+        _quantization(headers),
+        sum(math.prod(tensor.shape) for header in headers for tensor in header.tensors),
+        {key: value for key, value in headers[0].metadata.items() if _is_shown(key, value)},
+    )
+
+
+def _is_shown(key: str, value: object) -> bool:
+    is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 128)
+    return is_short and not key.startswith(("tokenizer.", "split.")) and "://" not in str(value)
+
+
+def _quantization(headers: list[GgufHeader]) -> str:
+    """As the header says, else the type of most of its bytes."""
+    said = headers[0].metadata.get("general.file_type")
+    if isinstance(said, int) and said in QUANTIZATIONS:
+        return QUANTIZATIONS[said]
+    sizes: Counter[str] = Counter()
+    for header in headers:
+        for tensor in header.tensors:
+            sizes[tensor.kind] += tensor.num_bytes
+    return max(sizes, key=lambda kind: sizes[kind], default="")
+
+
+def size_label(count: int) -> str:
+    """A number of parameters as Ollama writes it: 7.6B, 494.03M."""
+    if not count:
+        return ""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"

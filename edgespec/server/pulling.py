@@ -1,0 +1,128 @@
+"""Ollama's `/api/pull` and `/api/delete`: models of the user's own folder, and not those that this server serves.
+
+What is pulled is served when the server is started with it. Both need somebody who may use this machine's disk and
+network: a program on it, or one with the API key, and no web page but the server's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Mapping
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError, shown
+from edgespec.loading.catalogue import parse
+from edgespec.loading.own_models import remove
+from edgespec.loading.pull import pull
+from edgespec.server.exchange import compact
+from edgespec.server.http_errors import HttpError, bad_request
+from edgespec.server.requests import Fields, parse_object, read
+from edgespec.server.service import Services, without_tag
+from edgespec.server.web import STREAM_HEADERS, Bodies, json_response
+
+_EVERY_S = 0.2  # between two lines about the same file
+_SUCCESS = {"status": "success"}
+
+
+class ModelName(Fields):
+    """A request to `/api/pull` or `/api/delete`. Older clients call the model `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    insecure: bool | None = None
+    stream: bool | None = None
+
+
+class _ClientLeft(BaseException):
+    """Ends a download, whose files are kept for the next one; no `Exception`, after which it would be tried again."""
+
+
+async def _asked(services: Services, bodies: Bodies, request: Request) -> tuple[ModelName, str, bool]:
+    """A request, the name in it, and whether it is that of a served model. Raises HttpError."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise HttpError(403, "other web pages may not change the models of this machine", code="wrong_origin")
+    try:
+        is_near = request.client is None or ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:  # a test's client
+        is_near = True
+    if not is_near and services.api_key is None:
+        raise HttpError(403, "other machines may change models only with an API key: start the server with one")
+    async with bodies.read(request) as body:
+        asked = read(ModelName, parse_object(body.data), [])
+    if not (name := asked.model or asked.name):
+        raise bad_request("model is missing: give the name of one", "model")
+    served = {without_tag(each) for service in services.all for each in service.names.all}
+    return asked, name, without_tag(name) in served
+
+
+async def respond_pull(services: Services, bodies: Bodies, request: Request) -> Response:
+    """Get a model into the user's folder, as `edgespec pull` does (Ollama). Lines of JSON tell how far it is."""
+    asked, name, is_served = await _asked(services, bodies, request)
+    try:
+        lines = _lines_of(name, is_here=is_served or parse(name) is None)
+    except ModelNotFound as exc:
+        raise HttpError(404, str(exc), param="model", code="model_not_found") from exc
+    if asked.stream is not False:
+        encoded = (compact(line).encode() + b"\n" async for line in lines)
+        return StreamingResponse(encoded, headers=STREAM_HEADERS, media_type="application/x-ndjson")
+    *_, last = [line async for line in lines]
+    return json_response(last, 200 if last == _SUCCESS else 500)
+
+
+async def _lines_of(name: str, *, is_here: bool) -> AsyncIterator[Mapping[str, Any]]:
+    """What Ollama says of a pull."""
+    yield {"status": "pulling manifest"}
+    if is_here:
+        yield _SUCCESS
+        return
+    loop, queue, has_left = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, Any] | None](), False
+    said_s: dict[str, float] = {}
+
+    def say(line: Mapping[str, Any] | None) -> None:
+        loop.call_soon_threadsafe(queue.put_nowait, line)
+
+    def on_bytes(file: str, done: int, total: int) -> None:
+        if has_left:
+            raise _ClientLeft
+        if done == total or monotonic() - said_s.get(file, 0.0) > _EVERY_S:
+            said_s[file] = monotonic()
+            say({"status": f"pulling {file}", "digest": file, "total": total, "completed": done})
+
+    def work() -> None:
+        try:
+            pull(name, on_bytes, lambda text: say({"status": text}))
+            say({"status": f"{name} is here: this server serves it when it is started with it"})
+            say(_SUCCESS)
+        except EdgespecError as exc:
+            say({"error": exc.on_the_command_line})
+        finally:
+            say(None)
+
+    pulling = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        while (line := await queue.get()) is not None:
+            yield line
+        await pulling
+    finally:
+        has_left = True
+
+
+async def respond_delete(services: Services, bodies: Bodies, request: Request) -> Response:
+    """Remove a model that was pulled or added, as `edgespec rm` does (Ollama)."""
+    _, name, is_served = await _asked(services, bodies, request)
+    if is_served:
+        raise HttpError(409, f"{shown(name)} is being served: stop the server first", code="in_use")
+    try:
+        await asyncio.to_thread(remove, name)
+    except ModelNotFound as exc:
+        raise HttpError(404, f"no model {shown(name)} was pulled or added here", code="model_not_found") from exc
+    except (ConfigError, StateError) as exc:  # whose messages hold paths
+        raise bad_request(f"{shown(name)} cannot be removed here: edgespec rm says why", "model") from exc
+    return Response()
