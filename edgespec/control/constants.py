@@ -9,7 +9,6 @@ from __future__ import annotations
 # -- the time bank (bank, auto): how much time speculation may lose, and when
 START_PASSES = 3.0  # initial balance in plain passes: one failed draft must not be the last
 MOST_PASSES = 6.0  # highest balance at the start of a generation: old gains must not pay for a slow answer
-KEPT_PASSES = 12.0  # gains beyond that, in plain passes, which are kept for later generations
 RISKED = 0.5  # share of the balance that a round may risk if it can be shorter: else three failures would empty it
 LATE = 1.5  # work is charged in full up to this multiple of its expected time
 STALL = 0.5  # a delay longer than that by so many plain passes is a stall of the machine
