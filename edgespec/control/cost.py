@@ -81,10 +81,14 @@ class CostCurve:
         self._table_step = -1
 
     @classmethod
-    def guessed(cls, plain_s: float, low: int = 1) -> Self:
-        """A line. `plain_s`: seconds of a plain pass until some were timed; `low`: rows that one token is padded to."""
+    def guessed(cls, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> Self:
+        """A line. `plain_s`: seconds of a plain pass until some were timed; `low`: rows that one token is padded to.
+
+        `row`: what a further row adds, in plain passes.
+        """
         curve = cls({1: plain_s})
-        curve._rows, curve._low, curve.is_scaled = [c.FIRST_ROW, c.FIRST_ROW], low, False
+        # Beyond the bend no row is taken for cheap before one was timed.
+        curve._rows, curve._low, curve.is_scaled = [row, max(row, c.FIRST_ROW)], low, False
         curve._redraw(plain_s)
         return curve
 

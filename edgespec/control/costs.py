@@ -53,7 +53,8 @@ class ModelCosts:
         facts = self._target.engine.facts
         low = facts.pinned_class[0] if facts.pinned_class else 1
         kept = disk_cache.get("learnt costs", self._target_key)
-        return CostCurve.from_json(kept, low) or CostCurve.guessed(guessed_plain_s(facts.weight_bytes), low)
+        guess = CostCurve.guessed(guessed_plain_s(facts.weight_bytes), low, facts.row_cost)
+        return CostCurve.from_json(kept, low) or guess
 
     @cached_property
     def drafts(self) -> dict[str, DraftCost]:

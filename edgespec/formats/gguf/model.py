@@ -8,7 +8,7 @@ model computes, so a file with one is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ KNOWN_KEYS = (
 )
 OTHER_PARTS = ("mm.", "vision.")  # of a model for pictures, which lie in a file of their own
 NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}  # else 0 is what changes nothing
+
+
+Tensors = dict[str, tuple[TensorInfo, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class GgufModel:
     header: GgufHeader
     kind: Kind
     config: LlamaConfig
-    tensors: dict[str, tuple[TensorInfo, Tensor]]
+    tensors: Tensors
 
     @property
     def is_tied(self) -> bool:
@@ -120,47 +123,57 @@ def read_model(path: Path, header: GgufHeader) -> GgufModel:
             "GGUF as it is, with llama.cpp, or export the folder of the original model, of which more are known"
         )
     try:
-        return _Reader(path, header, kind).read()
+        return Reader(path, header, kind, ARCHITECTURES[kind.hub]).read()
     except (OverflowError, ZeroDivisionError) as exc:
         raise ModelFileError(f"{path} is damaged: its sizes are not those of a model ({exc})") from exc
 
 
-class _Reader:
+class Reader:
     """Typed access to the metadata of one file; every complaint names the file."""
 
-    def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
-        self._path, self._header, self._kind = path, header, kind
+    known_keys: tuple[str, ...] = KNOWN_KEYS
+
+    def __init__(self, path: Path, header: GgufHeader, kind: Kind, table: Architecture) -> None:
+        self._path, self._header, self._kind, self._table = path, header, kind, table
         self._infos = {tensor.name: tensor for tensor in header.tensors}
-        self._table: Architecture = ARCHITECTURES[kind.hub]
 
     def read(self) -> GgufModel:
         self._refuse_unknown_keys()
+        sizes = self._sizes()
+        self._check_heads(sizes)
+        tensors = self._tensors(sizes)
+        return GgufModel(self._path, self._header, self._kind, self._config(sizes, tensors), tensors)
+
+    def _sizes(self) -> Sizes:
         layers, context, width, inner, heads = (self._size(key) for key in SIZES)
         head_dim = self._size("attention.key_length", width // heads)
         kv_heads = self._size("attention.head_count_kv", heads)
-        sizes = Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
-        self._check_heads(sizes)
-        tensors = self._tensors(sizes)
-        window = int(self._number("attention.sliding_window", 0))
-        config = LlamaConfig(
-            hidden_size=width,
-            intermediate_size=inner,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=sizes.vocabulary,
+        return Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
+
+    def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
+        return LlamaConfig(**self._settings(sizes, tensors))
+
+    def _settings(self, sizes: Sizes, tensors: Tensors) -> dict[str, Any]:
+        """What a `LlamaConfig` is made of."""
+        window, context = int(self._number("attention.sliding_window", 0)), sizes.context
+        return {
+            "hidden_size": sizes.width,
+            "intermediate_size": sizes.inner,
+            "num_layers": sizes.layers,
+            "num_heads": sizes.heads,
+            "num_kv_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "vocab_size": sizes.vocabulary,
             # llama.cpp's other architectures have no window; up to its length the results are the same
-            max_positions=min(context, window) if window and not self._kind.window_every else context,
-            norm_epsilon=self._number("attention.layer_norm_rms_epsilon"),
-            rope_theta=self._number("rope.freq_base", 10000.0),
-            rope_divisors=self._divisors(head_dim),
-            unrotated_layers=self._each(self._kind.unrotated_every, layers),
-            biases=self._biases(tensors),
-            has_head_norms=self._kind.has_head_norms,
+            "max_positions": min(context, window) if window and not self._kind.window_every else context,
+            "norm_epsilon": self._number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "rope_divisors": self._divisors(self._num_rotated(sizes)),
+            "unrotated_layers": self._each(self._kind.unrotated_every, sizes.layers),
+            "biases": self._biases(tensors),
+            "has_head_norms": self._kind.has_head_norms,
             **(self._gemma(sizes, window) if self._kind.is_gemma else {}),
-        )
-        return GgufModel(self._path, self._header, self._kind, config, tensors)
+        }
 
     def _gemma(self, sizes: Sizes, window: int) -> dict[str, Any]:
         """What sets Gemma 3 off; llama.cpp scales the attention of its largest model by another width."""
@@ -219,7 +232,7 @@ class _Reader:
             raise self._wrong(f"{ROPE_FACTORS} contains values that cannot divide a frequency")
         return tuple(float(each) for each in found)
 
-    def _tensors(self, sizes: Sizes) -> dict[str, tuple[TensorInfo, Tensor]]:
+    def _tensors(self, sizes: Sizes) -> Tensors:
         """All tensors by Hugging Face name, of the shapes that the sizes imply."""
         left, found = dict(self._infos), {}
         left.pop(ROPE_FACTORS, None)
@@ -241,10 +254,13 @@ class _Reader:
         for name, tensor in self._table.outer.items():
             yield name, tensor, tensor.name
         for layer in range(layers):
-            for rest, tensor in self._table.layer.items():
+            for rest, tensor in self._layer_table(layer).items():
                 yield f"{self._table.layer_prefix}{layer}.{rest}", tensor, f"blk.{layer}.{tensor.name}"
 
-    def _biases(self, tensors: dict[str, tuple[TensorInfo, Tensor]]) -> frozenset[str]:
+    def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
+        return self._table.layer
+
+    def _biases(self, tensors: Tensors) -> frozenset[str]:
         """The products with a bias, which are the same in all layers."""
         layers: dict[str, set[str]] = {}
         for name in tensors:
@@ -264,15 +280,23 @@ class _Reader:
                 f"it has attention heads of {sizes.head_dim} values; ONNX Runtime's rotary attention needs a multiple "
                 f"of {HEAD_MULTIPLE}"
             )
-        for key in ("rope.dimension_count", "attention.value_length"):
-            if self._size(key, sizes.head_dim) != sizes.head_dim:
-                raise self._wrong(f"its {key} {self._value(key)} is not its head size {sizes.head_dim}")
+        self._num_rotated(sizes)
+        self._check_size("attention.value_length", sizes)
+
+    def _num_rotated(self, sizes: Sizes) -> int:
+        """How many of a head's values are rotated. Raises ModelFileError for a number that a graph cannot have."""
+        return self._check_size("rope.dimension_count", sizes)
+
+    def _check_size(self, key: str, sizes: Sizes) -> int:
+        if self._size(key, sizes.head_dim) != sizes.head_dim:
+            raise self._wrong(f"its {key} {self._value(key)} is not its head size {sizes.head_dim}")
+        return sizes.head_dim
 
     def _refuse_unknown_keys(self) -> None:
         prefix = f"{self._header.architecture}."
         for key, value in self._header.metadata.items():
             name = key.removeprefix(prefix)
-            if not key.startswith(prefix) or name in KNOWN_KEYS or name.startswith(OTHER_PARTS):
+            if not key.startswith(prefix) or name in self.known_keys or name.startswith(OTHER_PARTS):
                 continue
             if value != NEUTRAL.get(name, 0):
                 raise self._wrong(

@@ -53,16 +53,23 @@ def llama_graph(
     """The graph, whose weights go to `data`. `progress` and exceptions: as in `write_llama`."""
     nodes = Nodes(data)
     form = make_form(nodes)
-    graph = _KernelGraph(config, nodes, form) if isinstance(form, Tiles) else _Graph(config, nodes, form)
+    graph = kernel_graph(config, nodes, form) if isinstance(form, Tiles) else _Graph(config, nodes, form)
     for done, _ in enumerate(graph.parts(), 1):
         if progress is not None:
             progress(done, config.num_layers + 2)
     return nodes.model(*graph.values())
 
 
+def kernel_graph(config: LlamaConfig, nodes: Nodes, form: Tiles) -> KernelGraph:
+    """The writer of a graph of our own operators."""
+    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph  # which derives from the one here
+
+    return HybridGraph(config, nodes, form) if isinstance(config, HybridConfig) else KernelGraph(config, nodes, form)
+
+
 def rotary_tables(config: LlamaConfig) -> Tables:
-    """Cosines and sines [positions, half a head], rounded from 64 bits: numpy's own 32 bits depend on the CPU."""
-    halves = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    """Cosines and sines [positions, half of what is rotated], from 64 bits: numpy's own 32 bits depend on the CPU."""
+    halves = np.arange(0, config.num_rotated, 2, dtype=np.float32) / np.float32(config.num_rotated)
     base = np.full(halves.shape, np.float32(config.rope_theta), np.float64)
     powers: NDArray[np.float32] = np.power(base, halves.astype(np.float64)).astype(np.float32)
     frequencies = np.reciprocal(powers)
@@ -80,7 +87,7 @@ def rotary_tables(config: LlamaConfig) -> Tables:
 def rotary_bytes(config: LlamaConfig) -> int:
     """Size of a graph's rotary tables: one pair, and another where windowed layers have a base of their own."""
     pairs = 2 if config.has_window_tables else 1
-    return pairs * 2 * 4 * config.max_positions * (config.head_dim // 2)
+    return pairs * 2 * 4 * config.max_positions * (config.num_rotated // 2)
 
 
 class _Graph:
@@ -280,7 +287,7 @@ class _Graph:
             self._scalar("Mul", "/lm_head/softcap/Tanh/output_0", cap, "/lm_head/softcap/Mul", "logits")
 
 
-class _KernelGraph(_Graph):
+class KernelGraph(_Graph):
     """The same of our own operators. Rows may belong to several texts, whose cache is no tensor of the graph."""
 
     _form: Tiles
@@ -329,10 +336,7 @@ class _KernelGraph(_Graph):
             [seen],
             f"{here}/Attention",
             domain=DOMAIN,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_size=config.head_dim,
-            first_head=layer * config.num_kv_heads,
+            **self._heads(layer),
             window=max(config.window, 0) if is_windowed else 0,
             scale=config.attention_scale or float(config.head_dim**-0.5),
             cap=0.0,
@@ -341,6 +345,11 @@ class _KernelGraph(_Graph):
         self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
         if config.has_post_norms:
             self._after(layer, "post_attention")
+
+    def _heads(self, layer: int) -> dict[str, int]:
+        """Attributes of a layer's attention: its heads, and which of the cache's they are."""
+        config, counts = self._config, {"heads": self._config.num_heads, "kv_heads": self._config.num_kv_heads}
+        return counts | {"head_size": config.head_dim, "first_head": layer * config.num_kv_heads}
 
     def _feed_forward(self, layer: int) -> None:
         config, here, there = self._config, f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"

@@ -111,6 +111,7 @@ constexpr int64_t activation_bytes(int inputs, int64_t k, int64_t rows) { return
 enum { kNoGate = 0, kSilu = 1, kGelu = 2 };
 
 struct Attention;
+struct Recurrence;
 
 // One instruction set's kernels. All give the same bits.
 struct Path {
@@ -123,6 +124,7 @@ struct Path {
   // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's first output.
   void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last);
   const Attention* attention;
+  const Recurrence* recurrence;
 };
 extern const Path kPortable, kAvx2, kAvxVnni, kAvx512, kNeonDot, kNeonI8mm;  // the ones after the first on their processors only
 bool has_avx2();

@@ -41,6 +41,16 @@ struct Scratch {
   }
 };
 
+// Memory of a step, taken in pieces: counted if `data` is null.
+struct Pieces {
+  uint8_t* data;
+  int64_t size;
+  template <class T> void take(T** out, int64_t count) {
+    if (data) *out = reinterpret_cast<T*>(data + size);
+    size += (count * int64_t(sizeof(T)) + 63) & ~int64_t(63);
+  }
+};
+
 struct Tensor { const void* data; int type; size_t rank; int64_t dims[kMaxRank]; };
 inline OrtStatus* read(const OrtValue* value, const char* name, int type, Tensor* out) {
   OrtShape* s;
@@ -61,6 +71,20 @@ inline int64_t elements(const Tensor& t, size_t rank) {
   int64_t count = 1;
   for (size_t i = 0; i < rank; i++) count *= t.dims[i];
   return count;
+}
+struct Row { int32_t slot, position, cell, parent; };  // see attention.cpp
+inline OrtStatus* read_floats(const OrtKernelContext* context, size_t at, const char* name, Tensor* out) {
+  const OrtValue* value;
+  TRY(input(context, at, &value));
+  out->data = nullptr;
+  return value ? read(value, name, kTypeFloat, out) : nullptr;
+}
+inline OrtStatus* read_vector(const OrtKernelContext* context, size_t at, const char* name, int64_t size, const float** out) {
+  Tensor t;
+  TRY(read_floats(context, at, name, &t));
+  if (t.data && elements(t, t.rank) != size) return invalid("edgespec: %s has %lld elements, expected %lld", name, (long long)elements(t, t.rank), (long long)size);
+  *out = static_cast<const float*>(t.data);
+  return nullptr;
 }
 struct Lock {
   using Flag = std::atomic_flag;

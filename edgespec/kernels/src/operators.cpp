@@ -7,6 +7,7 @@
 namespace edgespec {
 const OrtApi* ort;
 OrtStatus* add_attention(OrtDomain* domain);
+OrtStatus* add_recurrence(OrtDomain* domain);
 namespace {
 
 constexpr int kMatrices = 3;
@@ -309,6 +310,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCu
     TRY(add_operator(fresh, &matmul_operator));
     TRY(add_operator(fresh, &lookup_operator));
     TRY(add_attention(fresh));
+    TRY(add_recurrence(fresh));
     domain = fresh;
   }
   return add_domain(options, domain);
