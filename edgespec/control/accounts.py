@@ -222,7 +222,7 @@ class Accounts:
         self._open_bank(self.costs.curve.at(1, num_tokens))
 
     def _open_bank(self, plain_s: float) -> None:
-        self.bank.open(c.START_PASSES * plain_s, c.MOST_PASSES * plain_s, c.KEPT_PASSES * plain_s)
+        self.bank.open(c.MOST_PASSES * plain_s)
         self.bank.waited(self._prefill_s)  # so that a draft model can read a long prompt
 
     def rested(self, num_rounds: int, context: int) -> None:
