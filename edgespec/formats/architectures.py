@@ -23,7 +23,8 @@ AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE, SCALE_Q, SCALE_Q_NORM = range(7
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A row of the tensor table. `shape` in letters: d hidden, f inner, q query rows, k key rows, h head size,
-    v vocabulary, c context, 3d = 3 x d.
+    v vocabulary, c context, 3d = 3 x d, a heads, e experts, x inner of an expert, p of a second embedding in a layer, P
+    in all layers.
     """
 
     name: str
@@ -44,6 +45,9 @@ class Sizes:
     head_dim: int
     vocabulary: int
     context: int
+    experts: int = 0
+    expert_inner: int = 0
+    per_layer: int = 0
 
     def shape(self, letters: str) -> tuple[int, ...]:
         """'q d' -> (heads * head_dim, width)."""
@@ -56,6 +60,13 @@ class Sizes:
             "v": self.vocabulary,
             "c": self.context,
             "3d": 3 * self.width,
+            "a": self.heads,
+            "e": self.experts,
+            "x": self.expert_inner,
+            "2x": 2 * self.expert_inner,
+            "p": self.per_layer,
+            "P": self.per_layer * self.layers,
+            "1": 1,
         }
         return tuple(numbers[letter] for letter in letters.split())
 

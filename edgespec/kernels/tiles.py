@@ -30,6 +30,7 @@ TYPES = {
     "IQ4_NL": 20,
     "IQ4_XS": 23,
     "BF16": 30,
+    "MXFP4": 39,
 }
 ABI_VERSION = 3
 

@@ -143,3 +143,14 @@ def test_lookup_gives_rows_of_the_file_and_refuses_other_ids(kind: str) -> None:
     wrong = node("TiledLookup", ["ids", "tiles"], ["y"], K=512, type=tiles.TYPES[kind], N=57)
     with pytest.raises(Exception, match=r"tiles has .* bytes"):
         session([wrong], {"ids": TensorProto.INT64}, ["y"], {"tiles": packed(kind, rows, 512)})
+
+
+def test_what_codes_leave_of_a_row_adds_nothing_to_its_products_with_floats() -> None:
+    rng = np.random.default_rng(7)
+    tile = {name: packed(kind, random_rows(kind, 16, 64, rng), 64) for name, kind in (("w0", "Q8_0"), ("w1", "F16"))}
+    types = [tiles.TYPES["Q8_0"], tiles.TYPES["F16"]]
+    model = session([node("TiledMatMul", ["x", "", "w0", "w1"], ["y", "z"], K=64, types=types, outputs=[16, 16])], X,
+                    ["z"], tile)  # fmt: skip
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    x[:, 5] = 900
+    np.testing.assert_array_equal(bits(model.run(None, {"x": x})[0]), bits(tiles.product("F16", tile["w1"], 16, x)))

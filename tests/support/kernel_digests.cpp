@@ -62,7 +62,11 @@ const OrtApi* make_api() {
   put(61, +[](const OrtShape* s, size_t* out) { *out = s->dims.size(); return (OrtStatus*)nullptr; });
   put(62, +[](const OrtShape* s, int64_t* out, size_t count) { for (size_t i = 0; i < count; i++) out[i] = s->dims[i]; return (OrtStatus*)nullptr; });
   put(65, +[](const OrtValue* v, OrtShape** out) { *out = new OrtShape(v->shape); return (OrtStatus*)nullptr; });
-  put(85, +[](const OrtKernelInfo* i, const char* name, float* out) { *out = i->real.at(name); return (OrtStatus*)nullptr; });
+  put(85, +[](const OrtKernelInfo* i, const char* name, float* out) {
+    if (!i->real.count(name)) return new OrtStatus{name};
+    *out = i->real.at(name);
+    return (OrtStatus*)nullptr;
+  });
   put(86, +[](const OrtKernelInfo* i, const char* name, int64_t* out) {
     if (!i->whole.count(name)) return new OrtStatus{name};
     *out = i->whole.at(name)[0];
@@ -141,6 +145,7 @@ vector<uint8_t> random_rows(Random& random, int32_t type, int64_t n, int64_t k) 
     return rows;
   }
   for (size_t at = 0; at < rows.size(); at += size_t(f.row_bytes)) {
+    if (f.has_powers()) { rows[at] = uint8_t(100 + random.next() % 30); continue; }
     const size_t half = at + (type == Q2_K ? 80 : type == Q3_K ? 108 : type == Q6_K ? 208 : 0);
     set_half(&rows[half], random.next());
     if (f.has_mins) set_half(&rows[half + 2], random.next());
@@ -166,7 +171,7 @@ struct Digest {
   void print(const char* what, int64_t number, int64_t more) const { printf("%s %s %lld %lld %016llx\n", path, what, (long long)number, (long long)more, (unsigned long long)hash); }
 };
 
-constexpr int32_t kTypes[] = {F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS};
+constexpr int32_t kTypes[] = {F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4};
 vector<uint8_t> tiles_of(Random& random, int32_t type, int64_t n, int64_t k) {
   vector<uint8_t> tiles(size_t(function<int64_t (*)(int32_t, int64_t, int64_t)>("edgespec_packed_bytes")(type, n, k)));
   const auto pack = function<int32_t (*)(int32_t, const uint8_t*, int64_t, int64_t, uint8_t*)>("edgespec_pack");
@@ -199,8 +204,8 @@ void products_and_lookups() {
 }
 void gated_products() {
   Random random = {2};
-  for (const int64_t gate : {kNoGate, kSilu, kGelu}) {
-    OrtKernelInfo info = {{{"K", {512}}, {"gate", {gate}}, {"types", {Q4_K, Q8_0, F16}}, {"outputs", {20, 33, 16}}}, {}, 5, 1};
+  for (const int64_t gate : {kNoGate, kSilu, kGelu, kClamped}) {
+    OrtKernelInfo info = {{{"K", {512}}, {"gate", {gate}}, {"types", {Q4_K, Q8_0, F16}}, {"outputs", {20, 33, 16}}}, {{"cap", gate == kGelu ? 30.f : 0.f}}, 5, 1};
     const Operator op("TiledMatMul", info);
     vector<OrtValue> weights;
     for (size_t i = 0; i < 3; i++) {
@@ -212,6 +217,28 @@ void gated_products() {
     Digest digest;
     digest.add_floats(y.data.data(), y.data.size());
     digest.print("gate", gate, 20);
+  }
+}
+void experts() {
+  constexpr int64_t size = 64, inner = 32, count = 7, rows = 90;
+  Random random = {5};
+  for (const int64_t gate : {kSilu, kGelu, kClamped}) {
+    const bool has_up = gate != kGelu;
+    vector<int64_t> types = {MXFP4, Q8_0};
+    if (has_up) types.push_back(F32);
+    const Operator op("Experts", {{{"K", {size}}, {"F", {inner}}, {"experts", {count}}, {"used", {3}}, {"gate", {gate}}, {"types", types}}, {}, 6 + types.size(), 1});
+    const OrtValue x = value(random_floats(random, rows, size, false), {rows, size}), logits = value(random_floats(random, rows, count, false), {rows, count});
+    const OrtValue first = value(random_floats(random, count, has_up ? inner : 2 * inner, false), {count, has_up ? inner : 2 * inner}), down = value(random_floats(random, count, size, false), {count, size}), scales = value(random_floats(random, 1, count, false), {count});
+    const int64_t outputs[] = {has_up ? inner : 2 * inner, size, inner}, inputs[] = {size, inner, size};
+    vector<OrtValue> weights;
+    for (size_t i = 0; i < types.size(); i++) {
+      const vector<uint8_t> tiles = tiles_of(random, int32_t(types[i]), count * outputs[i], inputs[i]);
+      weights.push_back({{kTypeUint8, {int64_t(tiles.size())}}, tiles});
+    }
+    const OrtValue y = op.run({&x, &logits, &first, &down, nullptr, has_up ? nullptr : &scales, &weights[0], &weights[1], has_up ? &weights[2] : nullptr}, 1)[0];
+    Digest digest;
+    digest.add_floats(y.data.data(), y.data.size());
+    digest.print("experts", gate, rows);
   }
 }
 void norms() {
@@ -235,9 +262,9 @@ void attention(int32_t type, int64_t variant) {
   vector<uint8_t> memory(size_t(bytes), 0);
   const int64_t number = function<int64_t (*)(uint8_t*, int32_t, const int32_t*, int64_t, int64_t, int64_t)>("edgespec_hold_cache")(memory.data(), type, sizes, 3, slots, chunks);
   Random random = {uint64_t(variant) + 4};
-  const Operator op("Attention", {{{"heads", {heads}}, {"kv_heads", {kv_heads}}, {"head_size", {size}}, {"first_head", {1}}, {"window", {variant == 1 ? 90 : 0}}}, {{"scale", 0.125f}, {"cap", variant == 2 ? 5.f : 0.f}, {"epsilon", 1e-6f}}, 10, 1});
+  const Operator op("Attention", {{{"heads", {heads}}, {"kv_heads", {kv_heads}}, {"head_size", {size}}, {"first_head", {1}}, {"window", {variant == 1 ? 90 : 0}}}, {{"scale", 0.125f}, {"cap", variant == 2 ? 5.f : 0.f}, {"epsilon", 1e-6f}}, 11, 1});
   const auto numbers = [&](int64_t rows, int64_t width) { return value(random_floats(random, rows, width, false), {rows, width}); };
-  const OrtValue cosines = numbers(512, 24), sines = numbers(512, 24), q_norm = numbers(1, size), k_norm = numbers(1, size), sinks = numbers(1, heads);
+  const OrtValue cosines = numbers(512, 24), sines = numbers(512, 24), v_norm = numbers(1, size), q_norm = numbers(1, size), k_norm = numbers(1, size), sinks = numbers(1, heads);
   const OrtValue cache = {{kTypeInt64, {1}}, {reinterpret_cast<const uint8_t*>(&number), reinterpret_cast<const uint8_t*>(&number) + 8}};
   const bool is_rotated = variant != 0, has_norms = variant == 3, has_sinks = variant == 2;
   const auto pass = [&](const vector<Row>& rows) {
@@ -246,7 +273,7 @@ void attention(int32_t type, int64_t variant) {
     const OrtValue q = value(joined, {int64_t(rows.size()), width});
     const auto* begin = reinterpret_cast<const uint8_t*>(rows.data());
     const OrtValue numbers = {{kTypeInt32, {int64_t(rows.size()), 4}}, {begin, begin + rows.size() * sizeof(Row)}};
-    const OrtValue y = op.run({&q, nullptr, nullptr, &numbers, &cache, is_rotated ? &cosines : nullptr, is_rotated ? &sines : nullptr, has_norms ? &q_norm : nullptr, has_norms ? &k_norm : nullptr, has_sinks ? &sinks : nullptr}, 1)[0];
+    const OrtValue y = op.run({&q, nullptr, nullptr, &numbers, &cache, is_rotated ? &cosines : nullptr, is_rotated ? &sines : nullptr, has_norms ? &q_norm : nullptr, has_norms ? &k_norm : nullptr, has_sinks ? &sinks : nullptr, has_norms ? &v_norm : nullptr}, 1)[0];
     Digest digest;
     digest.add_floats(y.data.data(), y.data.size());
     digest.add(memory.data(), memory.size());
@@ -318,6 +345,7 @@ int main(int count, char** words) {
     if (function<int32_t (*)(const char*)>("edgespec_choose_path")(name)) continue;
     products_and_lookups();
     gated_products();
+    experts();
     norms();
     recurrences();
     for (const int32_t type : {F16, Q8_0}) for (int64_t variant = 0; variant < 4; variant++) attention(type, variant);

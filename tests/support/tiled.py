@@ -29,6 +29,7 @@ SCALES = {
     "Q5_1": (0, 2),
     "Q8_0": (0,),
     "IQ4_NL": (0,),
+    "MXFP4": (),  # a power of two
 }
 FLOATS = {"F32": np.float32, "F16": np.float16}
 SMALL_BLOCKS = [kind for kind in SCALES if GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 32]
@@ -50,6 +51,8 @@ def random_rows(kind: str, outputs: int, inputs: int, rng: np.random.Generator) 
     for at in SCALES[kind]:
         scales = rng.uniform(-4e-3, 4e-3, rows.shape[:2]).astype(np.float16)
         rows[..., at : at + 2] = scales[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        rows[..., 0] = rng.integers(110, 120, rows.shape[:2])
     return rows.reshape(outputs, -1)
 
 

@@ -37,7 +37,7 @@ from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.graph import external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
-from edgespec.formats.onnx.tiles import LOOKUP, PRODUCT
+from edgespec.formats.onnx.tiles import EXPERTS, LOOKUP, PRODUCT
 from edgespec.kernels.cache import cache_bytes
 from edgespec.platform.machine import products_saturate
 
@@ -55,6 +55,7 @@ _SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
 _ARENA_RESERVED = 2.0  # multiple of the results that is reserved and unused: the last region is as large as all others
+_ROUTED_ROWS = 512  # of a pass that are among experts at once, as experts.cpp
 _INT8 = 3
 
 
@@ -62,7 +63,8 @@ _INT8 = 3
 class Products:
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
     `signed` of integer products, `looked_up` of tables of rows, `only_looked_up` without what products share with them.
-    `rotary`: of tables by position; `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer.
+    `rotary`: of tables by position; `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer;
+    `beside`: of a second embedding, in all layers. `routed`: bytes of a row among experts.
     """
 
     packed: int
@@ -75,6 +77,8 @@ class Products:
     inner: int
     width: int
     heads: int
+    beside: int
+    routed: int
 
 
 def footprint(path: Path, use: ModelUse) -> Footprint:
@@ -135,7 +139,8 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
     What a chain sees of it is zeros, which are read and never written.
     """
     if graph.head_sizes:
-        return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 6 * products.width)
+        row = 3 * products.inner + 6 * products.width + products.beside
+        return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
     cells = settings.cells(graph)
     is_tiled = not graph.is_half or settings.cache_type == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
@@ -183,7 +188,8 @@ def _products(graph: Graph) -> Products:
     rotary: dict[str, int] = {}
     tiles: set[str] = set()
     sizes = [(1, 1)]
-    heads = 0
+    heads = routed = 0
+    widths: list[int] = []  # of what is looked up
     for node in found.node:
         if node.op_type == OWN_ATTENTION:
             rotary |= {name: tensor_bytes(tensors[name]) for name in node.input[5:7] if name in tensors}
@@ -192,6 +198,11 @@ def _products(graph: Graph) -> Products:
             rotary |= {name: tensor_bytes(tensors[name]) for name in node.input[7:9] if name in tensors}
         if node.op_type in _LOOKUPS:
             looked_up |= {name: tensor_bytes(tensors[name]) for name in node.input if name in tensors}
+        if node.op_type == LOOKUP:
+            widths.append(attribute(node, "K"))
+        if node.op_type == EXPERTS:
+            routed = max(routed, _routed_bytes(node))
+            tiles |= tensors.keys() & set(node.input[6:])
         if node.op_type == PRODUCT:
             sizes += _tiled_sizes(node)
             tiles |= tensors.keys() & set(node.input[2:])
@@ -219,7 +230,15 @@ def _products(graph: Graph) -> Products:
         max(max(size) for size in inner),
         max(size[0] for size in sizes if size[1] == graph.vocabulary_size) if len(inner) < len(sizes) else 1,
         heads,
+        sum(widths[1:]),
+        routed,
     )
+
+
+def _routed_bytes(node: Any) -> int:
+    """What `Experts` keeps for one row: results of all its experts, and their inputs as bytes with scales."""
+    width, inner = attribute(node, "K"), attribute(node, "F")
+    return attribute(node, "used") * (4 * max(width, 2 * inner) + 2 * max(width, inner))
 
 
 def _place(tensor: Any) -> tuple[str, str]:

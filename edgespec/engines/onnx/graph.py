@@ -152,7 +152,7 @@ def read_graph(
         weight_bytes=weight_bytes(graph),
         is_half=is_half,
         has_tiles=has_tiles,
-        head_sizes=tuple(attribute(node, "head_size") for node in own for _ in range(attribute(node, "kv_heads"))),
+        head_sizes=_head_sizes(own),
         states=_state_sizes(graph, layers_of_ours),
         cells=cells,
     )
@@ -168,6 +168,16 @@ def _state_sizes(graph: Any, layers: list[Any]) -> tuple[StateSizes, ...]:
         for node in layers
         if node.op_type in kernels
     )
+
+
+def _head_sizes(own: list[Any]) -> tuple[int, ...]:
+    """Of the heads of keys in the order of the cache. Layers that share them name the same ones."""
+    sizes = {
+        attribute(node, "first_head") + head: attribute(node, "head_size")
+        for node in own
+        for head in range(attribute(node, "kv_heads"))
+    }
+    return tuple(sizes[head] for head in sorted(sizes))
 
 
 def _has_tiles(graph: Any, path: Path) -> bool:

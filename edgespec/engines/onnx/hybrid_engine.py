@@ -7,7 +7,6 @@ back, a text returns to copies of its states: at checkpoints, and before a wide 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -31,10 +30,8 @@ LOG = 32  # rows of a pass that a text can drop
 class HybridEngine(KernelEngine):
     """As `KernelEngine`; a text drops any of its last pass's rows, up to LOG, or returns to a checkpoint or to 0."""
 
-    def __init__(
-        self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
-    ) -> None:
-        super().__init__(source, graph, settings, config, opened)
+    def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
+        super().__init__(source, graph, settings, config)
         slots = settings.max_sequences
         size = states_bytes(graph.states, slots, LOG)
         if size is None:

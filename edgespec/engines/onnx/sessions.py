@@ -88,6 +88,8 @@ def open_session(
 def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *, spins: bool = True) -> Any:
     ort = library()
     options, graph, weights = _options(graph, folder, threads, name)
+    if arrays:  # a GGUF. Else a second pass of one width gets a block for all results, beside those of the first.
+        options.enable_mem_pattern = False
     if not spins:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:

@@ -30,7 +30,6 @@ from edgespec.engines.onnx.weights import check_weight_files
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.formats.gguf.header import once
-from edgespec.formats.gguf.hybrid import HYBRIDS, read_hybrid
 from edgespec.formats.gguf.model import KINDS, GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
 from edgespec.formats.onnx.graph import MemoryWriter
@@ -229,11 +228,11 @@ def _readable_model(path: Path) -> GgufModel:
     header = check_gguf(path)
     if len(model_files(path)) > 1:
         raise CapabilityError("it is one of several files of a model")
-    if header.architecture not in KINDS | HYBRIDS:
-        known = ", ".join((*KINDS, *HYBRIDS))
+    if header.architecture not in KINDS:
+        known = ", ".join(KINDS)
         raise CapabilityError(f"the kernels have no architecture {header.architecture!r}, only {known}")
     try:
-        model = (read_hybrid if header.architecture in HYBRIDS else read_model)(path, header)
+        model = read_model(path, header)
         splitter_of(header)
     except ModelFileError as exc:
         raise CapabilityError(str(exc).removeprefix(f"{path} cannot be converted to ONNX: ")) from exc

@@ -16,7 +16,7 @@ from edgespec.export.onnx.hub_model import HubModel, copy_companions
 from edgespec.export.onnx.weights import FILE_TYPES, GgufWeights, HubWeights, QuantisedTiles
 from edgespec.export.request import DEFAULT_GROUP_SIZES, ONNX_QUANTS, TILED
 from edgespec.formats.gguf.check import check_gguf, model_files
-from edgespec.formats.gguf.model import GgufModel, read_model
+from edgespec.formats.gguf.model import KINDS, GgufModel, read_model
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx import MODEL
@@ -24,7 +24,7 @@ from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowW
 from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
 from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.llama import write_llama
-from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.installation import require_engine
 from edgespec.kernels.library import library_path, why_missing
@@ -37,6 +37,11 @@ def open_gguf(path: Path) -> GgufModel:
     header = check_gguf(path)
     if len(model_files(path)) > 1:
         raise ModelFileError(f"{path} is one of several files of a model: join them first (llama-gguf-split --merge)")
+    if header.architecture in KINDS and header.architecture not in WRITABLE:
+        raise ModelFileError(
+            f"{path} is of the architecture {header.architecture!r}, which edgespec runs as it is, on its own kernels; "
+            f"allowed for an export to ONNX: {', '.join(WRITABLE)}"
+        )
     model = read_model(path, header)
     GgufWeights(model)  # raises for a type that cannot be decoded
     splitter_of(header)

@@ -6,16 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, LLAMA_OUTER, MLP, Architecture, Sizes, Tensor
+from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, MLP, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers
-from edgespec.formats.gguf.model import KNOWN_KEYS, SIZES, GgufModel, Kind, Reader, Tensors
+from edgespec.formats.gguf.model import SIZES, STATE_KEYS, Kind, Reader, Tensors
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama_config import LlamaConfig
 
-HYBRIDS = {
-    "qwen35": Kind("Qwen3_5ForCausalLM", "qwen3_5_text", has_head_norms=True),
-    "lfm2": Kind("Lfm2ForCausalLM", "lfm2", has_head_norms=True),
-}
 _PRE_NORM = {"input_layernorm.weight": Tensor("attn_norm.weight", "d")}
 _NORMED_ATTENTION = {**ATTENTION, **HEAD_NORMS}
 _GATED_ATTENTION = {**_NORMED_ATTENTION, "self_attn.q_proj.weight": Tensor("attn_q.weight", "2q d")}
@@ -35,21 +31,18 @@ _SHORT_CONVOLUTION = {
     "conv.conv.weight": Tensor("shortconv.conv.weight", "d taps"),
     "conv.out_proj.weight": Tensor("shortconv.out_proj.weight", "d d"),
 }
-_STATE_KEYS = ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
 
 
-def read_hybrid(path: Path, header: GgufHeader) -> GgufModel:
-    """The model of one of HYBRIDS. Raises ModelFileError for one that cannot be written as a graph."""
+def hybrid_reader(path: Path, header: GgufHeader, kind: Kind) -> Reader:
     reader = {"qwen35": _Qwen35, "lfm2": _Lfm2}[header.architecture]
-    kind = HYBRIDS[header.architecture]
-    return reader(path, header, kind, Architecture(header.architecture, LLAMA_OUTER, {})).read()
+    return reader(path, header, kind)
 
 
 @dataclass(frozen=True, slots=True)
 class _HybridSizes(Sizes):
     """`values`: of all heads of a gated delta net; `channels`: that it convolves."""
 
-    taps: int
+    taps: int = 0
     key_heads: int = 0
     value_heads: int = 0
     state: int = 0
@@ -106,11 +99,6 @@ class _HybridReader(Reader):
 class _Qwen35(_HybridReader):
     """Gated delta nets, and gated attention in every n-th layer; layers that predict further tokens are left out."""
 
-    known_keys = (
-        *KNOWN_KEYS,
-        *(f"ssm.{key}" for key in _STATE_KEYS),
-        *("full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections", "nextn_predict_layers"),
-    )
     _attention = _GATED_ATTENTION
     _mixer = _DELTA_NET
     _second_norm = "post_attention_norm.weight"
@@ -122,25 +110,25 @@ class _Qwen35(_HybridReader):
             del self._infos[name]
         every, flags = self._size("full_attention_interval", 4), self._numbers("attention.recurrent_layers")
         self._recurrent = frozenset(n for n in range(layers) if (flags[n : n + 1] or ((n + 1) % every,))[0])
-        taps, values, state, value_heads, key_heads = (self._size(f"ssm.{key}") for key in _STATE_KEYS)
+        taps, values, state, value_heads, key_heads = (self._size(key) for key in STATE_KEYS)
         if values != value_heads * state or value_heads % key_heads:
             told = f"{value_heads} heads of {state} values for {key_heads} of keys"
             raise self._wrong(f"its {told} are not {values} wide")
         head_dim, kv_heads = self._size("attention.key_length", width // heads), self._size("attention.head_count_kv")
-        own = taps, key_heads, value_heads, state
-        return _HybridSizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context, *own)
+        return _HybridSizes(
+            *(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context),
+            taps=taps,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            state=state,
+        )
 
 
 class _Lfm2(_HybridReader):
     """Short convolutions, and attention in the layers that have heads of keys."""
 
-    known_keys = (*KNOWN_KEYS, "shortconv.l_cache")
     _attention = _NORMED_ATTENTION
     _mixer = _SHORT_CONVOLUTION
-
-    def __init__(self, path: Path, header: GgufHeader, kind: Kind, table: Architecture) -> None:
-        norm = {"model.norm.weight": Tensor("token_embd_norm.weight", "d")}
-        super().__init__(path, header, kind, Architecture(table.name, {**table.outer, **norm}, {}))
 
     def _sizes(self) -> Sizes:
         layers, context, width, inner, heads = (self._size(key) for key in SIZES)
@@ -151,7 +139,7 @@ class _Lfm2(_HybridReader):
         self._recurrent = frozenset(layer for layer, count in enumerate(counts) if not count)
         head_dim, taps = self._size("attention.key_length", width // heads), self._size("shortconv.l_cache")
         tokens = len(self._header.tokens)
-        return _HybridSizes(layers, width, inner, heads, kinds.pop(), head_dim, tokens, context, taps)
+        return _HybridSizes(layers, width, inner, heads, kinds.pop(), head_dim, tokens, context, taps=taps)
 
 
 def _is_before(name: str, layers: int) -> bool:

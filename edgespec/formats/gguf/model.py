@@ -8,8 +8,8 @@ model computes, so a file with one is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Architecture, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
+from edgespec.formats.gguf.tables import GEMMA4, GEMMA4_KEYS, GPT_OSS, LFM2, QWEN3_MOE, QWEN35
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
-from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
 
 ROPE_FACTORS = "rope_freqs.weight"
 HEAD_MULTIPLE = 16  # of ONNX Runtime's rotary attention
@@ -34,7 +35,17 @@ KNOWN_KEYS = (
     *("attention.sliding_window", "attention.sliding_window_pattern", "final_logit_softcapping"),
 )
 OTHER_PARTS = ("mm.", "vision.")  # of a model for pictures, which lie in a file of their own
-NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}  # else 0 is what changes nothing
+# Else 0 is what changes nothing.
+NEUTRAL = {
+    "attention.causal": True,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.0,
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), 1.0),
+}
+EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+MOST_EXPERTS, MOST_USED = 1024, 64  # as experts.cpp
+STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
+YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
 
 
 Tensors = dict[str, tuple[TensorInfo, Tensor]]
@@ -44,7 +55,9 @@ Tensors = dict[str, tuple[TensorInfo, Tensor]]
 class Kind:
     """How llama.cpp computes one architecture. `hub`: its name at Hugging Face, by which tensors are looked up.
 
-    `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window.
+    `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window;
+    `table`: its tensors, where it runs on our kernels only; `is_hybrid`: `hybrid` knows those of its layers; `keys`: of
+    its metadata that others do not have.
     """
 
     hub: str
@@ -53,6 +66,9 @@ class Kind:
     is_gemma: bool = False
     unrotated_every: int = 0
     window_every: int = 0
+    table: Architecture | None = None
+    keys: tuple[str, ...] = ()
+    is_hybrid: bool = False
 
 
 KINDS = {
@@ -61,6 +77,28 @@ KINDS = {
     "qwen3": Kind("Qwen3ForCausalLM", "qwen3", has_head_norms=True),
     "smollm3": Kind("SmolLM3ForCausalLM", "smollm3", unrotated_every=4),
     "gemma3": Kind("Gemma3ForCausalLM", "gemma3_text", has_head_norms=True, is_gemma=True, window_every=6),
+    "qwen3moe": Kind("Qwen3MoeForCausalLM", "qwen3_moe", has_head_norms=True, table=QWEN3_MOE, keys=EXPERT_KEYS),
+    "gpt-oss": Kind("GptOssForCausalLM", "gpt_oss", window_every=2, table=GPT_OSS, keys=(*EXPERT_KEYS, *YARN_KEYS)),
+    "gemma4": Kind(
+        "Gemma4ForCausalLM", "gemma4_text", has_head_norms=True, table=GEMMA4, keys=(*EXPERT_KEYS, *GEMMA4_KEYS)
+    ),
+    "qwen35": Kind(
+        *("Qwen3_5ForCausalLM", "qwen3_5_text"),
+        has_head_norms=True,
+        table=QWEN35,
+        keys=(
+            *(*STATE_KEYS, "full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
+            "nextn_predict_layers",
+        ),
+        is_hybrid=True,
+    ),
+    "lfm2": Kind(
+        *("Lfm2ForCausalLM", "lfm2"),
+        has_head_norms=True,
+        table=LFM2,
+        keys=("shortconv.l_cache",),
+        is_hybrid=True,
+    ),
 }
 
 
@@ -119,36 +157,51 @@ def read_model(path: Path, header: GgufHeader) -> GgufModel:
     kind = KINDS.get(header.architecture)
     if kind is None:
         raise ModelFileError(
-            f"{path} is of the architecture {header.architecture!r}; allowed for ONNX: {', '.join(KINDS)}. Run the "
+            f"{path} is of the architecture {header.architecture!r}; allowed for ONNX: {', '.join(WRITABLE)}. Run the "
             "GGUF as it is, with llama.cpp, or export the folder of the original model, of which more are known"
         )
     try:
-        return Reader(path, header, kind, ARCHITECTURES[kind.hub]).read()
+        return _reader(path, header).read()
     except (OverflowError, ZeroDivisionError) as exc:
         raise ModelFileError(f"{path} is damaged: its sizes are not those of a model ({exc})") from exc
+
+
+def _reader(path: Path, header: GgufHeader) -> Reader:
+    """What reads a file. Gemma 4 has sizes that differ by layer, hybrids layers of two kinds."""
+    from edgespec.formats.gguf.gemma4 import Gemma4Reader
+    from edgespec.formats.gguf.hybrid import hybrid_reader
+
+    kind = KINDS[header.architecture]
+    if kind.is_hybrid:
+        return hybrid_reader(path, header, kind)
+    reader = Gemma4Reader if header.architecture == "gemma4" else Reader
+    return reader(path, header, kind)
 
 
 class Reader:
     """Typed access to the metadata of one file; every complaint names the file."""
 
-    known_keys: tuple[str, ...] = KNOWN_KEYS
-
-    def __init__(self, path: Path, header: GgufHeader, kind: Kind, table: Architecture) -> None:
-        self._path, self._header, self._kind, self._table = path, header, kind, table
+    def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
+        self._path, self._header, self._kind = path, header, kind
+        self._table: Architecture = kind.table or ARCHITECTURES[kind.hub]
         self._infos = {tensor.name: tensor for tensor in header.tensors}
 
     def read(self) -> GgufModel:
         self._refuse_unknown_keys()
         sizes = self._sizes()
         self._check_heads(sizes)
-        tensors = self._tensors(sizes)
+        tensors = self._tensors(lambda layer: sizes)
         return GgufModel(self._path, self._header, self._kind, self._config(sizes, tensors), tensors)
 
     def _sizes(self) -> Sizes:
         layers, context, width, inner, heads = (self._size(key) for key in SIZES)
         head_dim = self._size("attention.key_length", width // heads)
         kv_heads = self._size("attention.head_count_kv", heads)
-        return Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
+        found = Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
+        if EXPERT_KEYS[0] in self._kind.keys:
+            inner = self._size("expert_feed_forward_length")
+            return replace(found, inner=inner, experts=self._size("expert_count"), expert_inner=inner)
+        return found
 
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         return LlamaConfig(**self._settings(sizes, tensors))
@@ -173,6 +226,7 @@ class Reader:
             "biases": self._biases(tensors),
             "has_head_norms": self._kind.has_head_norms,
             **(self._gemma(sizes, window) if self._kind.is_gemma else {}),
+            **(self._mixture(sizes, window) if sizes.experts else {}),
         }
 
     def _gemma(self, sizes: Sizes, window: int) -> dict[str, Any]:
@@ -190,6 +244,47 @@ class Reader:
             "logit_cap": self._number("final_logit_softcapping", 0.0) or None,
         }
 
+    def _mixture(self, sizes: Sizes, window: int) -> dict[str, Any]:
+        """What Qwen3 MoE and gpt-oss have beside a Llama."""
+        experts = self._experts(sizes)
+        if self._table is not GPT_OSS:
+            return {"experts": experts}
+        return {
+            "experts": replace(experts, gate="clamped", has_biases=True),
+            "has_sinks": True,
+            "window": window or -1,
+            "windowed_layers": self._windowed(sizes.layers) if window else frozenset(),
+            "rope_scale": 0.1 * math.log(self._yarn_factor()) + 1.0,
+        }
+
+    def _experts(self, sizes: Sizes) -> Experts:
+        found = Experts(sizes.experts, self._size("expert_used_count"), sizes.expert_inner)
+        if found.inner % 16 or sizes.width % 16 or found.count > MOST_EXPERTS or found.used > MOST_USED:
+            raise self._wrong(
+                f"it uses {found.used} of {found.count} experts of {found.inner} x {sizes.width}; the kernels have at "
+                f"most {MOST_USED} of {MOST_EXPERTS}, of sizes that 16 divides"
+            )
+        return found
+
+    def _yarn_factor(self) -> float:
+        return self._number("rope.scaling.factor", 1.0) if self._value("rope.scaling.type") == "yarn" else 1.0
+
+    def _yarn(self, head_dim: int, factor: float) -> tuple[float, ...]:
+        """YaRN's divisors (Peng et al., 2023): none for what turns often enough, `factor` for what turns too rarely.
+
+        Between the two a ramp, whose ends are not rounded to whole frequencies: so gpt-oss was trained; llama.cpp
+        rounds them, as other models need.
+        """
+        base, trained = self._number("rope.freq_base"), self._number("rope.scaling.original_context_length")
+        turns = self._number("rope.scaling.yarn_beta_fast", 32.0), self._number("rope.scaling.yarn_beta_slow", 1.0)
+        if not (base > 1 and trained > 0 and min(turns) > 0 and factor >= 1):
+            raise self._wrong("its rotary positions are scaled by settings that YaRN cannot have")
+        low, high = (head_dim * math.log(trained / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns)
+        low, high = max(low, 0.0), min(high, head_dim - 1.0)
+        steps = np.arange(head_dim // 2) - low
+        ramp = np.clip(steps / max(high - low, 1e-3), 0.0, 1.0)
+        return tuple(float(each) for each in 1.0 / (ramp / factor + 1.0 - ramp))
+
     def _windowed(self, layers: int) -> frozenset[int]:
         """Layers with a window: a list of layers, each how many has none, or as the architecture has it."""
         found = self._value("attention.sliding_window_pattern")
@@ -206,6 +301,8 @@ class Reader:
     def _divisors(self, head_dim: int) -> tuple[float, ...]:
         """Divisors of the rotary frequencies: Llama 3's, stored as a tensor, times that of linear scaling."""
         kind = self._value("rope.scaling.type")
+        if kind == "yarn" and YARN_KEYS[0] in self._kind.keys:
+            return self._yarn(head_dim, self._yarn_factor())
         if kind not in (None, "none", "linear"):
             raise self._wrong(f"its rotary positions are scaled by {kind!r}; allowed: none, linear, and Llama 3's")
         # As llama.cpp reads them: linear where nothing is said, and the older name where the newer one is missing.
@@ -232,15 +329,15 @@ class Reader:
             raise self._wrong(f"{ROPE_FACTORS} contains values that cannot divide a frequency")
         return tuple(float(each) for each in found)
 
-    def _tensors(self, sizes: Sizes) -> Tensors:
-        """All tensors by Hugging Face name, of the shapes that the sizes imply."""
+    def _tensors(self, sizes: Callable[[int], Sizes]) -> Tensors:
+        """All tensors by Hugging Face name, of the shapes that the `sizes` of a layer (0 outside of any) imply."""
         left, found = dict(self._infos), {}
         left.pop(ROPE_FACTORS, None)
-        for name, tensor, own in self._places(sizes.layers):
+        for layer, name, tensor, own in self._places(sizes(0).layers):
             info = left.pop(own, None)
             if info is None and tensor.is_optional:
                 continue
-            wanted = sizes.shape(tensor.shape)[::-1]
+            wanted = sizes(layer).shape(tensor.shape)[::-1]
             if info is None or info.shape != wanted:
                 what = "lacks it" if info is None else f"has {info.shape}"
                 raise self._wrong(f"a {self._header.architecture} needs the tensor {own!r} of {wanted}, it {what}")
@@ -249,13 +346,13 @@ class Reader:
             raise self._wrong(f"it holds {len(left)} tensors that are not known, such as {min(left)!r}")
         return found
 
-    def _places(self, layers: int) -> Iterator[tuple[str, Tensor, str]]:
-        """(Hugging Face name, row of the table, GGUF name) of every tensor there may be."""
+    def _places(self, layers: int) -> Iterator[tuple[int, str, Tensor, str]]:
+        """(layer, Hugging Face name, row of the table, GGUF name) of every tensor there may be."""
         for name, tensor in self._table.outer.items():
-            yield name, tensor, tensor.name
+            yield 0, name, tensor, tensor.name
         for layer in range(layers):
             for rest, tensor in self._layer_table(layer).items():
-                yield f"{self._table.layer_prefix}{layer}.{rest}", tensor, f"blk.{layer}.{tensor.name}"
+                yield layer, f"{self._table.layer_prefix}{layer}.{rest}", tensor, f"blk.{layer}.{tensor.name}"
 
     def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
         return self._table.layer
@@ -296,7 +393,7 @@ class Reader:
         prefix = f"{self._header.architecture}."
         for key, value in self._header.metadata.items():
             name = key.removeprefix(prefix)
-            if not key.startswith(prefix) or name in self.known_keys or name.startswith(OTHER_PARTS):
+            if not key.startswith(prefix) or name in (*KNOWN_KEYS, *self._kind.keys) or name.startswith(OTHER_PARTS):
                 continue
             if value != NEUTRAL.get(name, 0):
                 raise self._wrong(
@@ -337,9 +434,9 @@ class GgufTensors:
         return self._matrix(name)[0].kind
 
     def shape(self, name: str) -> tuple[int, int]:
-        """(outputs, inputs) of a matrix."""
-        inputs, outputs = self._matrix(name)[0].shape
-        return outputs, inputs
+        """(outputs, inputs) of a matrix; of one for each expert, those of all one below the other."""
+        inputs, *outputs = self._matrix(name)[0].shape
+        return math.prod(outputs), inputs
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A norm's weights or a bias [width]. Raises ModelFileError for infinity, NaN and quantised vectors."""
@@ -354,7 +451,7 @@ class GgufTensors:
         One span where the file has the rows in another order than Hugging Face.
         """
         tensor, row = self._matrix(name)
-        outputs = tensor.shape[1]
+        outputs = rows_of(tensor)
         step = max(bytes_at_once * outputs // tensor.num_bytes // multiple, 1) * multiple
         step = outputs if self._order(outputs, row) is not None else step
         return ((start, min(start + step, outputs)) for start in range(0, outputs, step))
@@ -416,4 +513,4 @@ class GgufTensors:
 
 def rows_of(tensor: TensorInfo) -> int:
     """Number of rows; a vector is one."""
-    return tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    return math.prod(tensor.shape[1:])

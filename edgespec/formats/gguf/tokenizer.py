@@ -226,7 +226,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 BEGIN_WITH_BOS = ("llama-bpe", "tekken")  # where the file does not say, as in llama.cpp
 CHANNEL_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # llama.cpp always prints them
-DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2}, "gpt2": {"bos": 11, "eos": 11}}  # llama.cpp's, where the file has none
+SPM_KINDS = ("llama", "gemma4")  # the latter's merges are in the file
+# llama.cpp's, where the file has none.
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {"bos": 2, "eos": 1}}
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -274,11 +276,11 @@ def _with_bos(header: GgufHeader, texts: list[str], others: Json | None) -> Json
 def splitter_of(header: GgufHeader) -> str:
     """The name in `SPLITTERS` of a byte-level vocabulary, empty for SentencePiece. Raises ModelFileError for others."""
     kind = header.metadata.get("tokenizer.ggml.model")
-    if kind == "llama":
+    if kind in SPM_KINDS:
         return ""
     if kind != "gpt2":
         raise ModelFileError(
-            f"the GGUF's vocabulary is of the kind {kind!r}; allowed: gpt2 (BPE), llama (SentencePiece)"
+            f"the GGUF's vocabulary is of the kind {kind!r}; allowed: gpt2 (BPE), llama and gemma4 (SentencePiece)"
         )
     given = str(header.metadata.get("tokenizer.ggml.pre", "default"))
     name = ALIASES.get(given, given)
@@ -289,10 +291,7 @@ def splitter_of(header: GgufHeader) -> str:
 
 
 def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int]) -> Json:
-    found = header.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(found, GgufStrings) or not len(found):
-        raise ModelFileError("the GGUF's vocabulary has no merges (tokenizer.ggml.merges)")
-    merges = [each.decode("utf-8").split(" ", 1) for each in found]
+    merges = _merges(header)
     vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": name in IGNORE_MERGES}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -306,6 +305,13 @@ def _byte_level(header: GgufHeader, name: str, texts: list[str], kinds: list[int
     }
 
 
+def _merges(header: GgufHeader) -> list[list[str]]:
+    found = header.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(found, GgufStrings) or not len(found):
+        raise ModelFileError("the GGUF's vocabulary has no merges (tokenizer.ggml.merges)")
+    return [each.decode("utf-8").split(" ", 1) for each in found]
+
+
 def _stage_json(stage: Stage) -> Json:
     if stage[0] == "Split":
         return {"type": "Split", "pattern": {"Regex": stage[1]}, "behavior": stage[2], "invert": False}
@@ -315,18 +321,13 @@ def _stage_json(stage: Stage) -> Json:
 
 
 def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> Json:
-    scores = header.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, GgufNumbers) or len(scores.items) != len(texts):
-        raise ModelFileError("the GGUF's vocabulary has no score for every token (tokenizer.ggml.scores)")
+    has_merges = header.metadata.get("tokenizer.ggml.model") == "gemma4"
     vocabulary = {text: index for index, text in enumerate(texts) if text and kinds[index] != UNUSED}
     if {text for text, kind in zip(texts, kinds, strict=True) if kind == BYTE} != BYTES:
         raise refused("its tokens for bytes are not those marked as such")
-    unused = {text for text, kind in zip(texts, kinds, strict=True) if kind == UNUSED}
-    # Looked for before spaces become SPACE, so that one with SPACE in it is no part of ordinary texts.
-    alone = {text for text, kind in zip(texts, kinds, strict=True) if kind == USER_DEFINED and SPACE not in text}
-    merges = merges_of(dict(zip(texts, map(float, scores.items), strict=True)), alone, unused)
+    merges = _merges(header) if has_merges else _merges_of_scores(header, texts, kinds)
     unknown = next((text for index, text in enumerate(texts) if kinds[index] == UNKNOWN), None)
-    adds_space = bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    adds_space = bool(header.metadata.get("tokenizer.ggml.add_space_prefix", not has_merges))
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prefix = [{"type": "Prepend", "prepend": SPACE}] if adds_space else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_space else []
@@ -334,11 +335,22 @@ def _sentence_piece(header: GgufHeader, texts: list[str], kinds: list[int]) -> J
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True}
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
-        "pre_tokenizer": None,
+        # llama.cpp joins no line break with what is no line break.
+        "pre_tokenizer": _stage_json(("Split", r"\n+", "Isolated")) if has_merges else None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": model | {"unk_token": unknown},
     }
+
+
+def _merges_of_scores(header: GgufHeader, texts: list[str], kinds: list[int]) -> list[tuple[str, str]]:
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, GgufNumbers) or len(scores.items) != len(texts):
+        raise ModelFileError("the GGUF's vocabulary has no score for every token (tokenizer.ggml.scores)")
+    unused = {text for text, kind in zip(texts, kinds, strict=True) if kind == UNUSED}
+    # Looked for before spaces become SPACE, so that one with SPACE in it is no part of ordinary texts.
+    alone = {text for text, kind in zip(texts, kinds, strict=True) if kind == USER_DEFINED and SPACE not in text}
+    return merges_of(dict(zip(texts, map(float, scores.items), strict=True)), alone, unused)
 
 
 def _texts(header: GgufHeader) -> list[str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
-from edgespec.formats.onnx.forms import Form
+from edgespec.formats.onnx.forms import HEAD, Form
 from edgespec.formats.onnx.graph import DataWriter, MemoryWriter, Nodes
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.formats.onnx.tiles import ATTENTION, CACHE, DOMAIN, NORM, ROWS, Tiles
@@ -53,18 +53,24 @@ def llama_graph(
     """The graph, whose weights go to `data`. `progress` and exceptions: as in `write_llama`."""
     nodes = Nodes(data)
     form = make_form(nodes)
-    graph = kernel_graph(config, nodes, form) if isinstance(form, Tiles) else _Graph(config, nodes, form)
+    graph = _kernel_graph(config)(config, nodes, form) if isinstance(form, Tiles) else _Graph(config, nodes, form)
     for done, _ in enumerate(graph.parts(), 1):
         if progress is not None:
             progress(done, config.num_layers + 2)
     return nodes.model(*graph.values())
 
 
-def kernel_graph(config: LlamaConfig, nodes: Nodes, form: Tiles) -> KernelGraph:
-    """The writer of a graph of our own operators."""
-    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph  # which derives from the one here
+def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
+    """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
+    from edgespec.formats.onnx.experts import ExpertsGraph
+    from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Graph
+    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph
 
-    return HybridGraph(config, nodes, form) if isinstance(config, HybridConfig) else KernelGraph(config, nodes, form)
+    if isinstance(config, HybridConfig):
+        return HybridGraph
+    if isinstance(config, Gemma4Config):
+        return Gemma4Graph
+    return ExpertsGraph if config.experts else KernelGraph
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:
@@ -80,14 +86,14 @@ def rotary_tables(config: LlamaConfig) -> Tables:
         stop = min(start + _POSITIONS_AT_ONCE, config.max_positions)
         angles = np.arange(start, stop, dtype=np.float32)[:, None] * frequencies
         wide = angles.astype(np.float64)
-        cosines[start:stop], sines[start:stop] = np.cos(wide), np.sin(wide)
+        cosines[start:stop], sines[start:stop] = config.rope_scale * np.cos(wide), config.rope_scale * np.sin(wide)
     return cosines, sines
 
 
 def rotary_bytes(config: LlamaConfig) -> int:
     """Size of a graph's rotary tables: one pair, and another where windowed layers have a base of their own."""
-    pairs = 2 if config.has_window_tables else 1
-    return pairs * 2 * 4 * config.max_positions * (config.num_rotated // 2)
+    num_rotated = config.num_rotated + (config.for_window().num_rotated if config.has_window_tables else 0)
+    return 4 * config.max_positions * num_rotated
 
 
 class _Graph:
@@ -150,7 +156,7 @@ class _Graph:
                 self._nodes.store(name, table)
 
     def _norm(self, place: str, *, is_last: bool = False) -> str:
-        """The normed sum of residual and delta, which becomes the residual. Only the first norm has no delta."""
+        """The normed sum of residual and delta, which becomes the residual. The first norm has no delta."""
         state, total = (f"/model/{place}/output_{number}" for number in (0, 3))
         if not self._delta:
             return self._plain_norm(f"/model/{place}/LayerNorm", self._residual, self._vector(place), state)
@@ -315,8 +321,9 @@ class KernelGraph(_Graph):
         self._residual = total
         return state
 
-    def _plain_norm(self, name: str, value: str, weight: str, output: str) -> str:
-        self._nodes.add(NORM, [value, weight], [output], name, domain=DOMAIN, epsilon=self._config.norm_epsilon)
+    def _plain_norm(self, name: str, value: str, weight: str, output: str, epsilon: float | None = None) -> str:
+        epsilon = epsilon or self._config.norm_epsilon
+        self._nodes.add(NORM, [value, weight], [output], name, domain=DOMAIN, epsilon=epsilon)
         return output
 
     def _biased_product(self, name: str, value: str, weights: list[str], output: str, bias: str) -> None:
@@ -325,14 +332,14 @@ class KernelGraph(_Graph):
     def _attention(self, layer: int) -> None:
         config, here, there = self._config, f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
         state = self._norm(f"layers.{layer}/input_layernorm")
-        joined = self._product(f"{here}/qkv_proj/MatMul", state, tuple(f"{there}.{kind}_proj" for kind in "qkv"))
+        sources = tuple(f"{there}.{kind}_proj" for kind in self._projections(layer))
+        joined = self._product(f"{here}/qkv_proj/MatMul", state, sources)
         is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
         tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
-        norms = [self._head_norm_weight(layer, kind) for kind in "qk"] if config.has_head_norms else []
         seen = f"{here}/Attention/output_0"
         self._nodes.add(
             ATTENTION,
-            [joined, "", "", ROWS, CACHE, *(tables if is_rotated else ("", "")), *norms],
+            [joined, "", "", ROWS, CACHE, *(tables if is_rotated else ("", "")), *self._head_vectors(layer)],
             [seen],
             f"{here}/Attention",
             domain=DOMAIN,
@@ -348,16 +355,41 @@ class KernelGraph(_Graph):
 
     def _heads(self, layer: int) -> dict[str, int]:
         """Attributes of a layer's attention: its heads, and which of the cache's they are."""
-        config, counts = self._config, {"heads": self._config.num_heads, "kv_heads": self._config.num_kv_heads}
-        return counts | {"head_size": config.head_dim, "first_head": layer * config.num_kv_heads}
+        kv_heads, size, first = self._key_heads(layer)
+        return {"heads": self._config.num_heads, "kv_heads": kv_heads, "head_size": size, "first_head": first}
 
     def _feed_forward(self, layer: int) -> None:
-        config, here, there = self._config, f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
-        place = "pre_feedforward" if config.has_post_norms else "post_attention"
-        state = self._norm(f"layers.{layer}/{place}_layernorm")
-        both = self._product(f"{here}/gate_up_proj/MatMul", state, (f"{there}.gate_proj", f"{there}.up_proj"))
-        self._delta, weights = f"{here}/down_proj/MatMul/output_0", [f"{there}.down_proj.weight"]
-        bias = self._bias(f"{here}/down_proj", (f"{there}.down_proj",))
-        self._form.products(f"{here}/down_proj/MatMul", both, weights, [self._delta], bias, config.activation)
-        if config.has_post_norms:
+        has_post_norms = self._config.has_post_norms
+        place = "pre_feedforward" if has_post_norms else "post_attention"
+        self._delta = self._dense(layer, self._norm(f"layers.{layer}/{place}_layernorm"))
+        if has_post_norms:
             self._after(layer, "post_feedforward")
+
+    def _dense(self, layer: int, state: str) -> str:
+        """The feed-forward of a normed `state`."""
+        here, there = f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
+        both = self._product(f"{here}/gate_up_proj/MatMul", state, (f"{there}.gate_proj", f"{there}.up_proj"))
+        output, weights = f"{here}/down_proj/MatMul/output_0", [f"{there}.down_proj.weight"]
+        bias = self._bias(f"{here}/down_proj", (f"{there}.down_proj",))
+        self._form.products(f"{here}/down_proj/MatMul", both, weights, [output], bias, self._config.activation)
+        return output
+
+    def _projections(self, layer: int) -> str:
+        """The first letters of the matrices in front of a layer's attention."""
+        return "qkv"
+
+    def _key_heads(self, layer: int) -> tuple[int, int, int]:
+        """(number, size, first among those of all layers) of a layer's heads of keys."""
+        return self._config.num_kv_heads, self._config.head_dim, layer * self._config.num_kv_heads
+
+    def _head_vectors(self, layer: int) -> list[str]:
+        """The attention's optional inputs: norms of queries and keys, and sinks."""
+        norms = [self._head_norm_weight(layer, kind) if self._config.has_head_norms else "" for kind in "qk"]
+        if not self._config.has_sinks:
+            return norms if self._config.has_head_norms else []
+        sinks = self._form.vector(f"model.layers.{layer}.self_attn.sinks")
+        return [*norms, self._nodes.store(f"model.layers.{layer}.attn.sinks", sinks)]
+
+    def _head(self) -> None:
+        state = self._norm(f"layers.{self._config.num_layers}/final_norm_layernorm", is_last=True)
+        self._form.products("/lm_head/MatMul", state, [HEAD], ["logits"], cap=self._config.logit_cap or 0.0)

@@ -7,7 +7,24 @@ from typing import Any, Literal, Self
 
 from edgespec.errors import ModelFileError
 
-WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma3")  # llama.cpp's names of what a graph can be written of
+# llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.model.KINDS`.
+WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma3")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The feed-forward parts of a layer of which each token takes `used` of `count`, each `inner` wide.
+
+    `gate`: its activation, a key of `tiles.GATES`; `has_biases`: of the router and the experts; `is_joined`: gate and
+    up are one matrix.
+    """
+
+    count: int
+    used: int
+    inner: int
+    gate: str = "silu"
+    has_biases: bool = False
+    is_joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +32,11 @@ class LlamaConfig:
     """Sizes of a model, `max_positions` of its context, its constants; the rest is as a Llama has it unless given.
 
     `rotary_dim`: the first of a head's values, which are rotated, where these are not all; `rope_divisors` of the
-    rotary frequencies [rotary_dim / 2]; layers in `windowed_layers` see the last `window` tokens,
-    and rotate by `window_rope_theta`, undivided, where that is given; `biases`: the products that have one, such as
-    "q_proj"; `has_head_norms` of queries and keys; `has_post_norms`: attention and feed-forward results are normed
-    too; `logit_cap`: logits are cap * tanh(logits / cap).
+    rotary frequencies [rotary_dim / 2]; `rope_scale` of cosines and sines; layers in `windowed_layers` see the last
+    `window` tokens, and rotate by `window_rope_theta`, undivided, where that is given, heads of `window_head_dim`
+    where these differ; `biases`: the products that have one, such as "q_proj"; `has_head_norms` of queries and keys;
+    `has_post_norms`: attention and feed-forward results are normed too; `logit_cap`: logits are cap * tanh(logits /
+    cap); `has_sinks`: each head has a score without a value; `experts`: instead of one feed-forward.
     """
 
     hidden_size: int
@@ -33,9 +51,11 @@ class LlamaConfig:
     rope_theta: float
     rotary_dim: int | None = None
     rope_divisors: tuple[float, ...] = ()
+    rope_scale: float = 1.0
     window: int = -1
     windowed_layers: frozenset[int] = frozenset()
     window_rope_theta: float | None = None
+    window_head_dim: int | None = None
     unrotated_layers: frozenset[int] = frozenset()
     biases: frozenset[str] = frozenset()
     has_head_norms: bool = False
@@ -44,6 +64,8 @@ class LlamaConfig:
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
+    has_sinks: bool = False
+    experts: Experts | None = None
 
     @classmethod
     def from_hub(cls, config: dict[str, Any]) -> Self:
@@ -85,4 +107,5 @@ class LlamaConfig:
 
     def for_window(self) -> Self:
         """The same with the rotary settings of windowed layers."""
-        return replace(self, rope_theta=self.window_rope_theta or self.rope_theta, rope_divisors=())
+        theta, head_dim = self.window_rope_theta or self.rope_theta, self.window_head_dim or self.head_dim
+        return replace(self, rope_theta=theta, rope_divisors=(), head_dim=head_dim)

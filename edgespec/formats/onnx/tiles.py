@@ -16,11 +16,11 @@ from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
 from edgespec.formats.onnx.graph import Nodes
 
 DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLookup", "Attention", "Norm"
-DELTA_NET, SHORT_CONV = "DeltaNet", "ShortConv"
+DELTA_NET, SHORT_CONV, EXPERTS = "DeltaNet", "ShortConv", "Experts"
 # Inputs of a graph: slot, position, cell, parent of rows; a cache; running states.
 ROWS, CACHE, STATES = "edgespec.rows", "edgespec.cache", "edgespec.states"
 LAYOUT_VERSION = 2  # of tiles and operators, which exports keep in files: increase it when they change
-GATES = {"silu": 1, "gelu": 2}  # of the input of a product: the first half through this, times the second
+GATES = {"silu": 1, "gelu": 2, "clamped": 3}  # of the input of a product: the first half through this, times the second
 
 
 class TiledWeights(Protocol):
@@ -49,19 +49,23 @@ class Tiles:
 
     def __init__(self, weights: TiledWeights, nodes: Nodes) -> None:
         self._weights, self._nodes = weights, nodes
-        self.vector = weights.vector
+        self.vector, self.type_number = weights.vector, weights.type_number
 
     def embed(self, output: str) -> None:
-        tokens, width = self._weights.shape(EMBEDDING)
+        self.look_up(EMBEDDING, output, "/model/embed_tokens/TiledLookup")
+
+    def look_up(self, source: str, output: str, name: str) -> None:
+        """The rows of `input_ids` in the matrix `source`."""
+        tokens, width = self._weights.shape(source)
         self._nodes.add(
             LOOKUP,
-            ["input_ids", self._tiles(EMBEDDING)],
+            ["input_ids", self.tiles(source)],
             [output],
-            "/model/embed_tokens/TiledLookup",
+            name,
             domain=DOMAIN,
             K=width,
             N=tokens,
-            type=self._weights.type_number(EMBEDDING),
+            type=self._weights.type_number(source),
             layout=LAYOUT_VERSION,
         )
 
@@ -69,16 +73,23 @@ class Tiles:
         self.products(name, value, sources, [output])
 
     def products(
-        self, name: str, value: str, sources: Sequence[str], outputs: Sequence[str], bias: str = "", gate: str = ""
+        self,
+        name: str,
+        value: str,
+        sources: Sequence[str],
+        outputs: Sequence[str],
+        bias: str = "",
+        gate: str = "",
+        cap: float = 0.0,
     ) -> None:
         """As `product`, with one output for each of the matrices, or one for all; `bias`: of all, side by side.
 
-        With a `gate`, `value` is twice as wide, see `GATES`.
+        With a `gate`, `value` is twice as wide, see `GATES`; with a `cap`, results are cap * tanh(result / cap).
         """
         shapes = [self._weights.shape(source) for source in sources]
         self._nodes.add(
             PRODUCT,
-            [value, bias, *map(self._tiles, sources)],
+            [value, bias, *map(self.tiles, sources)],
             outputs,
             f"{name}_tiles",
             domain=DOMAIN,
@@ -86,11 +97,13 @@ class Tiles:
             types=[self._weights.type_number(source) for source in sources],
             layout=LAYOUT_VERSION,
             **({"gate": GATES[gate]} if gate else {}),
+            **({"cap": cap} if cap else {}),
         )
         # A keyword of this name is the node's own.
         self._nodes.operators[-1].attribute.append(helper.make_attribute("outputs", [rows for rows, _ in shapes]))
 
-    def _tiles(self, source: str) -> str:
+    def tiles(self, source: str) -> str:
+        """The name under which the tiles of a matrix are kept."""
         source = EMBEDDING if source == HEAD and self._weights.is_tied else source
         name = f"{weight_name(source.removesuffix('.weight'))}_tiles"
         if not self._nodes.has(name):

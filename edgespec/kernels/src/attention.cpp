@@ -1,6 +1,7 @@
 // Operators of ONNX Runtime in the domain "edgespec":
-//   Attention(q [..., n, heads * size], k?, v?, rows [n, 4], cache [1], cosines?, sines?, q_norm?, k_norm?, sinks?)
-//     -> y [..., n, heads * size]; without k and v, q holds all three side by side
+//   Attention(q [..., n, heads * size], k?, v?, rows [n, 4], cache [1], cosines?, sines?, q_norm?, k_norm?, sinks?, v_norm?)
+//     -> y [..., n, heads * size]; without k and v, q holds all three side by side; without values keys are values, too, and
+//     without keys the cache has both already
 //   Norm(x [..., width], weight, delta?) -> normed [..., width], sum? [..., width]
 // A row is (slot, position, cell, parent): the text that it belongs to, its place in it, the cell that takes its key and
 // value, and the row before it in its branch, -1 if that is in the cache already, where all cells are at their positions.
@@ -69,7 +70,7 @@ struct Step {
   const Cache* cache;
   const Row* rows;
   int64_t count, group, stride, q_stride, k_stride, most_chunks;  // group: queries per key; stride: floats of a result
-  const float *q, *k, *v, *cosines, *sines, *q_norm, *k_norm, *sinks;
+  const float *q, *k, *v, *cosines, *sines, *q_norm, *k_norm, *v_norm, *sinks;  // k: null if the cache has keys and values
   Head head;
   float *queries, *partials, *y;  // [kv_heads][count][group][size]; [kv_heads][chunks][count][group][stride]
   Item* items;
@@ -96,11 +97,14 @@ void ORT_CALL place_row(void* with, size_t number) {
   Step& s = *static_cast<Step*>(with);
   const int64_t row = int64_t(number), size = s.layer.size, q_size = size << s.layer.gated, angle = int64_t(s.rows[row].position) * s.head.rotary;
   const float *cosines = s.cosines ? s.cosines + angle : nullptr, *sines = s.sines ? s.sines + angle : nullptr;
-  alignas(64) float key[1024];
+  alignas(64) float key[1024], value[1024];
   for (int64_t h = 0; h < s.layer.kv_heads; h++) {
-    s.kernels->prepare(s.k + row * s.k_stride + h * size, s.head, s.k_norm, cosines, sines, 1.f, key);
-    const Cells to = s.cells(row, s.rows[row].cell / kChunk, h);
-    s.kernels->put(s.cache->type, int(size), key, s.v + row * s.k_stride + h * size, to.keys, to.values, s.rows[row].cell % kChunk, kChunk);
+    if (s.k) {
+      s.kernels->prepare(s.k + row * s.k_stride + h * size, s.head, s.k_norm, cosines, sines, 1.f, key);
+      s.kernels->prepare(s.v + row * s.k_stride + h * size, s.head, s.v_norm, nullptr, nullptr, 1.f, value);
+      const Cells to = s.cells(row, s.rows[row].cell / kChunk, h);
+      s.kernels->put(s.cache->type, int(size), key, value, to.keys, to.values, s.rows[row].cell % kChunk, kChunk);
+    }
     for (int64_t g = 0; g < s.group; g++)
       s.kernels->prepare(s.q + row * s.q_stride + (h * s.group + g) * q_size, s.head, s.q_norm, cosines, sines, s.layer.scale, s.queries + ((h * s.count + row) * s.group + g) * size);
   }
@@ -227,14 +231,14 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   TRY(read_floats(context, 1, "k", &k));
   TRY(read_floats(context, 2, "v", &v));
   const bool is_joined = !k.data;
-  const int64_t y_width = l.heads * l.size, q_width = y_width << l.gated, k_width = l.kv_heads * l.size, joined = q_width + 2 * k_width;
-  if (!q.rank || q.dims[q.rank - 1] != (is_joined ? joined : q_width)) return invalid("edgespec: Attention's q is %lld wide, expected %lld", (long long)(q.rank ? q.dims[q.rank - 1] : 0), (long long)(is_joined ? joined : q_width));
+  const int64_t y_width = l.heads * l.size, q_width = y_width << l.gated, k_width = l.kv_heads * l.size, width = q.rank ? q.dims[q.rank - 1] : 0;
+  if (width != q_width && !(is_joined && (width == q_width + k_width || width == q_width + 2 * k_width))) return invalid("edgespec: Attention's q is %lld wide, expected %lld, or with keys and values in it %lld or %lld more", (long long)width, (long long)q_width, (long long)k_width, (long long)(2 * k_width));
   s.count = elements(q, q.rank - 1);
   if (!is_joined && (!v.data || elements(k, k.rank) != s.count * k_width || elements(v, v.rank) != s.count * k_width)) return invalid("edgespec: Attention's k and v are not %lld rows of %lld", (long long)s.count, (long long)k_width);
   s.q = static_cast<const float*>(q.data);
-  s.k = is_joined ? s.q + q_width : static_cast<const float*>(k.data);
-  s.v = is_joined ? s.k + k_width : static_cast<const float*>(v.data);
-  s.q_stride = is_joined ? joined : q_width; s.k_stride = is_joined ? joined : k_width;
+  s.k = !is_joined ? static_cast<const float*>(k.data) : width > q_width ? s.q + q_width : nullptr;
+  s.v = !is_joined ? static_cast<const float*>(v.data) : width > q_width + k_width ? s.k + k_width : s.k;
+  s.q_stride = width; s.k_stride = is_joined ? width : k_width;
   TRY(input(context, 3, &value));
   TRY(read(value, "rows", kTypeInt32, &rows));
   if (elements(rows, rows.rank) != 4 * s.count) return invalid("edgespec: Attention has %lld numbers of rows, expected 4 for each of %lld rows", (long long)elements(rows, rows.rank), (long long)s.count);
@@ -256,6 +260,7 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   TRY(read_vector(context, 7, "q_norm", l.size, &s.q_norm));
   TRY(read_vector(context, 8, "k_norm", l.size, &s.k_norm));
   TRY(read_vector(context, 9, "sinks", l.heads, &s.sinks));
+  TRY(read_vector(context, 10, "v_norm", l.size, &s.v_norm));
   for (int64_t i = 0; i < s.count; i++) {
     TRY(check_row(s, i, positions));
     s.most_chunks = s.last_chunk(i) + 1 > s.most_chunks ? s.last_chunk(i) + 1 : s.most_chunks;
@@ -341,7 +346,7 @@ OrtStatus* add_attention(OrtDomain* domain) {
   OrtCustomOp* op = &attention_operator;
   describe(op);
   op->name = [](const OrtCustomOp*) -> const char* { return "Attention"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 10; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 11; };
   op->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
   op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i == 3 ? kTypeInt32 : i == 4 ? kTypeInt64 : kTypeFloat; };
   op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i == 0 || i == 3 || i == 4 ? kRequired : kOptional; };

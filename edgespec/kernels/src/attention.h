@@ -128,7 +128,7 @@ template <int32_t kType> void add_values(const Attend& a, const uint8_t* data, i
 void soften(const Attend& a, int pair) {
   float *scores = a.scores + int64_t(pair) * kChunk, *result = a.results + pair * a.stride;
   const int begin = a.begin[pair], end = a.end[pair], low = begin / kLanes * kLanes, high = (end + kLanes - 1) / kLanes * kLanes;
-  if (a.cap > 0) for (int i = low; i < high; i++) scores[i] = a.cap * (1.f - 2.f / (exponential(2.f / a.cap * scores[i]) + 1.f));
+  if (a.cap > 0) cap(a.cap, scores + low, high - low);
   for (int i = low; i < begin; i++) scores[i] = -INFINITY;
   for (int i = end; i < high; i++) scores[i] = -INFINITY;
   float tops[kLanes], sums[kLanes] = {}, top = -INFINITY;

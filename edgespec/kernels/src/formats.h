@@ -21,8 +21,12 @@ constexpr int kOutputs = 16;   // of a tile
 constexpr int kRowBlock = 64;  // rows of activations that meet a tile while it is in the first-level cache
 
 enum Type : int32_t {  // GGML's numbers
-  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30
+  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
 };
+
+// What the codes of IQ4_NL and IQ4_XS and those of MXFP4 (4-bit floats, doubled) stand for, plus 128.
+constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kMxfp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 struct Format {
   int inputs;      // of a block; 0: unknown type
@@ -31,14 +35,15 @@ struct Format {
   int offset;      // weight = scale * (code - offset)
   int group;       // inputs that share one of a super-block's integer scales; 0: the block has one scale
   bool has_mins;   // weight = scale * code - min (super-blocks), scale * code + min (blocks of 32)
-  bool is_table;   // a code is a position in kIq4Values
+  const uint8_t* table;  // a code is a position in it; null: in none
 
   constexpr bool is_float() const { return inputs == 1; }
   constexpr bool is_super() const { return inputs == 256; }
   constexpr bool is_signed() const { return offset == 128; }  // codes of all 8 bits
+  constexpr bool has_powers() const { return table == kMxfp4Values; }  // scales are powers of two: a byte, the exponent of a float
   constexpr int max_code() const { return is_signed() ? 255 : (1 << (low + high)) - 1; }
   // Tiles: halves of the scales [16], of the mins [16]; int8 scales, mins [groups / 2][16][2]; planes of 32 inputs each.
-  constexpr int halves() const { return is_float() ? 0 : kOutputs * 2 * (has_mins ? 2 : 1); }
+  constexpr int halves() const { return is_float() ? 0 : has_powers() ? kOutputs : kOutputs * 2 * (has_mins ? 2 : 1); }
   constexpr int scales() const { return is_super() ? inputs / group * kOutputs : 0; }
   constexpr int planes_at() const { return halves() + scales() * (has_mins ? 2 : 1); }
   constexpr int plane_bytes() const { return 64 * (low + high); }
@@ -47,26 +52,24 @@ struct Format {
 
 constexpr Format format(int32_t type) {
   switch (type) {
-    case F32: return {1, 4, 32, 0, 0, 0, false, false};
-    case F16: case BF16: return {1, 2, 16, 0, 0, 0, false, false};
-    case Q4_0: return {32, 18, 4, 0, 8, 0, false, false};
-    case Q4_1: return {32, 20, 4, 0, 0, 0, true, false};
-    case Q5_0: return {32, 22, 4, 1, 16, 0, false, false};
-    case Q5_1: return {32, 24, 4, 1, 0, 0, true, false};
-    case Q8_0: return {32, 34, 8, 0, 128, 0, false, false};
-    case IQ4_NL: return {32, 18, 4, 0, 128, 0, false, true};
-    case Q2_K: return {256, 84, 2, 0, 0, 16, true, false};
-    case Q3_K: return {256, 110, 2, 1, 4, 16, false, false};
-    case Q4_K: return {256, 144, 4, 0, 0, 32, true, false};
-    case Q5_K: return {256, 176, 4, 1, 0, 32, true, false};
-    case Q6_K: return {256, 210, 4, 2, 32, 16, false, false};
-    case IQ4_XS: return {256, 136, 4, 0, 128, 32, false, true};
+    case F32: return {1, 4, 32, 0, 0, 0, false, nullptr};
+    case F16: case BF16: return {1, 2, 16, 0, 0, 0, false, nullptr};
+    case Q4_0: return {32, 18, 4, 0, 8, 0, false, nullptr};
+    case Q4_1: return {32, 20, 4, 0, 0, 0, true, nullptr};
+    case Q5_0: return {32, 22, 4, 1, 16, 0, false, nullptr};
+    case Q5_1: return {32, 24, 4, 1, 0, 0, true, nullptr};
+    case Q8_0: return {32, 34, 8, 0, 128, 0, false, nullptr};
+    case IQ4_NL: return {32, 18, 4, 0, 128, 0, false, kIq4Values};
+    case MXFP4: return {32, 17, 4, 0, 128, 0, false, kMxfp4Values};
+    case Q2_K: return {256, 84, 2, 0, 0, 16, true, nullptr};
+    case Q3_K: return {256, 110, 2, 1, 4, 16, false, nullptr};
+    case Q4_K: return {256, 144, 4, 0, 0, 32, true, nullptr};
+    case Q5_K: return {256, 176, 4, 1, 0, 32, true, nullptr};
+    case Q6_K: return {256, 210, 4, 2, 32, 16, false, nullptr};
+    case IQ4_XS: return {256, 136, 4, 0, 128, 32, false, kIq4Values};
     default: return {};
   }
 }
-
-// What the codes of IQ4_NL and IQ4_XS stand for, plus 128.
-constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 // Calls f with the type as a constant. The type must be known.
 template <Type kType> using TypeConstant = std::integral_constant<Type, kType>;
@@ -86,6 +89,7 @@ template <class F> auto with_type(int32_t type, F f) {
     case Q5_K: return f(TypeConstant<Q5_K>());
     case Q6_K: return f(TypeConstant<Q6_K>());
     case IQ4_XS: return f(TypeConstant<IQ4_XS>());
+    case MXFP4: return f(TypeConstant<MXFP4>());
     default: return f(TypeConstant<F32>());
   }
 }
@@ -105,10 +109,13 @@ struct Activations32 {
 constexpr int64_t activation_bytes(int inputs) { return inputs == 256 ? sizeof(Activations256) : inputs == 32 ? sizeof(Activations32) : sizeof(float); }
 
 constexpr int64_t activation_bytes(int inputs, int64_t k, int64_t rows) { return k / inputs * rows * activation_bytes(inputs); }
+// Kinds of activations: blocks of so many inputs.
+constexpr int kKinds = 3, kInputs[kKinds] = {1, 32, 256};
+constexpr int kind_of(int64_t type) { return format(int32_t(type)).inputs == 256 ? 2 : format(int32_t(type)).inputs == 32 ? 1 : 0; }
 
 }  // namespace
 
-enum { kNoGate = 0, kSilu = 1, kGelu = 2 };
+enum { kNoGate = 0, kSilu = 1, kGelu = 2, kClamped = 3 };  // see `gate`
 
 struct Attention;
 struct Recurrence;
@@ -118,7 +125,7 @@ struct Path {
   const char* name;
   bool (*is_supported)();
   // Row `row` of a block of `rows` rows: x [k] -> activations [k / inputs][rows]; [rows][k] if inputs is 1. With a gate x is
-  // [2 k], and what is quantised is silu or gelu of its first half times its second. Returns whether the row is uneven: what its codes
+  // [2 k], and what is quantised is the gate of its first half times its second. Returns whether the row is uneven: what its codes
   // leave, which goes to `rest` [k] (or null), is worth a second product.
   bool (*quantise)(int inputs, int gate, const float* x, int64_t k, int64_t row, int64_t rows, uint8_t* out, float* rest);
   // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's first output.

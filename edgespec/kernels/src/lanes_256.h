@@ -33,9 +33,9 @@ struct Lanes {
     x = mask<low>(x); y = mask<high>(y);
     return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
   }
-  OP Bytes look_up(Bytes x) {
-    const __m256i table = _mm256_broadcastsi128_si256(load_half(kIq4Values));
-    return {_mm256_shuffle_epi8(table, x.a), _mm256_shuffle_epi8(table, x.b)};
+  OP Bytes look_up(Bytes x, const uint8_t* table) {
+    const __m256i values = _mm256_broadcastsi128_si256(load_half(table));
+    return {_mm256_shuffle_epi8(values, x.a), _mm256_shuffle_epi8(values, x.b)};
   }
   OP Bytes centre(Bytes x) { return x; }
   OP Int zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -97,6 +97,8 @@ struct Lanes {
   OP Float load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
   OP void store_floats(float* p, Float x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
   OP Float load_halves(const uint8_t* p) { return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 16))}; }
+  OP __m256 powers1(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 23)); }
+  OP Float load_powers(const uint8_t* p) { return {powers1(p), powers1(p + 8)}; }
   OP __m256 floats1(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))); }
   OP Float load_codes(const uint8_t* p) { return {floats1(p), floats1(p + 8)}; }
   OP Float broadcast_half(const uint8_t* p) { const __m256 x = _mm256_cvtph_ps(_mm_set1_epi16(int16_t(bits16_at(p)))); return {x, x}; }

@@ -61,9 +61,9 @@ struct Lanes {
   OP Bytes centre(Bytes x) { return EACH(Bytes, veorq_u8(x.at[i], vdupq_n_u8(0x80))); }
   OP int32x4_t dot4(int32x4_t sum, uint8x16_t w, int8x8_t q) { return vdotq_lane_s32(sum, as_signed(w), q, 0); }
 #endif
-  OP Bytes look_up(Bytes x) {
-    const Bytes table = centre({vld1q_u8(kIq4Values)});
-    return EACH(Bytes, vqtbl1q_u8(table.at[0], x.at[i]));
+  OP Bytes look_up(Bytes x, const uint8_t* table) {
+    const Bytes values = centre({vld1q_u8(table)});
+    return EACH(Bytes, vqtbl1q_u8(values.at[0], x.at[i]));
   }
 
   OP Int zero() { return broadcast(0); }
@@ -94,6 +94,12 @@ struct Lanes {
   OP void store_floats(float* p, Float x) { UNROLL for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, x.at[i]); }
   OP uint16x4_t load4(const uint8_t* p) { return vreinterpret_u16_u8(vld1_u8(p)); }
   OP Float load_halves(const uint8_t* p) { return EACH(Float, vcvt_f32_f16(vreinterpret_f16_u16(load4(p + 8 * i)))); }
+  OP Float load_powers(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    const uint32x4_t powers[4] = {vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)};
+    return EACH(Float, vreinterpretq_f32_u32(vshlq_n_u32(powers[i], 23)));
+  }
   OP Float load_codes(const uint8_t* p) {
     const int8x16_t codes = as_signed(vld1q_u8(p));
     const int16x8_t low = vmovl_s8(vget_low_s8(codes)), high = vmovl_high_s8(codes);

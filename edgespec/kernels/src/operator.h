@@ -25,17 +25,25 @@ struct Scratch {
   Buffer* buffer = nullptr;
   uint8_t* data = nullptr;  // on 64 bytes
 
+  // The first that is large enough; one that is not goes for a new one, so that there are never more than are in use at once.
   bool get(size_t size) {
-    for (auto& slot : slots) if ((buffer = slot.exchange(nullptr, std::memory_order_acquire))) break;
-    if (!buffer || buffer->size < size) {
-      free(buffer);
+    Buffer* small = nullptr;
+    for (auto& slot : slots) {
+      Buffer* found = slot.exchange(nullptr, std::memory_order_acquire);
+      if (found && found->size >= size) { buffer = found; break; }
+      if (found) { give_back(small); small = found; }
+    }
+    if (buffer) give_back(small);
+    else {
+      free(small);
       if (size > SIZE_MAX - 128 || !(buffer = static_cast<Buffer*>(malloc(size + 128)))) return false;
       buffer->size = size;
     }
     data = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(buffer + 1) + 63) & ~uintptr_t(63));
     return true;
   }
-  ~Scratch() {
+  ~Scratch() { give_back(buffer); }
+  static void give_back(Buffer* buffer) {
     for (auto& slot : slots) { Buffer* none = nullptr; if (!buffer || slot.compare_exchange_strong(none, buffer, std::memory_order_release)) return; }
     free(buffer);
   }
@@ -50,7 +58,6 @@ struct Pieces {
     size += (count * int64_t(sizeof(T)) + 63) & ~int64_t(63);
   }
 };
-
 struct Tensor { const void* data; int type; size_t rank; int64_t dims[kMaxRank]; };
 inline OrtStatus* read(const OrtValue* value, const char* name, int type, Tensor* out) {
   OrtShape* s;
@@ -86,6 +93,7 @@ inline OrtStatus* read_vector(const OrtKernelContext* context, size_t at, const 
   *out = static_cast<const float*>(t.data);
   return nullptr;
 }
+OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, const uint8_t** out);
 struct Lock {
   using Flag = std::atomic_flag;
   explicit Lock(Flag& flag) : flag(flag) { while (flag.test_and_set(std::memory_order_acquire)) {} }

@@ -1,13 +1,15 @@
-// Two operators of ONNX Runtime in the domain "edgespec" (attention.cpp has the others):
+// Two operators of ONNX Runtime in the domain "edgespec" (attention.cpp and experts.cpp have the others):
 //   TiledMatMul(x [..., K], bias?, w0, w1?, w2?) -> y [..., sum of outputs] or one y [..., N] for each matrix
 //   TiledLookup(ids [...], tiles) -> rows [..., K]
 // Weights are uint8 tensors in the tile layout, used in place. Every size is checked before a kernel sees it.
+#include "floats.h"
 #include "operator.h"
 
 namespace edgespec {
 const OrtApi* ort;
 OrtStatus* add_attention(OrtDomain* domain);
 OrtStatus* add_recurrence(OrtDomain* domain);
+OrtStatus* add_experts(OrtDomain* domain);
 namespace {
 
 constexpr int kMatrices = 3;
@@ -19,6 +21,7 @@ struct Held { int64_t number, bytes; const uint8_t* tiles; Held* next; };
 Held* held = nullptr;
 int64_t last_number = 0;
 std::atomic_flag held_in_use = ATOMIC_FLAG_INIT;
+}  // namespace
 
 OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, const uint8_t** out) {
   Tensor t;
@@ -36,10 +39,12 @@ OrtStatus* read_tiles(const OrtValue* value, const char* name, int64_t bytes, co
   return nullptr;
 }
 
+namespace {
 // ---- TiledMatMul
 const char* const kNames[] = {"x", "bias", "w0", "w1", "w2"};
 struct MatMul {
   int64_t k, gate, all_outputs;  // gate: x is [..., 2 k], see Path::quantise; all_outputs: of all matrices
+  float cap;                     // y is cap * tanh(y / cap); 0: as it is
   size_t count;
   int64_t types[kMatrices], outputs[kMatrices], bytes[kMatrices];
   const uint8_t* tiles[kMatrices];  // of constant initializers, else null
@@ -49,7 +54,8 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   size_t types = 0, outputs = 0, node_inputs, node_outputs;
   TRY(attribute(info, "K", &m.k));
   if (OrtStatus* missing = attribute(info, "gate", &m.gate)) { release(missing); m.gate = kNoGate; }
-  if (m.gate < kNoGate || m.gate > kGelu) return invalid("edgespec: TiledMatMul has a gate %lld, 0, 1 (silu) and 2 (gelu) are known", (long long)m.gate);
+  if (OrtStatus* missing = attribute(info, "cap", &m.cap)) { release(missing); m.cap = 0; }
+  if (m.gate < kNoGate || m.gate > kClamped) return invalid("edgespec: TiledMatMul has a gate %lld, 0, 1 (silu), 2 (gelu) and 3 (clamped) are known", (long long)m.gate);
   TRY(attributes(info, "types", nullptr, &types));
   TRY(attributes(info, "outputs", nullptr, &outputs));
   TRY(num_inputs(info, &node_inputs));
@@ -70,10 +76,6 @@ OrtStatus* create_matmul(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*
   }
   return keep(m, out);
 }
-
-// Kinds of activations: blocks of so many inputs.
-constexpr int kKinds = 3, kInputs[kKinds] = {1, 32, 256};
-int kind_of(int64_t type) { const int inputs = format(int32_t(type)).inputs; return inputs == 256 ? 2 : inputs == 32 ? 1 : 0; }
 
 struct Run {
   struct Rows {
@@ -153,14 +155,14 @@ void ORT_CALL run_piece(void* with, size_t piece) {
   const MatMul& m = *run.m;
   const int64_t all = run.first_tile[m.count], begin = all * int64_t(piece) / run.pieces, end = all * int64_t(piece + 1) / run.pieces;
   run.multiply(run.rows, begin, end);
-  if (!run.rest.count) return;
-  run.multiply(run.rest, begin, end);
+  if (run.rest.count) run.multiply(run.rest, begin, end);
   for (size_t i = 0; i < m.count; i++) {
     const int64_t zero = run.first_tile[i], first = begin > zero ? (begin - zero) * kOutputs : 0, last = (end - zero) * kOutputs < m.outputs[i] ? (end - zero) * kOutputs : m.outputs[i];
     for (int64_t r = 0; r < run.rest.count; r++) {
       float* y = run.rows.y[i] + run.rest_of[r] * run.rows.stride[i];
       for (int64_t o = first; o < last; o++) y[o] += run.rest.y[i][r * m.all_outputs + o];
     }
+    if (m.cap > 0) for (int64_t r = 0; r < run.rows.count; r++) cap(m.cap, run.rows.y[i] + r * run.rows.stride[i] + first, last - first);
   }
 }
 OrtStatus* ORT_CALL compute_matmul(void* self, OrtKernelContext* context) {
@@ -311,6 +313,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCu
     TRY(add_operator(fresh, &lookup_operator));
     TRY(add_attention(fresh));
     TRY(add_recurrence(fresh));
+    TRY(add_experts(fresh));
     domain = fresh;
   }
   return add_domain(options, domain);

@@ -19,7 +19,8 @@ namespace {
 struct Block {
   alignas(16) uint8_t codes[256];
   int8_t scales[16], mins[16];
-  const uint8_t *d, *min;  // in the GGUF
+  const uint8_t *d, *min;  // in the GGUF, or the next
+  uint8_t power;
 };
 
 void split_nibbles(const uint8_t* p, int count, uint8_t* low, uint8_t* high) {
@@ -46,6 +47,11 @@ template <Type type> void unpack(const uint8_t* p, Block* b) {
   uint8_t* c = b->codes;
   b->d = p; b->min = p + 2;
   if constexpr (type == Q4_0 || type == IQ4_NL) split_nibbles(p + 2, 16, c, c + 16);
+  if constexpr (type == MXFP4) {
+    split_nibbles(p + 1, 16, c, c + 16);
+    b->power = p[0] ? p[0] - 1 : 0;  // of 2^(p[0] - 128); what is below the normal numbers becomes zero
+    b->d = &b->power;
+  }
   if constexpr (type == Q4_1) split_nibbles(p + 4, 16, c, c + 16);
   if constexpr (type == Q5_0) { split_nibbles(p + 6, 16, c, c + 16); add_fifth_bits(p + 2, c); }
   if constexpr (type == Q5_1) { split_nibbles(p + 8, 16, c, c + 16); add_fifth_bits(p + 4, c); }
@@ -129,8 +135,9 @@ template <Type type> bool pack_blocks(const uint8_t* rows, int64_t num_rows, int
   for (int64_t t = 0; t < num_rows; t += kOutputs) for (int64_t b = 0; b < blocks; b++, tiles += f.tile_bytes()) {
     for (int c = 0; c < kOutputs; c++) {  // outputs beyond the last are zeros
       unpack<type>(t + c < num_rows ? rows + ((t + c) * blocks + b) * f.row_bytes : kZeros, block + c);
-      memcpy(tiles + 2 * c, block[c].d, 2);
-      finite &= is_finite(block[c].d);
+      constexpr int size = f.has_powers() ? 1 : 2;
+      memcpy(tiles + size * c, block[c].d, size);
+      finite &= size == 1 || is_finite(block[c].d);
       if constexpr (f.has_mins) { memcpy(tiles + 32 + 2 * c, block[c].min, 2); finite &= is_finite(block[c].min); }
       if constexpr (f.is_super()) for (int g = 0; g < f.inputs / f.group; g++) {
         uint8_t* pair = tiles + f.halves() + g / 2 * 32 + 2 * c + g % 2;
@@ -152,12 +159,12 @@ template <Type type> void look_up_row(const uint8_t* tile, int output, int64_t b
   for (int64_t b = 0; b < blocks; b++, tile += f.tile_bytes(), y += f.inputs) {
     if constexpr (f.is_float()) *y = weight_at<type>(tile, output);
     else {
-      const float d = half_at(tile + 2 * output), min = f.has_mins ? half_at(tile + 32 + 2 * output) : 0;
+      const float d = f.has_powers() ? float_of_bits(uint32_t(tile[output]) << 23) : half_at(tile + 2 * output), min = f.has_mins ? half_at(tile + 32 + 2 * output) : 0;
       for (int i = 0; i < f.inputs; i++) {
         const uint8_t* planes = tile + f.planes_at() + i / 32 * f.plane_bytes();
         int code = read_planes<f.low>(planes, output, i % 32);
         if constexpr (f.high != 0) code |= read_planes<f.high>(planes + 64 * f.low, output, i % 32) << f.low;
-        if constexpr (f.is_table) code = kIq4Values[code];
+        if constexpr (f.table != nullptr) code = f.table[code];
         const float q = float(code - f.offset);
         if constexpr (f.is_super()) {
           const uint8_t* pair = tile + f.halves() + i / f.group / 2 * 32 + 2 * output + i / f.group % 2;

@@ -23,7 +23,7 @@ struct Lanes {
   template <int n> OP Bytes shift(Bytes x) { return n == 0 ? x : n < 0 ? _mm512_srli_epi16(x, n < 0 ? -n : 0) : _mm512_slli_epi16(x, n > 0 ? n : 0); }
   template <int bits> OP Bytes mask(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(char(bits))); }
   template <int low, int high> OP Bytes join(Bytes x, Bytes y) { return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(char(low)), mask<high>(y), 0xea); }  // x & low | y & high
-  OP Bytes look_up(Bytes x) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Values))), x); }
+  OP Bytes look_up(Bytes x, const uint8_t* table) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x); }
 
   OP Bytes centre(Bytes x) { return x; }
   OP Int zero() { return _mm512_setzero_si512(); }
@@ -48,6 +48,7 @@ struct Lanes {
   OP void store_floats(float* p, Float x) { _mm512_storeu_ps(p, x); }
   OP __m256i half_register(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   OP Float load_halves(const uint8_t* p) { return _mm512_cvtph_ps(half_register(p)); }
+  OP Float load_powers(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 23)); }
   OP Float load_codes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
   OP Float broadcast_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_set1_epi16(int16_t(bits16_at(p)))); }
   OP void store_halves(uint8_t* p, Float x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }

@@ -43,7 +43,7 @@ struct Lanes {
   template <int n> static Bytes shift(const Bytes& x) { return bytes([&](int i) { return n < 0 ? x.at[i] >> (n < 0 ? -n : 0) : x.at[i] << (n > 0 ? n : 0); }); }
   template <int bits> static Bytes mask(const Bytes& x) { return bytes([&](int i) { return x.at[i] & bits; }); }
   template <int low, int high> static Bytes join(const Bytes& x, const Bytes& y) { return bytes([&](int i) { return (x.at[i] & low) | (y.at[i] & high); }); }
-  static Bytes look_up(const Bytes& x) { return bytes([&](int i) { return kIq4Values[x.at[i] & 15]; }); }
+  static Bytes look_up(const Bytes& x, const uint8_t* table) { return bytes([&](int i) { return table[x.at[i] & 15]; }); }
 
   static Bytes centre(const Bytes& x) { return x; }
   static Int zero() { return {}; }
@@ -68,6 +68,7 @@ struct Lanes {
   static Float load_floats(const float* p) { Float x; memcpy(x.at, p, 64); return x; }
   static void store_floats(float* p, const Float& x) { memcpy(p, x.at, 64); }
   static Float load_halves(const uint8_t* p) { return floats([&](int i) { return half_at(p + 2 * i); }); }
+  static Float load_powers(const uint8_t* p) { return floats([&](int i) { return float_of_bits(uint32_t(p[i]) << 23); }); }
   static Float load_codes(const uint8_t* p) { return floats([&](int i) { return float(int8_t(p[i])); }); }
   static Float broadcast_half(const uint8_t* p) { return broadcast(half_at(p)); }
   static void store_halves(uint8_t* p, const Float& x) { each([&](int i) { const uint16_t h = half_of(x.at[i]); memcpy(p + 2 * i, &h, 2); }); }

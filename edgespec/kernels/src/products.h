@@ -75,6 +75,7 @@ bool quantise(int inputs, int gate_kind, const float* x, int64_t k, int64_t row,
     }
   } else if (gate_kind) gate(gate_kind, x, x + k, k, reinterpret_cast<float*>(out) + row * k);
   else memcpy(reinterpret_cast<float*>(out) + row * k, x, size_t(k) * 4);
+  if (rest && inputs == 1) memset(rest, 0, size_t(k) * 4);
   return largest * float(k / inputs - 1) > kUneven * (all - largest);
 }
 
@@ -86,7 +87,7 @@ template <Type kType, int j, int pass> INLINE Lanes::Bytes codes(const uint8_t* 
   Lanes::Bytes c = Lanes::shift<-(j * f.low % 8)>(Lanes::load(planes + j * f.low / 8 * 64));
   if constexpr (f.high) c = Lanes::join<low_mask, high_mask>(c, Lanes::shift<f.low - j * f.high % 8>(Lanes::load(planes + 64 * f.low + j * f.high / 8 * 64)));
   else if constexpr (f.low < 8) c = Lanes::mask<low_mask>(c);
-  if constexpr (f.is_table) c = Lanes::look_up(c);
+  if constexpr (f.table != nullptr) c = Lanes::look_up(c, f.table);
   else if constexpr (f.is_signed()) c = Lanes::centre(c);
   if constexpr (f.is_signed() && !Lanes::kWideParts) return Lanes::mask<15>(Lanes::shift<-4 * pass>(c));
   return c;
@@ -145,6 +146,10 @@ template <Type kType, int kRows> INLINE void add_super_block(const uint8_t* tile
   }
 }
 
+template <Type kType> INLINE Lanes::Float scales(const uint8_t* tile) {
+  if constexpr (format(kType).has_powers()) return Lanes::load_powers(tile);
+  else return Lanes::load_halves(tile);
+}
 // Adds one block of 32 inputs to `v`.
 template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, const Activations32* a, Lanes::Float* v) {
   constexpr Format f = format(kType);
@@ -161,7 +166,7 @@ template <Type kType, int kRows> INLINE void add_block(const uint8_t* tile, cons
       if constexpr (!Lanes::kWideParts && (j + 1) % quads == 0) UNROLL for (int r = 0; r < kRows; r++) sum[r] = Lanes::add_part<pass ? 16 : 1>(sum[r], part[r]);
     });
   });
-  const Lanes::Float d = Lanes::load_halves(tile), min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
+  const Lanes::Float d = scales<kType>(tile), min = Lanes::load_halves(tile + (f.has_mins ? 32 : 0));
   UNROLL for (int r = 0; r < kRows; r++) {
     v[r] = Lanes::fma(Lanes::to_float(sum[r]), Lanes::multiply(d, Lanes::broadcast(a[r].d)), v[r]);
     if constexpr (f.has_mins) v[r] = Lanes::fma(Lanes::broadcast(a[r].d_sum), min, v[r]);

@@ -1,0 +1,48 @@
+"""Models with routed experts: each token's feed-forward is the weighted sum of a few of many (Shazeer et al., 2017).
+
+A router's logits choose them and, by a softmax over the chosen, weigh them: as in Qwen3 MoE, gpt-oss and Gemma 4.
+"""
+
+from __future__ import annotations
+
+from edgespec.formats.onnx.llama import KernelGraph
+from edgespec.formats.onnx.llama_config import Experts
+from edgespec.formats.onnx.tiles import DOMAIN, EXPERTS, GATES, LAYOUT_VERSION
+
+
+class ExpertsGraph(KernelGraph):
+    """A Llama whose layers have experts instead of one feed-forward."""
+
+    def _feed_forward(self, layer: int) -> None:
+        experts = self._config.experts
+        assert experts is not None
+        state = self._norm(f"layers.{layer}/post_attention_layernorm")
+        self._delta = self._experts(layer, experts, state, state)
+
+    def _experts(self, layer: int, experts: Experts, routed: str, state: str, scales: str = "") -> str:
+        """The experts of `state`, chosen by `routed`; `scales` [experts]: of their results."""
+        here, there = f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
+        logits, output = f"{here}/router/MatMul/output_0", f"{here}/experts/output_0"
+        bias = self._stored(f"{there}.router.bias") if experts.has_biases else ""
+        self._form.products(f"{here}/router/MatMul", routed, [f"{there}.router.weight"], [logits], bias)
+        kinds = ["gate", "down"] if experts.is_joined else ["gate", "down", "up"]
+        sources = [f"{there}.experts.{kind}.weight" for kind in kinds]
+        biases = [self._stored(f"{there}.experts.{kind}.bias") if experts.has_biases else "" for kind in kinds]
+        self._nodes.add(
+            EXPERTS,
+            [state, logits, *biases, *[""] * (3 - len(kinds)), scales, *map(self._form.tiles, sources)],
+            [output],
+            f"{here}/experts",
+            domain=DOMAIN,
+            K=self._config.hidden_size,
+            F=experts.inner,
+            experts=experts.count,
+            used=experts.used,
+            gate=GATES[experts.gate],
+            types=[self._form.type_number(source) for source in sources],
+            layout=LAYOUT_VERSION,
+        )
+        return output
+
+    def _stored(self, name: str) -> str:
+        return self._nodes.store(name, self._form.vector(name))

@@ -1,0 +1,168 @@
+"""Routed experts, gpt-oss and Gemma 4 on our kernels: the numbers of their definition, the same bits at all widths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="tiny models are written by the package gguf: scripts/run.py install export")
+
+import gguf
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.source import open_source
+from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
+from edgespec.types import Batch, packed
+from tiled import bits
+from tiny_mixtures import CASES, Twin, write
+
+pytestmark = pytest.mark.skipif(
+    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
+)
+NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+NEARLY_WHOLE = (8.0, 4096.0, 32.0, 1.0)  # a ramp from 4.05 to 8.70
+IDS = np.random.default_rng(5).integers(3, 250, 40).tolist()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    return lambda name: write(folder / f"{name}.gguf", CASES[name])
+
+
+def scored(engine, ids, step):
+    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
+    engine.rollback(0)
+    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_definition(name: str, tiny):
+    with OnnxEngine.load(tiny(name), threads=1) as engine:
+        found = scored(engine, IDS, 16)
+    wanted = Twin(CASES[name]).logits(IDS)
+    assert np.sqrt(np.square(found - wanted).mean()) < 1e-4 * wanted.std()
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_llama_cpps(name: str, tmp_path: Path):
+    """But for GELU and attention in half precision there, and the ends of YaRN's ramp, which it rounds."""
+    case = replace(CASES[name], yarn=NEARLY_WHOLE) if CASES[name].yarn else CASES[name]
+    path = write(tmp_path / "tiny.gguf", case)
+    with OnnxEngine.load(path, threads=1) as ours, LlamaCppEngine.load(path, threads=1, reproducible=False) as theirs:
+        wanted, found = scored(theirs, IDS, 40), scored(ours, IDS, 40)
+    assert np.sqrt(np.square(found - wanted).mean()) < 3e-3 * wanted.std()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_has_the_same_bits_in_passes_of_all_widths_and_beside_others(name: str, tiny):
+    """Chains of other texts in the same pass take other experts; on two threads as on one."""
+    path, ids = tiny(name), (IDS * 4)[:130]
+    with OnnxEngine.load(path, threads=1, context_length=256) as engine:
+        wanted = scored(engine, ids, 63)
+        for step in (1, 2, 3, 7, 16, 130):
+            assert np.array_equal(bits(scored(engine, ids, step)), bits(wanted)), step
+    others = [np.random.default_rng(seed).integers(3, 250, 20).tolist() for seed in range(3)]
+    with OnnxEngine.load(path, threads=2, context_length=256, max_sequences=4) as engine:
+        texts = [ids[:20], *others]
+        together = engine.forward(packed([Batch.chain(text, sequence=at) for at, text in enumerate(texts)])).copy()
+        assert np.array_equal(bits(together[:20]), bits(wanted[:20]))
+
+
+def test_a_branch_has_the_bits_that_it_has_alone(tiny):
+    for name in CASES:
+        with OnnxEngine.load(tiny(name), threads=1, context_length=256) as engine:
+            engine.forward(Batch.chain(IDS[:20]))
+            parents, zeros = np.array([-1, 0, 1, 0, 3, 4], np.int32), np.zeros(6, np.int32)
+            tree = engine.forward(Batch(np.array(IDS[20:26], np.int32), parents, zeros, zeros == 0)).copy()
+            engine.rollback(20)
+            alone = engine.forward(Batch.chain([IDS[20], *IDS[23:26]])).copy()
+        assert np.array_equal(bits(tree[[0, 3, 4, 5]]), bits(alone)), name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_change_no_token_and_no_log_probability(name: str, temperature: float, tiny, tmp_path: Path):
+    """The draft model is the target's own twin, so that some of its tokens are accepted."""
+    sampling = Sampling(temperature=temperature, seed=11)
+    draft = write(tmp_path / "draft.gguf", replace(CASES[name], context=256))
+    with edgespec.load(tiny(name), draft=draft, threads=2, context_length=128) as model:
+        assert model.target.facts.name == "onnx"
+
+        def answer(drafter: str, length: int | str):
+            options = GenerateOptions(
+                max_tokens=40, ignore_eos=True, drafter=drafter, draft_length=length, logprobs=True
+            )
+            result = model.generate("abab baba abab baba", sampling, options)
+            return result.token_ids, result.logprobs, result.stats
+
+        ids, logprobs, _ = answer("none", 0)
+        for drafter, length in (("model", 1), ("model", 5), ("ngram", 4), ("suffix", 8), ("auto", "auto")):
+            others, theirs, stats = answer(drafter, length)
+            assert (others, theirs) == (ids, logprobs), drafter
+            assert drafter != "model" or 0 < stats.accepted_tokens <= stats.drafted_tokens
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "gemma4-26b"])
+def test_quantised_experts_lose_what_their_inputs_do(name: str, kind: str, tmp_path: Path):
+    """Against the same weights in double precision: inputs become bytes, and that is all. No choice depends on it."""
+    case = replace(CASES[name], experts=(5, 5, 32))
+    path = write(tmp_path / "tiny.gguf", case, {"_exps.weight": kind})
+    weights = {each.name: gguf.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(path).tensors}
+    with OnnxEngine.load(path, threads=1) as engine:
+        found = scored(engine, IDS, 16)
+    wanted = Twin(case, weights).logits(IDS)
+    assert np.sqrt(np.square(found - wanted).mean()) < 0.05 * wanted.std()
+
+
+def gemma_vocabulary() -> dict[str, Any]:
+    """Metadata of a small vocabulary of Gemma 4's kind: bytes, letters, then what the merges make."""
+    merges = ["h e", "l l", "he ll", "hell o", "\u2581 hello", "\u2581 w", "\n \n", "\n\n \n\n", "\u2581 \u2581", "o r"]
+    letters = ["\u2581", "\n", *"helowrd.,1\u00fc"]
+    texts = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    texts += [merge.replace(" ", "") for merge in merges]
+    kinds = [3, 3, 3, 2, 4] + [6] * 256 + [1] * (len(letters) + len(merges))
+    found = {"tokens": texts, "token_type": kinds, "scores": [0.0] * len(texts), "merges": merges}
+    found |= {"model": "gemma4", "pre": None, "bos_token_id": 2, "eos_token_id": 1, "add_bos_token": True}
+    found |= {"unknown_token_id": np.uint32(3), "padding_token_id": np.uint32(0), "add_space_prefix": False}
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+
+
+@NEEDS_LLAMA
+def test_texts_become_the_tokens_that_llama_cpp_makes_of_gemmas_vocabulary(tmp_path: Path):
+    metadata = gemma_vocabulary()
+    size, case = len(metadata["tokenizer.ggml.tokens"]), CASES["gemma4-31b"]
+    changed = {"token_embd.weight": np.ones((size, case.width), np.float32)}
+    path = write(tmp_path / "tiny.gguf", case, metadata=metadata, changed=changed)
+    texts = [
+        "hello world",
+        " hello\n\n\nhell  w",
+        "\n\n\n\n\n",
+        "hello<|turn>hello \u00fc\u4f60",
+        "",
+        "a\n \n h",
+        "<0x41>1",
+    ]
+    with VocabularyFile(path) as theirs:
+        ours = TokenizerFile(open_source(path).folder, theirs.size)
+        for text in texts:
+            for special in (False, True):
+                assert ours.encode(text, parse_special=special) == theirs.encode(text, parse_special=special), text
+        assert all(ours.token_bytes(each) == theirs.token_bytes(each) for each in range(theirs.size))
+        assert (ours.bos_id, ours.eos_id, ours.adds_bos, ours.end_ids) == (
+            *(theirs.bos_id, theirs.eos_id, theirs.adds_bos),
+            theirs.end_ids,
+        )
