@@ -38,9 +38,13 @@ class Distribution(NamedTuple):
         return self.probs[indices[0]] if indices.size else 0
 
 
+_CERTAIN = np.ones(1)
+_CERTAIN.flags.writeable = False
+
+
 def one_hot(token_id: int) -> Distribution:
     """All probability on one token."""
-    return Distribution(np.array([token_id], np.int32), np.ones(1))
+    return Distribution(np.array([token_id], np.int32), _CERTAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,9 @@ class Draft:
 
     def child_of(self, node: int, token_id: int) -> int | None:
         """The child of `node` (-1: of the pending token) that proposes `token_id`; None if there is none."""
+        if self.is_chain:
+            child = node + 1
+            return child if child < self.num_tokens and self.token_ids[child] == token_id else None
         matches = np.flatnonzero((self.parents == node) & (self.token_ids == token_id))
         return int(matches[0]) if matches.size else None
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Set edgespec up in .venv beside this checkout, then run it. Standard library only.
 
-    python3 scripts/run.py chat              talk to the demo model
+    python3 scripts/run.py chat              talk to a model; it offers a small real one
     python3 scripts/run.py test [ARGS]       run the tests (arguments go to pytest)
     python3 scripts/run.py lint              check style and types
     python3 scripts/run.py COMMAND [ARGS]    any edgespec command

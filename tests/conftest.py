@@ -18,6 +18,7 @@ import pytest
 from demo import DEMO, TEST_THREADS
 from edgespec.bench import prompts as datasets
 from edgespec.installation import has_engine
+from hybrid_gguf import HybridShape, write_lfm2, write_qwen35
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
 from trainlib import demo_texts as corpus
@@ -124,6 +125,19 @@ def pair(target_path: Path, draft_path: Path) -> list[str]:
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers with a vocabulary of 299 tokens, float32."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def qwen35_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random hybrid of gated delta nets and gated attention, float32, with fewer heads of keys than of values."""
+    shape = HybridShape(hidden=512, head_size=32, rotated=16, state_heads=6, key_heads=2)
+    return write_qwen35(tmp_path_factory.mktemp("models") / "qwen35.gguf", shape)
+
+
+@pytest.fixture(scope="session")
+def lfm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random hybrid of short convolutions and attention, float32."""
+    return write_lfm2(tmp_path_factory.mktemp("models") / "lfm2.gguf", HybridShape(hidden=512))
 
 
 @pytest.fixture(scope="session")

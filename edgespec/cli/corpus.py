@@ -156,7 +156,11 @@ def _reasons(documents: Documents) -> str:
 
 
 def _date_of(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+    """The day, in UTC; a clock that was far off, or another program, may have written a time that has none."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
 
 
 def _described(text: CorpusText) -> str:

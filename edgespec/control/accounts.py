@@ -37,6 +37,8 @@ class Sharing(NamedTuple):
 
     def added_s(self, table: Sequence[float], num_rows: int) -> float:
         """Seconds that `num_rows` of its rows instead of one add to its share."""
+        if self.num_sequences == 1 and not self.other_rows:
+            return seconds_of(table, num_rows) - table[1]
         count, drafted = self.num_sequences, self.drafted_rows
         beside = self.other_rows - (count - 1)  # rows of drafts and prompts of others
         all_s = whole_s(table, count, beside + num_rows - 1, splits=self.splits)
@@ -76,6 +78,7 @@ class RunCosts:
         self._threads = self._next_threads = threads  # of the costs in use, and of the next round
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
         self._sharing = Sharing()
+        self.was_shared = False  # the last pass, which no single round's time tells of
         self._made_of: tuple[object, Sharing, float] | None = None  # what the next two were made of
         self._pass_s: list[float] = []
         self._ahead_s: list[float] = []
@@ -159,7 +162,7 @@ class RunCosts:
 
     def observe_pass(self, record: RoundRecord) -> None:
         """Learn what a round's pass cost. A disturbed one counts only until a first pass was timed."""
-        if not self.is_shared and (not self.curve.is_scaled or not record.is_disturbed):
+        if not self.was_shared and (not self.curve.is_scaled or not record.is_disturbed):
             self._observe(record.width, record.position, record.verify_s)
 
     def observe_shared(self, widths: Sequence[int], context: int, seconds: float) -> None:
@@ -219,7 +222,7 @@ class Accounts:
         self._open_bank(self.costs.curve.at(1, num_tokens))
 
     def _open_bank(self, plain_s: float) -> None:
-        self.bank.open(c.START_PASSES * plain_s, c.MOST_PASSES * plain_s, c.KEPT_PASSES * plain_s)
+        self.bank.open(c.MOST_PASSES * plain_s)
         self.bank.waited(self._prefill_s)  # so that a draft model can read a long prompt
 
     def rested(self, num_rounds: int, context: int) -> None:

@@ -102,6 +102,7 @@ class AutoController(Controller):
         self._predicted = self._came_true = 0  # tokens drafted from the caller's prediction of this answer; accepted
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._prompt_tokens = 0
+        self._prompt_passes = 0.0  # plain passes that reading the prompt took, until they count
 
     @property
     def costs(self) -> RunCosts:
@@ -145,6 +146,7 @@ class AutoController(Controller):
         self._count_rested(self._context_ids.size)  # the end of the last answer cut a rest short
         self._round, self._rest = None, 0
         self._accounts.begin(prompt_ids.size, prefill_s)
+        self._prompt_passes = prefill_s / self.costs.curve.at(1)
 
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)
@@ -181,6 +183,9 @@ class AutoController(Controller):
         self._count_rested(context)
         self.costs.follow_threads()
         self._states = self._kinds.of(kind_of(request, self._prompt_tokens))
+        if self._prompt_passes:
+            self._allow(self._prompt_passes)
+            self._prompt_passes = 0.0
         prices = self.costs.prices(context)
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
         if not self.costs.curve.is_sure_of_plain:
@@ -228,36 +233,40 @@ class AutoController(Controller):
                 confidences = state.confidences(draft) if draft.num_tokens else ()
                 found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
             else:
-                cost = self.costs.draft(name)
-                num_uncached = to_read(drafter, request.token_ids, cost, state, prices, self.bank.balance_s)
-                found.uncached[name] = num_uncached
-                found.gains[name] = self._gain(state, cost, num_uncached, prices, request.max_tokens)
+                self._consider(found, name, request)
         return found
+
+    def _consider(self, found: Round, name: str, request: DraftRequest) -> None:
+        """What a paid drafter would have to read, and what it is expected to gain if it may be asked."""
+        drafter, state, cost, prices = self.drafters[name], self._states[name], self.costs.draft(name), found.prices
+        allowed_s = state.allowed / prices.rate
+        most_s = min(allowed_s, self.bank.balance_s)
+        if drafter.reads_part:  # the rest is read where what it gains anyway pays for it
+            most_s = min(most_s, state.gain * c.READING_ROUNDS / prices.rate)
+        num_uncached = to_read(drafter, request.token_ids, cost, prices, most_s)
+        found.uncached[name] = num_uncached
+        if cost.of(1, num_uncached) <= allowed_s:
+            found.gains[name] = self._gain(state, cost, num_uncached, prices, request.max_tokens)
 
     def _gain(self, state: DrafterState, cost: DraftCost, num_uncached: int, prices: Prices, most: int) -> float:
         """Tokens expected to be gained by asking a paid drafter; what it must read first is spread over rounds."""
         if not self.bank.can_pay(prices.pass_s[2] + cost.of(1, num_uncached), prices.pass_s[1]):
             return 0.0
         if not state.times_asked:
-            usual = [c.USUAL_CONFIDENCE] * min(most, 2 * c.PROBE_EVERY)
+            usual = [c.USUAL_CONFIDENCE] * min(most, c.PROBE_EVERY)
             gain = best_length(usual, prices, most, cost.next_s)[1]
             state.gain = max(gain - prices.rate * cost.once_s, 0.0)
         return state.gain - prices.rate * num_uncached * cost.read_s / min(c.READING_ROUNDS, most)
 
     def _due(self, decided: Round, most: int) -> str | None:
-        """A paid drafter that is due for a probe, which can pay, and of which the bank can pay the reading.
-
-        One whose reading is too dear now leaves the round to the next: waiting with it saves nothing for it, since
-        other drafts are paid from the same bank.
-        """
-        for name, state in self._states.items():
-            if name in decided.uncached:
-                state.probe_in -= 1
-        for name, num_uncached in decided.uncached.items():
-            if self._states[name].probe_in < 0:
-                cost, certain = self.costs.draft(name), [1.0] * c.MAX_AUTO_LENGTH
+        """A paid drafter that is due for a probe, and that can gain anything; one that is not allowed to waits."""
+        for name in decided.uncached:
+            self._states[name].probe_in -= 1
+        for name in decided.uncached:
+            cost, certain = self.costs.draft(name), [1.0] * c.MAX_AUTO_LENGTH
+            if self._states[name].probe_in < 0 and name in decided.gains:
                 gain = best_length(certain, decided.prices, most, cost.next_s)[1] - decided.prices.rate * cost.once_s
-                if gain > 0 and num_uncached * cost.read_s <= c.PROBE_READING * self.bank.balance_s:
+                if gain > 0:
                     self._states[name].probe_in = c.PROBE_EVERY  # other sequences need not try it in the same round
                     return name
         return None
@@ -278,17 +287,17 @@ class AutoController(Controller):
         """A paid drafter's draft, as far as it pays, or a free one's that is expected to gain more."""
         self._asked = name
         pass_s, cost, num_uncached = decided.prices.pass_s, self.costs.draft(name), decided.uncached[name]
-        most = self.bank.longest(
-            request.max_tokens, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1]
-        )
+        allowed_s = self._states[name].allowed / decided.prices.rate - num_uncached * cost.read_s
+        most = int(min(request.max_tokens, max(allowed_s / cost.next_s, 1) if cost.next_s else math.inf))
+        most = self.bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1])
+        free = decided.best_trial
         if not most:
-            return NOTHING
+            return NOTHING if free is None else self._affordable(decided, free)
         decided.paid = paid = yield from self._drafted(decided, name, request, most)
         if paid.draft.distributions is not None:
-            paid.length = (
-                paid.draft.num_tokens
-            )  # under the rejection rule a sampled token is not dropped for what it is
-        elif (free := decided.best_trial) is not None and decided.gains[free] > paid.gain:
+            # Under the rejection rule a sampled token is not dropped for what it is.
+            paid.length = paid.draft.num_tokens
+        elif free is not None and decided.gains[free] > paid.gain:
             return self._affordable(decided, free, paid.seconds)
         return Proposal(paid.draft.first(paid.length, list(paid.confidences)), name) if paid.length else NOTHING
 
@@ -301,7 +310,7 @@ class AutoController(Controller):
 
         def should_continue(count: int, evidence: Evidence) -> bool:
             nonlocal reach
-            found.append(predict(count - 1, evidence))
+            found.append(predict(evidence))
             reach *= found[-1]
             return may_pay(count, reach, found[-1], prices, token_s, most)
 
@@ -330,6 +339,8 @@ class AutoController(Controller):
         work_s, pass_s = self._accounts.charge(record, plain_s, is_plain=is_plain, expected_s=expected_s)
         if paid is not None and decided is not None:
             self._learn_paid(paid, decided, is_disturbed=record.is_disturbed)
+            self._account(paid, decided, proposal, record.accepted_tokens, pass_s - plain_s)
+        self._allow(record.accepted_tokens + 1)
         self.costs.earned(record.accepted_tokens + 1, work_s + pass_s - (0.0 if paid is None else paid.reading_s))
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
@@ -344,10 +355,24 @@ class AutoController(Controller):
         if not is_disturbed:
             paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
         net = paid.gain - decided.prices.rate * paid.cost.of(paid.draft.num_tokens, 0)
-        free = decided.best_trial
-        is_best = net > (decided.gains[free] if free is not None else 0.0)
         is_priced = self.costs.curve.is_sure_of_rows
-        self._states[paid.drafter].asked(net if is_priced else None, is_best=is_best)
+        self._states[paid.drafter].asked(net if is_priced else None)
+
+    def _allow(self, num_tokens: float) -> None:
+        """The bank's share of what plain decoding does in `num_tokens` passes may be lost on each paid drafter."""
+        for state in self._states.values():
+            state.allow(self.bank.share * num_tokens)
+
+    def _account(self, paid: PaidDraft, decided: Round, proposal: Proposal, accepted: int, rows_s: float) -> None:
+        """What the round gained by its paid draft, over the best free one; a stall is not the drafter's.
+
+        `rows_s`: seconds that the pass took longer than a plain one.
+        """
+        rate, free = decided.prices.rate, decided.best_trial
+        gained = -rate * min(paid.seconds, c.LATE * paid.expected_s)
+        if proposal.drafter == paid.drafter:
+            gained += accepted - rate * rows_s - (0.0 if free is None else decided.gains[free])
+        self._states[paid.drafter].allow(gained)
 
     def _learn_unused(self, decided: Round, proposal: Proposal, verdict: Verdict, start: int) -> None:
         """Keep the drafts that were not verified, and learn from those that the text decides by now."""
@@ -374,23 +399,14 @@ class AutoController(Controller):
             self._kinds.restore(kept.get("kinds"))
 
 
-def to_read(
-    drafter: Drafter, token_ids: TokenIds, cost: DraftCost, state: DrafterState, prices: Prices, balance_s: float
-) -> int:
-    """Tokens that a paid drafter has to read first: all that it lacks, or as many as the bank can pay.
+def to_read(drafter: Drafter, token_ids: TokenIds, cost: DraftCost, prices: Prices, allowed_s: float) -> int:
+    """Tokens that a paid drafter has to read first: all that it lacks, or as many as `allowed_s` seconds may pay for.
 
-    What it drafts from a part of a long text is verified as any draft is, so trying it costs little. The rest is read
-    once the bank can pay for it, and what the drafter gains in the rounds over which it is spread.
+    What it drafts from a part of a long text is verified as any draft is, so trying it costs little.
     """
     if not cost.read_s:
         return drafter.num_uncached(token_ids)
-    balance_s = max(balance_s, 0.0)
-    whole_s = balance_s
-    if not state.times_asked or state.gain <= 0:
-        whole_s *= c.PROBE_READING
-    elif drafter.reads_part:
-        whole_s = min(whole_s * c.PROBE_READING, state.gain * c.READING_ROUNDS / prices.rate)
+    allowed_s = max(allowed_s, 0.0)
     is_long = token_ids.size * cost.read_s > c.LONG_READING * prices.pass_s[1]
-    has_waited = state.probe_in <= -c.READING_ROUNDS
-    part_s = c.PART_READING * balance_s if is_long or has_waited else 0.0
-    return drafter.reading(token_ids, int(whole_s / cost.read_s), int(part_s / cost.read_s))
+    part_s = c.PART_READING * allowed_s if is_long else 0.0
+    return drafter.reading(token_ids, int(allowed_s / cost.read_s), int(part_s / cost.read_s))

@@ -27,28 +27,26 @@ from edgespec.control import constants as c
 class TimeBank:
     """Seconds that speculation may still lose, at most `share` of plain decoding's time.
 
-    `balance_s`: what this generation, or the concurrent ones, may spend; `aside_s`: what earlier generations saved for
-    later ones; `stalls`: how often the fine for a stall has doubled; `on_time`: rounds since the last stall;
-    `is_guessed`: no pass has been timed yet, so the balance is not in seconds of this machine; `load`: the load that
-    these numbers belong to.
+    `balance_s`: what this generation, or the concurrent ones, may spend; `stalls`: how often the fine for a stall has
+    doubled; `on_time`: rounds since the last stall; `is_guessed`: no pass has been timed yet, so the balance is not in
+    seconds of this machine; `load`: the load that these numbers belong to.
     """
 
     share: float
     balance_s: float
-    aside_s: float = 0.0
     stalls: int = 0
     on_time: int = 0
     is_guessed: bool = False
     load: int = 0
     _start_s: float = field(init=False)  # the initial balance of each load
-    _other_loads: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)  # `balance_s`, `aside_s`
+    _other_loads: dict[int, float] = field(init=False, default_factory=dict)  # `balance_s` of each
 
     def __post_init__(self) -> None:
         self._start_s = self.balance_s
 
     def scale(self, balance_s: float) -> None:
         """The time of a plain pass is known now: start over, with `balance_s` for each load."""
-        self.balance_s, self.aside_s, self.stalls, self.on_time = balance_s, 0.0, 0, 0
+        self.balance_s, self.stalls, self.on_time = balance_s, 0, 0
         self.is_guessed = False
         self._start_s = balance_s
         self._other_loads.clear()
@@ -58,9 +56,9 @@ class TimeBank:
         load = (num_sequences - 1).bit_length()
         if load == self.load:
             return
-        self._other_loads[self.load] = self.balance_s, self.aside_s
+        self._other_loads[self.load] = self.balance_s
         self.load = load
-        self.balance_s, self.aside_s = self._other_loads.pop(load, (self._start_s, 0.0))
+        self.balance_s = self._other_loads.pop(load, self._start_s)
 
     def can_pay(self, round_s: float, plain_s: float) -> bool:
         """Whether the bank can pay a round of `round_s` for one token, which takes `plain_s` in plain decoding."""
@@ -116,14 +114,6 @@ class TimeBank:
         """The run spent `seconds` on what plain decoding needs too, such as reading the prompt."""
         self.balance_s += self.share * seconds
 
-    def open(self, least_s: float, most_s: float, kept_s: float) -> None:
-        """A generation begins with at most `most_s`: earlier gains must not pay for one slow answer.
-
-        The rest is saved, up to `kept_s`, for later generations that would begin with less than `least_s`: where any
-        round costs much more than a plain one, a few failures would otherwise stop speculation for long.
-        """
-        self.aside_s = min(self.aside_s + max(self.balance_s - most_s, 0.0), kept_s)
+    def open(self, most_s: float) -> None:
+        """A generation begins with at most `most_s`: earlier gains must not pay for one slow answer."""
         self.balance_s = min(self.balance_s, most_s)
-        taken_s = min(max(least_s - self.balance_s, 0.0), self.aside_s)
-        self.balance_s += taken_s
-        self.aside_s -= taken_s

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from edgespec.control import constants as c
-from edgespec.control.confidence import BetaTable, Calibrator, Logistic
+from edgespec.control.confidence import Logistic
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.types import Draft, TokenIds, Verdict
 
@@ -23,41 +23,47 @@ class DrafterState:
     """What is known of one drafter: how its evidence is calibrated, and of a paid one when to probe it again.
 
     `gain`: tokens per draft, net of drafting, not of reading; a forecast until a draft was priced.
+    `allowed`: tokens that it may still lose against decoding without it. What it is asked for must be covered; the
+    bank's share of all tokens and prompts is added, and what its drafts gain. So it cannot make decoding slower by more
+    than that share, however much the free drafters have gained, and a long prompt is read once drafts have paid for it.
     """
 
-    calibrator: Calibrator
+    calibrator: Logistic
     gain: float = 0.0
     times_asked: int = 0
     probe_in: int = 0
-    probe_interval: int = c.PROBE_EVERY
+    allowed: float = c.TRIAL_TOKENS
 
     @classmethod
     def of(cls, drafter: Drafter) -> Self:
         """The initial state."""
-        return cls(BetaTable() if drafter.evidence_kind == "bucket" else Logistic(drafter.prior))
+        return cls(Logistic(drafter.prior))
 
     def confidences(self, draft: Draft) -> Iterator[float]:
         """The confidence in each token of a draft: calibrated, or the drafter's own if it gives no evidence."""
         if not draft.evidence:
             return iter(draft.confidences.tolist())
-        places = range(draft.num_tokens) if draft.is_chain else draft.depths()
-        return map(self.calibrator.predictor(), places, draft.evidence)
+        return map(self.calibrator.predictor(), draft.evidence)
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """The first `accepted` tokens of a chain were accepted and the next one, if there is one, was rejected."""
         for index, evidence in enumerate((draft.evidence or ())[: accepted + 1]):
-            self.calibrator.observe(index, evidence, accepted=index < accepted)
+            self.calibrator.observe(evidence, accepted=index < accepted)
 
     def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
         """Update from the nodes whose parents were accepted."""
         if draft.evidence is None or draft.is_chain:
             self.learn(draft, len(verdict.accepted_nodes))
             return
-        for node, depth, accepted in outcomes(draft, verdict):
-            self.calibrator.observe(depth, draft.evidence[node], accepted=accepted)
+        for node, accepted in outcomes(draft, verdict):
+            self.calibrator.observe(draft.evidence[node], accepted=accepted)
 
-    def asked(self, gain: float | None, *, is_best: bool) -> None:
-        """A paid drafter was asked: its draft is expected to gain `gain` tokens, more than others if `is_best`.
+    def allow(self, tokens: float) -> None:
+        """So many more tokens may be lost, or fewer."""
+        self.allowed = min(max(self.allowed + tokens, 0.0), c.MOST_TRIAL_TOKENS)
+
+    def asked(self, gain: float | None) -> None:
+        """A paid drafter was asked: its draft is expected to gain `gain` tokens.
 
         None: nobody knows yet what verifying drafts costs, so it is asked again soon.
         """
@@ -66,17 +72,26 @@ class DrafterState:
             return
         self.times_asked += 1
         self.gain += max(c.GAIN_RATE, 1.0 / (self.times_asked + 4)) * (gain - self.gain)
-        self.probe_interval = c.PROBE_EVERY if is_best else min(2 * self.probe_interval, c.PROBE_AT_MOST)
-        self.probe_in = self.probe_interval
+        self.probe_in = c.PROBE_EVERY
+
+    def to_json(self) -> list[Any]:
+        """What was learnt, for the next run: what the drafter lost is not lost again."""
+        return [*self.calibrator.to_json(), self.allowed]
+
+    def restore(self, kept: Any) -> None:
+        """Continue from what `to_json` returned; raises ValueError or TypeError when it is something else."""
+        *learnt, allowed = kept
+        self.calibrator.restore(learnt)
+        if not 0.0 <= allowed <= c.MOST_TRIAL_TOKENS:
+            raise ValueError(f"a drafter may lose 0 to {c.MOST_TRIAL_TOKENS} tokens, not {allowed}")
+        self.allowed = allowed
 
 
-def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, int, bool]]:
-    """(node, its depth, whether it was accepted) of every node whose parent was accepted."""
+def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, bool]]:
+    """(node, whether it was accepted) of every node whose parent was accepted."""
     accepted = set(verdict.accepted_nodes)
-    found = []
-    for depth, parent in enumerate((-1, *verdict.accepted_nodes)):
-        found += [(child, depth, child in accepted) for child in draft.children_of(parent)]
-    return found
+    parents = (-1, *verdict.accepted_nodes)
+    return [(child, child in accepted) for parent in parents for child in draft.children_of(parent)]
 
 
 class UnusedDrafts:
@@ -124,7 +139,7 @@ class Kinds:
     def to_json(self) -> dict[str, Any]:
         """What was learnt, for the next run."""
         kinds = self._states.items()
-        return {kind: {name: state.calibrator.to_json() for name, state in states.items()} for kind, states in kinds}
+        return {kind: {name: state.to_json() for name, state in states.items()} for kind, states in kinds}
 
     def restore(self, kept: object) -> None:
         """Continue from what `to_json` returned; what does not fit is ignored."""
@@ -134,7 +149,7 @@ class Kinds:
                 if name not in states:
                     continue
                 try:
-                    states[name].calibrator.restore(state)
+                    states[name].restore(state)
                 except (ValueError, TypeError, KeyError, IndexError):
                     states[name] = DrafterState.of(self._drafters[name])
 

@@ -7,7 +7,6 @@ only in outcomes. Old outcomes fade, since texts change.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import mul
 from typing import Any
@@ -15,100 +14,13 @@ from typing import Any
 from edgespec.control import constants as c
 from edgespec.types import Evidence
 
-_PLACES = (
-    0,
-    1,
-    2,
-    3,
-    3,
-    4,
-    4,
-    4,
-    5,
-)  # position of a token in its draft -> class of positions; later ones share the last
 _SLOPE = 0.5  # prior for evidence whose slope is not known
-Predictor = Callable[[int, Evidence], float]
+Predictor = Callable[[Evidence], float]
 _LOWEST, _HIGHEST = (math.log(limit / (1.0 - limit)) for limit in (c.LEAST_PROBABILITY, c.MOST_PROBABILITY))
 
 
-def place_of(index: int) -> int:
-    """The class of positions of a draft's token `index`, from 0."""
-    return _PLACES[min(index, len(_PLACES) - 1)]
-
-
-class Calibrator(ABC):
-    """Estimates for one drafter in one kind of text."""
-
-    @abstractmethod
-    def predictor(self) -> Predictor:
-        """The probability that token `index` (from 0) of a draft is accepted, given that all before it were.
-
-        As of now: it ignores what is observed later, and is fast for many tokens.
-        """
-
-    def probability(self, index: int, evidence: Evidence) -> float:
-        """The probability of one token."""
-        return self.predictor()(index, evidence)
-
-    @abstractmethod
-    def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
-        """Learn the outcome of a token whose predecessors were all accepted."""
-
-    @abstractmethod
-    def to_json(self) -> Any:
-        """What was learnt, for the next run."""
-
-    @abstractmethod
-    def restore(self, state: Any) -> None:
-        """Continue from what `to_json` returned; raises ValueError, TypeError or KeyError when it is something else."""
-
-
-class BetaTable(Calibrator):
-    """A Beta posterior per (class of proposal, class of positions), for drafters that copy.
-
-    The outcomes of a class as a whole are the prior of each position, with the weight of TABLE_PRIOR outcomes.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[float, int], list[float]] = {}  # [accepted, tried], old outcomes fading
-
-    def predictor(self) -> Predictor:
-        known: dict[tuple[float, int], float] = {}  # a draft's tokens are of few classes and positions
-
-        def predicted(index: int, evidence: Evidence) -> float:
-            key = evidence[0], place_of(index)
-            if key not in known:
-                known[key] = self._estimate(key)
-            return known[key]
-
-        return predicted
-
-    def _estimate(self, key: tuple[float, int]) -> float:
-        whole = self._counts.get((key[0], -1), (1.0, 2.0))
-        pooled = (whole[0] + 1.0) / (whole[1] + 2.0)
-        accepted, tried = self._counts.get(key, (0.0, 0.0))
-        return (accepted + c.TABLE_PRIOR * pooled) / (tried + c.TABLE_PRIOR)
-
-    def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
-        for place in (-1, place_of(index)):
-            counts = self._counts.setdefault((evidence[0], place), [0.0, 0.0])
-            counts[0] = counts[0] * c.TABLE_MEMORY + accepted
-            counts[1] = counts[1] * c.TABLE_MEMORY + 1.0
-
-    def to_json(self) -> Any:
-        return [[*key, *counts] for key, counts in self._counts.items()]
-
-    def restore(self, state: Any) -> None:
-        counts = {(float(row[0]), int(row[1])): [float(row[2]), float(row[3])] for row in state}
-        if not all(0 <= accepted <= tried < math.inf for accepted, tried in counts.values()) or not all(
-            -1 <= place <= _PLACES[-1] for _, place in counts
-        ):
-            raise ValueError("a table of outcomes has impossible counts")
-        self._counts = counts
-
-
-class Logistic(Calibrator):
-    """Logistic regression by online Newton steps of diagonal curvature.
+class Logistic:
+    """Logistic regression for one drafter in one kind of text, by online Newton steps of diagonal curvature.
 
     The score is a bias, the recent error, since drafts are good or bad over stretches of text, and the evidence, each
     times its weight.
@@ -122,10 +34,14 @@ class Logistic(Calibrator):
         self._recent_error = 0.0
 
     def predictor(self) -> Predictor:
+        """The probability that a token of a draft is accepted, given that all before it were, by its evidence.
+
+        As of now: it ignores what is observed later, and is fast for many tokens.
+        """
         self._grow(2)
         common, slopes = self._weights[0] + self._weights[1] * self._recent_error, self._weights[2:]
 
-        def predicted(index: int, evidence: Evidence) -> float:
+        def predicted(evidence: Evidence) -> float:
             if len(evidence) > len(slopes):
                 self._grow(2 + len(evidence))
                 slopes[:] = self._weights[2:]
@@ -133,7 +49,8 @@ class Logistic(Calibrator):
 
         return predicted
 
-    def observe(self, index: int, evidence: Evidence, *, accepted: bool) -> None:
+    def observe(self, evidence: Evidence, *, accepted: bool) -> None:
+        """Learn the outcome of a token whose predecessors were all accepted."""
         inputs = (1.0, self._recent_error, *evidence)
         self._grow(len(inputs))
         probability = _chance(sum(map(mul, self._weights, inputs)))
@@ -147,9 +64,11 @@ class Logistic(Calibrator):
         self._recent_error += (1.0 - c.ERROR_MEMORY) * (4.0 * error - self._recent_error)
 
     def to_json(self) -> Any:
+        """What was learnt, for the next run."""
         return [self._weights, self._precisions]
 
     def restore(self, state: Any) -> None:
+        """Continue from what `to_json` returned; raises ValueError or TypeError when it is something else."""
         weights, precisions = ([float(value) for value in part] for part in state)
         if len(weights) != len(precisions) or not all(map(math.isfinite, (*weights, *precisions))):
             raise ValueError("a logistic's state has other sizes, or values that are not finite")

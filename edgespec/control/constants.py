@@ -7,9 +7,8 @@ are used. docs/benchmarks/control.md says what the mechanisms behind them gain.
 from __future__ import annotations
 
 # -- the time bank (bank, auto): how much time speculation may lose, and when
-START_PASSES = 4.0  # initial balance in plain passes: one failed draft must not be the last
+START_PASSES = 3.0  # initial balance in plain passes: one failed draft must not be the last
 MOST_PASSES = 6.0  # highest balance at the start of a generation: old gains must not pay for a slow answer
-KEPT_PASSES = 12.0  # gains beyond that, in plain passes, which are kept for later generations
 RISKED = 0.5  # share of the balance that a round may risk if it can be shorter: else three failures would empty it
 LATE = 1.5  # work is charged in full up to this multiple of its expected time
 STALL = 0.5  # a delay longer than that by so many plain passes is a stall of the machine
@@ -26,9 +25,9 @@ LONGEST_REST = 64  # most rounds without a decision: texts change
 
 # -- choosing among drafters (choice, auto, pool)
 LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text
-PROBE_EVERY, PROBE_AT_MOST = 8, 32  # rounds between two probes of a paid drafter, doubling while it disappoints
-# Share of the balance that a probe may spend on reading first; on a part of a text that takes more plain passes.
-PROBE_READING, PART_READING, LONG_READING = 0.75, 0.5, 8.0
+PROBE_EVERY = 10  # rounds without a draft of a paid drafter until it is tried again
+TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at first; most that it may save for later
+PART_READING, LONG_READING = 0.5, 8.0  # share of what may be spent for a part of a text that takes more plain passes
 READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
 GAIN_RATE, USUAL_CONFIDENCE = 0.05, 0.8  # learning rate of the gain of asking, per draft; of a first draft's tokens
 # A second choice is rarely accepted more than one time in ten, and trying it costs time: trees need cheaper rows.
@@ -37,7 +36,6 @@ EXIT_SHARE = 0.5  # share of a target's weights that an exit without files of it
 
 # -- confidence: evidence to probability
 LEAST_PROBABILITY, MOST_PROBABILITY = 0.01, 0.995  # no token is certain
-TABLE_PRIOR, TABLE_MEMORY = 2.0, 0.98  # outcomes that a whole class counts for at each position; decay per outcome
 PRECISION, LOGISTIC_MEMORY = 4.0, 0.998  # of the priors of bias and slopes; decay of past observations per outcome
 ERROR_MEMORY = 0.9  # decay of the recent error
 

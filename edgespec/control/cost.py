@@ -2,10 +2,11 @@
 
 On a CPU a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
 kernel, so the only assumption about the curve is that it does not fall: a narrow pass can always be padded to a wider
-one. Nothing is measured before the first token: a first run begins with a straight line, a pass of one row costs what
-the first plain passes take, and each further row a share of that, which is too low for many kernels. A few passes put
-that right, and the time bank limits what they can lose; a share that is too high would be believed for ever, since
-nothing would be verified.
+one. Nothing is measured before the first token: a first run begins with a line, a pass of one row costs what the first
+plain passes take, and each further row a share of that, which is too low for many kernels. A few passes put that right,
+and the time bank limits what they can lose; a share that is too high would be believed for ever, since nothing would be
+verified. Up to eight rows our kernels are bound by reading the weights and beyond by computing, so the line has a bend
+there; what single widths take beside it is learnt too, for kernels whose costs rise in steps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ WIDEST = 65
 ROWS = np.arange(WIDEST + 1)  # of a pass: every width that has a price
 _CONTEXT_STEP, _MOST_STALE = 64, 0.01  # a table is made anew after so many tokens, or so much learnt (in logarithms)
 _FIRST_PLAIN, _MOST_ROW_PASSES = 2, 24.0
+_BEND = 8  # rows from which on another one costs another share
 _BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 Array = NDArray[np.float64]
@@ -71,17 +73,22 @@ class CostCurve:
         self._drift = 0.0
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
         self._is_in_doubt = False  # wide passes were late again and again: a plain pass tells why
-        self._row: float | None = None  # what another row costs, in plain passes, where the base is a line
-        self._row_weight, self._low = c.ROW_WEIGHT, 1
+        # What another row costs, in plain passes, up to _BEND rows and beyond, where the base is a line; their weights.
+        self._rows: list[float] | None = None
+        self._weights, self._low = [c.ROW_WEIGHT, c.ROW_WEIGHT], 1
         self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
         self._table: list[float] = []
         self._table_step = -1
 
     @classmethod
-    def guessed(cls, plain_s: float, low: int = 1) -> Self:
-        """A line. `plain_s`: seconds of a plain pass until some were timed; `low`: rows that one token is padded to."""
+    def guessed(cls, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> Self:
+        """A line. `plain_s`: seconds of a plain pass until some were timed; `low`: rows that one token is padded to.
+
+        `row`: what a further row adds, in plain passes.
+        """
         curve = cls({1: plain_s})
-        curve._row, curve._low, curve.is_scaled = c.FIRST_ROW, low, False
+        # Beyond the bend no row is taken for cheap before one was timed.
+        curve._rows, curve._low, curve.is_scaled = [row, max(row, c.FIRST_ROW)], low, False
         curve._redraw(plain_s)
         return curve
 
@@ -105,7 +112,7 @@ class CostCurve:
     @property
     def is_sure_of_rows(self) -> bool:
         """Whether what a row costs is more than a guess."""
-        return self._row is None or self._row_weight >= c.ROW_WEIGHT + 2
+        return self._rows is None or max(self._weights) >= c.ROW_WEIGHT + 2
 
     def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
         """Learn from a pass that took `seconds`. `is_plain`: it is the plain pass of as many sequences."""
@@ -119,7 +126,7 @@ class CostCurve:
             self._redraw(min(self._plain_s))  # the first pass of a run often waits for its weights
             self.is_scaled = True
             return
-        if self._row is not None and width > self._low:
+        if self._rows is not None and width > self._low:
             self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
         self._follow(width, context_tokens, seconds, is_plain=is_plain or width == 1)
 
@@ -171,20 +178,27 @@ class CostCurve:
 
     def _learn_row(self, width: int, seconds: float) -> None:
         """Learn what a row costs from a pass. One late pass may raise it by little: the first of a width often is."""
-        assert self._row is not None
-        seen = (seconds / (float(self._base[1]) * math.exp(self._drift)) - 1.0) / (width - self._low)
-        seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * self._row + 0.1)
-        self._row_weight = min(self._row_weight + 1.0, _MOST_ROW_PASSES)
-        row = self._row + (seen - self._row) / self._row_weight
-        if abs(row - self._row) * (width - 1) > 2 * _MOST_STALE:
-            self._row = row
+        assert self._rows is not None
+        part, before = (0, 0.0) if width <= _BEND else (1, self._rows[0] * (_BEND - self._low))
+        count = width - (_BEND if part else self._low)
+        row = self._rows[part]
+        seen = (seconds / (float(self._base[1]) * math.exp(self._drift)) - 1.0 - before) / count
+        seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * row + 0.1)
+        self._weights[part] = min(self._weights[part] + 1.0, _MOST_ROW_PASSES)
+        row += (seen - row) / self._weights[part]
+        if abs(row - self._rows[part]) * count > 2 * _MOST_STALE:
+            self._rows[part] = row
+            if self._weights[1] == c.ROW_WEIGHT:
+                self._rows[1] = max(self._rows[0], self._rows[1])
             self._redraw(float(self._base[1]))
 
     def _redraw(self, plain_s: float) -> None:
         """Draw the line anew; widths that were run keep their times."""
-        assert self._row is not None
-        before = self._base
-        self._base = plain_s * (1.0 + self._row * np.maximum(ROWS - self._low, 0))
+        assert self._rows is not None
+        before, (first, later) = self._base, self._rows
+        self._base = plain_s * (
+            1.0 + first * np.clip(ROWS - self._low, 0, _BEND - self._low) + later * np.maximum(ROWS - _BEND, 0)
+        )
         self._base[0] = 0.0
         self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base[1:] / before[1:]), 0.0)
         self._smooth()
@@ -214,12 +228,12 @@ class CostCurve:
 
     def to_json(self) -> dict[str, Any]:
         """What was learnt, for the next run; empty while no plain pass was timed."""
-        if not self.is_scaled or self._row is None:
+        if not self.is_scaled or self._rows is None:
             return {}
         widths = np.flatnonzero(self._passes)
         return {
             "plain": float(self._base[1]) * math.exp(self._drift),
-            "row": [self._row, self._row_weight],
+            "rows": list(zip(self._rows, self._weights, strict=True)),
             "widths": [[int(width), float(self._passes[width]), float(self._own[width])] for width in widths],
         }
 
@@ -228,15 +242,18 @@ class CostCurve:
         """The curve that `to_json` returned; None for anything else."""
         try:
             assert isinstance(kept, Mapping)
-            plain_s, (row, weight) = float(kept["plain"]), map(float, kept["row"])
+            plain_s = float(kept["plain"])
+            (first, weight), (later, its_weight) = (map(float, part) for part in kept["rows"])
             widths = [(int(width), float(passes), float(own)) for width, passes, own in kept["widths"]]
         except (AssertionError, KeyError, TypeError, ValueError):
             return None
-        sound = 0 < plain_s < math.inf and 0 <= row <= c.MOST_ROW and c.ROW_WEIGHT <= weight <= _MOST_ROW_PASSES
-        if not sound or not all(1 < w <= WIDEST and 0 < n < math.inf and abs(own) < 20 for w, n, own in widths):
+        rows, weights = [first, later], [weight, its_weight]
+        is_sound = 0 < plain_s < math.inf and all(0 <= row <= c.MOST_ROW for row in rows)
+        is_sound = is_sound and all(c.ROW_WEIGHT <= each <= _MOST_ROW_PASSES for each in weights)
+        if not is_sound or not all(1 < w <= WIDEST and 0 < n < math.inf and abs(own) < 20 for w, n, own in widths):
             return None
         curve = cls.guessed(plain_s, low)
-        curve._row, curve._row_weight, curve.is_scaled = row, weight, True
+        curve._rows, curve._weights, curve.is_scaled = rows, weights, True
         curve._redraw(plain_s)
         for width, passes, own in widths:
             curve._passes[width], curve._own[width] = passes, own

@@ -29,7 +29,7 @@ from edgespec.platform.disk_cache import FileVersion, Seconds, file_key, key_of
 from edgespec.platform.machine import processor
 from edgespec.types import Batch, TokenIds
 
-METHOD = 4  # part of the cache key: raise it when what is kept changes
+METHOD = 5  # part of the cache key: raise it when what is kept changes
 WIDTHS = (1, 2, 4, 5, 8, 16)  # the end of every step seen in kernels, and its neighbours
 _PREFIX = 8  # tokens cached before: on an empty cache some engines use another kernel
 _QUICK_S, _TURNS = 1.0, 24  # seconds, and most turns of the widths
@@ -53,7 +53,8 @@ class ModelCosts:
         facts = self._target.engine.facts
         low = facts.pinned_class[0] if facts.pinned_class else 1
         kept = disk_cache.get("learnt costs", self._target_key)
-        return CostCurve.from_json(kept, low) or CostCurve.guessed(guessed_plain_s(facts.weight_bytes), low)
+        guess = CostCurve.guessed(guessed_plain_s(facts.weight_bytes), low, facts.row_cost)
+        return CostCurve.from_json(kept, low) or guess
 
     @cached_property
     def drafts(self) -> dict[str, DraftCost]:

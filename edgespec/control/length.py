@@ -53,7 +53,7 @@ def while_it_may_pay(predict: Predictor, prices: Prices) -> Callable[[int, Evide
 
     def should_continue(count: int, evidence: Evidence) -> bool:
         nonlocal reach
-        reach *= predict(count - 1, evidence)
+        reach *= predict(evidence)
         return reach > prices.rate * prices.ahead_s[count + 1]
 
     return should_continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,9 @@ class Drafter(ABC):
     """One method of proposing tokens, for one generation at a time.
 
     `is_free`: drafting costs next to nothing, so a draft may be made and not used. `costs_once`: a draft of any length
-    costs the same pass. `wants_features`: it reads the target's hidden states. `evidence_kind`:
-    `bucket`, one number that names a class of similar proposals; `scores`, numbers of the order of one that grow with
-    the probability of acceptance. `prior`: initial log odds of acceptance, a bias and the weight of each score, as far
-    as they are known.
+    costs the same pass. `wants_features`: it reads the target's hidden states. The evidence of its tokens are scores of
+    the order of one that grow with the probability of acceptance; `prior`: initial log odds of acceptance, a bias and
+    the weight of each score, as far as they are known.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Drafter(ABC):
     costs_once: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
     wants_layers: tuple[int, ...] = ()  # of the target, counted from 0, whose inputs each request needs
-    evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
     prior: ClassVar[tuple[float, ...]] = (-0.2,)
 
     @abstractmethod

@@ -158,7 +158,6 @@ class CacheDrafter(Drafter):
 
     name = "cache"
     is_free = True
-    evidence_kind = "scores"
 
     def __init__(self, vocabulary_size: int, earlier: Iterable[TokenIds] = ()) -> None:
         if vocabulary_size > MAX_VOCABULARY:

@@ -9,6 +9,7 @@ model and no training; where trees are not possible it drafts only from the n-gr
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from itertools import islice
 
@@ -28,7 +29,7 @@ class LookaheadDrafter(Drafter):
     """`ngram`: tokens of an n-gram; `window`: most columns; `most_kept`: the latest n-grams, kept in the pool."""
 
     name = "lookahead"
-    evidence_kind = "bucket"
+    prior = 0.0, 1.0
 
     def __init__(self, ngram: int = 4, window: int = 8, most_kept: int = 1 << 15) -> None:
         self._tail, self._window = ngram - 1, window
@@ -153,5 +154,5 @@ class _Trie:
             return EMPTY_DRAFT
         parents, token_ids = np.array(list(self._nodes), np.int32).T
         confidences = np.array([_CONFIDENCE[kind] for kind in self._classes], np.float32)
-        evidence = tuple((kind,) for kind in self._classes)
+        evidence = tuple((math.log(each / (1.0 - each)),) for each in confidences.tolist())
         return Draft(token_ids.copy(), parents.copy(), confidences, None, evidence, wants_rows)

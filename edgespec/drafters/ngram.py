@@ -7,6 +7,7 @@ token was just rejected is skipped, so that a loop in the text is not proposed a
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from edgespec.drafters.base import Drafter, DraftRequest
@@ -52,7 +53,6 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     is_free = True
-    evidence_kind = "bucket"  # the size of the matching n-gram
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class NgramDrafter(Drafter):
             return EMPTY_DRAFT
         size, place = self._source
         copied = self._copy(place, request.max_tokens)
-        return Draft.chain(copied, evidence=[(float(size),)] * len(copied))
+        return Draft.chain(copied, evidence=[(math.log2(size + count) - 2.0,) for count in range(len(copied))])
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         if self._source is not None and draft.num_tokens and not verdict.accepted_nodes:

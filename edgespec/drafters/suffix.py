@@ -224,7 +224,6 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
     is_free = True
-    evidence_kind = "scores"
 
     def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpora: Sequence[SuffixIndex] = ()) -> None:
         self._min_match, self._max_indexed = min_match, max_indexed

@@ -38,6 +38,7 @@ class EngineFacts:
     pinned_class: tuple[int, int] | None  # the one that reproducible mode uses; None: it is off, or there is none
     device: str
     threads: int
+    row_cost: float = 0.2  # a guess at what a further row adds to a pass over one, until passes tell
     padding_cost: float = 1.0  # time of a single-token pass that is padded into the class over one that is not
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
     can_pack: bool = False  # rows of several sequences may share a pass; in reproducible mode, with their own bits

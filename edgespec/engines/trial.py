@@ -184,7 +184,7 @@ def _fault_of(path: Path) -> str | None:
         if is_graph(path):
             from edgespec.engines.onnx.opening import try_folder
 
-            try_folder(path, lambda: None)
+            try_folder(path)
             return None
         return _try_gguf(path)
     except EdgespecError as exc:

@@ -25,6 +25,7 @@ from edgespec.control.accounts import RunCosts
 from edgespec.control.base import Controller
 from edgespec.control.cost import WIDEST
 from edgespec.control.threads import Started
+from edgespec.drafters.spec import SPECS
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
@@ -108,6 +109,7 @@ class ContinuousBatch:
         self._members: list[Member] = []
         self._num_passes = 0
         self._can_pack = False
+        self._has_exit = any(SPECS[name].owns == "layers of the target" for name in executor.pool.drafters)
 
     @property
     def claims(self) -> list[Claim]:
@@ -161,6 +163,7 @@ class ContinuousBatch:
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
         member.run.on_round = request.on_round
         advisor.begin(request.options)
+        self._look_around(member)
 
     def _joined(
         self,
@@ -217,8 +220,10 @@ class ContinuousBatch:
         """The next event of the one that began alone; None where it has ended, which its handle was told."""
         while self._members and not claim.is_withdrawn:
             (member,) = self._members
-            if member.waiting is not None and not self._run([member]):
-                continue
+            if member.waiting is not None:
+                if not self._run([member]):
+                    continue
+                self._look_around(member)
             if (event := self._resumed(member)) is not None:
                 if event.finish_reason is not None:
                     self._leave(member)
@@ -265,8 +270,9 @@ class ContinuousBatch:
 
     def _run(self, chosen: Sequence[Member]) -> list[Member]:
         """Run one pass with the rows of the chosen; those that can go on, which are told its outcome."""
-        for costs in shared_costs(chosen):
-            costs.follow_threads()  # while all of them rest, nobody else does
+        if len(chosen) > 1:
+            for costs in shared_costs(chosen):
+                costs.follow_threads()  # while all of them rest, nobody else does
         started = Started.now()
         try:
             logits = self._logits([member.asked for member in chosen])
@@ -302,7 +308,7 @@ class ContinuousBatch:
         return threads.passed(num_rows, seconds, started.lacking_s(threads.threads), cached)
 
     def _logits(self, requests: Sequence[PassRequest]) -> list[Logits]:
-        """The logits of each request's rows. A copy where several share a pass, as the loops may run passes between."""
+        """The logits of each request's rows: of a shared pass a copy, where the loops may run passes between."""
         engine = requests[0].cache.engine
         gives_states = any(request.hidden for request in requests)
         if engine is self._executor.target and self._executor.slots.have_features:
@@ -313,7 +319,9 @@ class ContinuousBatch:
         if layers:
             engine.give_layer_inputs(layers)
         batches = [request.batch for request in requests]
-        logits = engine.forward(packed(batches)).copy()
+        logits = engine.forward(packed(batches))
+        if engine.class_key or self._has_exit:  # bits may be checked again, or the target's first layers run
+            logits = logits.copy()
         states = engine.hidden_states() if gives_states else None
         inputs = engine.layer_inputs() if layers else None
         found: list[Logits] = []
@@ -329,17 +337,12 @@ class ContinuousBatch:
 
     def _move_on(self, member: Member) -> None:
         """Run a member's loop up to its next pass, and hand its events on."""
+        self._look_around(member)
         while (event := self._resumed(member)) is not None:
             member.on_event(event)
 
     def _resumed(self, member: Member) -> TokenEvent | None:
         """Run a member's loop up to its next event; None: it waits for a pass, or has ended."""
-        if member.waiting is not None and member.run.share is not None:
-            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
-        if not member.is_drafting:
-            self._look_around(member)
-        if member.controller is not None:  # controllers share what they know of costs
-            member.controller.share_passes(member.num_sharing, member.other_rows, member.prompt_rows)
         resume, member.resume, member.waiting = member.resume, partial(next, member.steps), None
         try:
             step = resume()
@@ -354,19 +357,21 @@ class ContinuousBatch:
         return None
 
     def _look_around(self, member: Member) -> None:
-        """Note what else the target's next pass holds, for a member's controller and its prompt."""
+        """Before a member goes on: how long it waited for others, and what else the target's next pass holds."""
+        if member.waiting is not None and member.run.share is not None:
+            member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
+        if not member.is_drafting:
+            self._note_others(member)
+        if member.controller is not None:  # controllers share what they know of costs
+            member.controller.share_passes(member.num_sharing, member.other_rows, member.prompt_rows)
+
+    def _note_others(self, member: Member) -> None:
         rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
         member.run.target.most_rows = sys.maxsize if len(self._members) == 1 else rows
-        num_sharing, decoded_rows, prompt_rows = 1, 0, 0
-        for other in self._members if self._can_pack else ():  # every member comes here after every pass
-            if other is member:
-                continue
-            if other.is_reading:
-                prompt_rows = max(prompt_rows, other.expected_rows)
-            else:
-                num_sharing, decoded_rows = num_sharing + 1, decoded_rows + other.expected_rows
-        member.num_sharing, member.prompt_rows = num_sharing, prompt_rows
-        member.other_rows = decoded_rows + prompt_rows
+        others = [other for other in self._members if other is not member] if self._can_pack else []
+        decoding = [other.expected_rows for other in others if not other.is_reading]
+        member.prompt_rows = max((other.expected_rows for other in others if other.is_reading), default=0)
+        member.num_sharing, member.other_rows = 1 + len(decoding), sum(decoding) + member.prompt_rows
 
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""
@@ -443,13 +448,16 @@ def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, i
         member.latest_pass, member.latest_rows = num_passes, 1 if member.is_reading else rows
         member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
     decoding = [member for member in chosen if not member.is_reading]
-    if not decoding:
+    known = shared_costs(decoding)
+    for costs in known:
+        costs.was_shared = len(chosen) > 1
+    if not known or len(chosen) == 1:
         return
     widths = [member.asked.batch.width for member in decoding]
     prompt_rows = num_rows - sum(widths)
     context = sum(member.run.target.length for member in decoding) // len(decoding)
     taught: set[int] = set()  # curves, which controllers of several drafters share
-    for costs in shared_costs(decoding):
+    for costs in known:
         if not prompt_rows and not is_disturbed and id(costs.curve) not in taught:
             costs.observe_shared(widths, context, seconds)
             taught.add(id(costs.curve))
@@ -461,6 +469,6 @@ def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, i
 
 
 def shared_costs(members: Sequence[Member]) -> list[RunCosts]:
-    """The costs that their controllers decide by, where passes are shared: each once."""
-    found = [None if member.controller is None else member.controller.shared_costs for member in members]
-    return list({id(costs): costs for costs in found if costs is not None and costs.is_shared}.values())
+    """The costs that their controllers decide by, each once."""
+    found = (member.controller.shared_costs for member in members if member.controller is not None)
+    return list({id(costs): costs for costs in found if costs is not None}.values())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,11 +21,11 @@ from edgespec.control.base import NOTHING, Controller, Proposal
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.sequence import PassRequest, answered
 from edgespec.errors import Cancelled, EdgespecError, EngineError
-from edgespec.generation.run_state import Run
+from edgespec.generation.run_state import PassShare, Run
 from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, ROOT, Rule, TargetAt
-from edgespec.types import Distribution, Draft, Logits, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")
 Steps = Generator[TokenEvent | PassRequest, Any, Returned]
@@ -73,14 +74,13 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: 
         if wakes and run.is_forced(pending_id):
             break  # a draft that is nearly certain is worth a decision
         run.keep_within_memory()
-        started_s = run.start_timer()
-        logits = yield from run.target.feeding(np.array([pending_id], np.int32))
-        pass_s, is_disturbed = run.timed(started_s)
+        logits, pass_s, is_disturbed = yield from _score(run, pending_id, EMPTY_DRAFT)
+        run.target.keep(pending_id, EMPTY_DRAFT, ())
         position = run.target.length
         run.count(RoundRecord(position, None, 0, 0, (), 0.0, pass_s, is_disturbed=is_disturbed))
-        pending_id = run.sampler.pick(run.sampler.distribution(logits, run.target.token_ids), position)
-        yield from run.emit(pending_id, position, logits)
-        run.look_again(logits[None], pass_s)
+        pending_id = run.sampler.pick(run.sampler.distribution(logits[0], run.target.token_ids), position)
+        yield from run.emit(pending_id, position, logits[0])
+        run.look_again(logits, pass_s)
         done += 1
     return pending_id
 
@@ -154,9 +154,9 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
 
 def _score(run: Run, pending_id: int, draft: Draft) -> Steps[tuple[Logits, float, bool]]:
     """Logits [rows, vocabulary] of the draft, the seconds of the pass, and whether other load disturbed that time."""
-    started_s = run.start_timer()
+    started_s = perf_counter()
     logits = yield from run.target.scoring(pending_id, draft)
-    return logits, *run.timed(started_s)
+    return logits, *(run.share or PassShare(perf_counter() - started_s, is_disturbed=False))
 
 
 def _judge(run: Run, rule: Rule, draft: Draft, context_ids: TokenIds, logits: Logits) -> Verdict:

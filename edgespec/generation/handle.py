@@ -166,8 +166,7 @@ class Generation(Closing):
             raise
 
     def _whole(self, caller: Caller) -> Result:
-        while self._step(caller, self._max_wait_s) is not None:
-            pass
+        self._step(caller, self._max_wait_s, to_end=True)
         if self._failure is not None:
             raise self._failure
         self.check_answer()
@@ -188,14 +187,17 @@ class Generation(Closing):
             top_logprobs=tops,
         )
 
-    def _step(self, caller: Caller, max_wait_s: float | None) -> TokenEvent | None:
-        """The next event, or None at the end. The first call waits for the turn."""
+    def _step(self, caller: Caller, max_wait_s: float | None, *, to_end: bool = False) -> TokenEvent | None:
+        """The next event, or None at the end, to which `to_end` goes on. The first call waits for the turn."""
         if self._is_over:
             return None
         turn, batch = self._executor.turn, self._executor.batch
         with turn.inside(self._claim, caller, max_wait_s):
             try:
-                return self._next()
+                event = self._next()
+                while to_end and event is not None:
+                    event = self._next()
+                return event
             except BaseException as exc:
                 if turn.is_of(self._claim):
                     batch.end_all()

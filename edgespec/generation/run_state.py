@@ -89,15 +89,6 @@ class Run:
             stats, seconds = self.stats, perf_counter() - self._started_s
             self.on_prompt(PromptProgress(stats.prompt_tokens, stats.reused_tokens, self.target.length, seconds))
 
-    @staticmethod
-    def start_timer() -> float:
-        """A pass is about to be asked for."""
-        return perf_counter()
-
-    def timed(self, started_s: float) -> PassShare:
-        """The time of the pass that has just ended."""
-        return self.share or PassShare(perf_counter() - started_s, is_disturbed=False)
-
     def emit(self, token_id: int, position: int, logits: Logits, drafter: str | None = None) -> Iterator[TokenEvent]:
         """Yield one event. The consumer's time is not counted."""
         shown, reason = self.text.push(token_id)

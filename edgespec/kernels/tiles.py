@@ -32,7 +32,7 @@ TYPES = {
     "BF16": 30,
     "MXFP4": 39,
 }
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 @cache
@@ -58,6 +58,11 @@ def kernels() -> ctypes.CDLL:
         ("hold_cache", i64, (pointer, i32, pointer, i64, i64, i64)),
         ("drop_cache", None, (i64,)),
         ("copy_cells", i32, (i64, i32, i64, pointer, i64, pointer, i64)),
+        ("state_bytes", i64, (pointer, i64, i64, i64)),
+        ("hold_states", i64, (pointer, pointer, i64, i64, i64, pointer)),
+        ("drop_states", None, (i64,)),
+        ("copy_states", i64, (i64, i32, i64, i64, pointer)),
+        ("move_rows", i32, (i64, i64, pointer, pointer, i64)),
         ("product", i32, (i32, pointer, i64, i64, pointer, i64, pointer, pointer, pointer, i64, i64)),
     ):
         function = getattr(library, f"edgespec_{name}")

@@ -4,9 +4,10 @@
 
 An input is one matrix of random bytes (any scale, not finite ones included) with products and rows of it by the C
 interface; one graph of an operator with attributes and shapes that may not fit; passes of Attention over a cache of
-random bytes, with rows that may be outside it; experts; or a cache's functions. What must hold: no report of a
-sanitizer; what is refused is not touched; a row has the same bits alone as among others; operators give what the C
-interface or another path gives. Each batch is a child process. Exit code 1 if there was a fault. Needs g++.
+random bytes, or of recurrent layers over states, with rows that may be outside them; experts; or functions of caches
+and states. What must hold: no report of a sanitizer; what is refused is not touched; a row has the same bits alone as
+among others; operators give what the C interface or another path gives. Each batch is a child process. Exit code 1 if
+there was a fault. Needs g++.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def run_batch(path: Path, seed: int) -> int:
     rng = np.random.default_rng(seed)
     counts = Counter[str]()
     for _ in range(BATCH):
-        tries = one_matrix, one_graph, hostile_sizes, one_attention, one_attention, one_experts, one_norm, one_cache
+        tries = [one_matrix, one_graph, hostile_sizes, one_attention, one_attention, one_experts, one_norm, one_cache]
+        tries += [one_recurrence, one_recurrence, one_states]
         counts[tries[int(rng.integers(len(tries)))](rng)] += 1
     print(*(f"{name}={count}" for name, count in counts.items()))
     return 0
@@ -266,8 +268,10 @@ def one_attention(rng: np.random.Generator) -> str:
     attributes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_size": size}
     attributes |= {"first_head": len(sizes) - kv_heads, "window": int(rng.choice([0, 0, 1, 40, 300, 2**62]))}
     attributes |= {"scale": 0.1, "cap": float(rng.choice([0, 0, 5, 1e-30])), "epsilon": 1e-6}
+    gated = int(rng.random() < 0.3)
+    attributes |= {"gated": gated} if gated else {}
     if rng.random() < 0.2:
-        attributes[str(rng.choice(["heads", "kv_heads", "head_size", "first_head", "window"]))] = int(
+        attributes[str(rng.choice(["heads", "kv_heads", "head_size", "first_head", "window", "gated"]))] = int(
             rng.choice(HOSTILE)
         )
     elif rng.random() < 0.1:
@@ -290,7 +294,7 @@ def one_attention(rng: np.random.Generator) -> str:
     passes, joined = [], int(rng.choice([2, 2, 1, 0]))  # keys and values, keys that are both, neither
     for _ in range(int(rng.integers(1, 4))):
         rows = random_row_numbers(rng, slots, chunks * CHUNK)
-        widths = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
+        widths = {"q": heads * size << gated, "k": kv_heads * size, "v": kv_heads * size}
         widths["q"] += 0 if has["split"] else joined * kv_heads * size
         given = {name: random_x(rng, len(rows), width)[None] for name, width in widths.items()} | {"rows": rows}
         if rng.random() < 0.05:
@@ -374,6 +378,136 @@ def one_experts(rng: np.random.Generator) -> str:
             return "experts_refused"
     assert same(*results), (path, attributes)
     return f"experts_{path}"
+
+
+def random_state_rows(rng: np.random.Generator, ends: list[int]) -> np.ndarray:
+    """Rows of chains and trees behind texts of these lengths, or a few rows back; usually as they should be."""
+    rows: list[list[int]] = []
+    for slot in rng.permutation(len(ends)):
+        first, base = len(rows), max(ends[slot] - int(rng.choice([0, 0, 1, 3, 40])), 0)
+        is_tree = rng.random() < 0.3
+        for i in range(int(rng.choice([0, 1, 2, 5, 17, 40]))):
+            parent = first + int(rng.integers(-1, i)) if is_tree and i else first + i - 1
+            parent = parent if parent >= first else -1
+            rows.append([int(slot), rows[parent][1] + 1 if parent >= 0 else base, base + i, parent])
+        ends[slot] = base + int(rng.integers(0, len(rows) - first + 1))
+    numbers = np.array(rows, np.int32).reshape(-1, 4)
+    if len(rows) and rng.random() < 0.1:
+        hostile = (0, -1, -2, 1, len(ends), len(rows), 2**31 - 1, -(2**31))
+        numbers[int(rng.integers(len(rows))), int(rng.integers(4))] = int(rng.choice(hostile))
+    if len(rows) and rng.random() < 0.03:
+        rng.shuffle(numbers)
+    return numbers
+
+
+def one_recurrence(rng: np.random.Generator) -> str:
+    """Passes of both recurrent operators; what is not refused has the same bits on another path and more threads."""
+    from onnx import TensorProto
+
+    from edgespec.kernels import tiles
+    from edgespec.kernels.states import KernelStates, StateSizes, states_bytes
+    from tiled import node, session
+
+    keys, size, taps = int(rng.integers(1, 4)), int(rng.choice([16, 32, 48, 80])), int(rng.integers(2, 6))
+    values, width, slots, log = keys * int(rng.integers(1, 4)), int(rng.integers(1, 70)), int(rng.integers(1, 4)), 24
+    channels, inner = (2 * keys + values) * size, values * size
+    layers = [StateSizes(channels, taps, keys, values, size), StateSizes(width, 3)]
+    attributes: dict[str, Any] = {"layer": 0, "key_heads": keys, "value_heads": values, "size": size, "epsilon": 1e-6}
+    number = 1
+    if rng.random() < 0.1:
+        attributes[str(rng.choice(["layer", "key_heads", "value_heads", "size"]))] = int(rng.choice(HOSTILE))
+    elif rng.random() < 0.05:
+        number = int(rng.choice(HOSTILE))
+    shapes = {"kernel": [taps, channels], "bias": [values], "rate": [values], "norm": [size], "taps": [3, width]}
+    if rng.random() < 0.1:
+        shapes[str(rng.choice(list(shapes)))] = [int(n) for n in rng.integers(0, 70, int(rng.integers(1, 4)))]
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    names = ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"]
+    inputs = {"x": TensorProto.FLOAT, "rates": TensorProto.FLOAT, "bcx": TensorProto.FLOAT}
+    inputs |= {"rows": TensorProto.INT32, "states": TensorProto.INT64}
+    ends, passes = [0] * slots, []
+    for _ in range(int(rng.integers(1, 5))):
+        rows = random_state_rows(rng, ends)
+        widths = {"x": channels + inner, "rates": 2 * values, "bcx": 3 * width}
+        given = {name: random_x(rng, len(rows), wide)[None] for name, wide in widths.items()} | {"rows": rows}
+        if rng.random() < 0.05:
+            name = str(rng.choice(list(given)))
+            given[name] = given[name][..., : int(rng.integers(given[name].shape[-1]))]
+        passes.append(given)
+    filled = np.zeros(states_bytes(layers, slots, log) or 0, np.uint8)
+    if rng.random() < 0.2:  # states that no pass wrote
+        filled = rng.integers(0, 256, filled.size, dtype=np.uint8)
+    hostile_name = int(rng.choice(HOSTILE)) if rng.random() < 0.03 else None
+    floor = int(rng.choice([*[2**63 - 1] * 4, 0, 5, -3, -(2**63)]))
+    results: list[list[np.ndarray]] = []
+    was_refused = False
+
+    def run() -> None:
+        states = KernelStates(filled.copy(), layers, slots, log)
+        states.floors[:] = floor
+        try:
+            delta = node("DeltaNet", names, ["y"], **attributes)
+            short = node("ShortConv", ["bcx", "taps", "rows", "states"], ["z"], layer=number)
+            model = session([delta, short], inputs, ["y", "z"], weights, len(results) + 1)
+            named = {"states": np.array([states.number if hostile_name is None else hostile_name])}
+            results.append([])
+            for given in passes:
+                results[-1] += model.run(None, given | named)
+        finally:
+            states.close()
+
+    for path in (choose_path(rng), choose_path(rng)):
+        tiles.choose_path(path)
+        was_refused |= refused(run)
+    if was_refused:
+        return "recurrence_refused"
+    assert all(same(*pair) for pair in zip(*results, strict=True)), (path, attributes)
+    return f"recurrence_{path}"
+
+
+def one_states(rng: np.random.Generator) -> str:
+    """States' functions with any numbers; what is written comes back, in another slot, too."""
+    from edgespec.kernels import tiles
+
+    kernels, nowhere = tiles.kernels(), ctypes.c_void_p(16)
+    sizes = np.array([[7, 3, 0, 0, 0], [5 * 16, 4, 1, 3, 16]], np.int32)
+    if rng.random() < 0.4:
+        hostile = (0, -1, 1, 15, 16, 17, 4096, 2**20 + 1, 2**31 - 1, -(2**31))
+        sizes[int(rng.integers(2)), int(rng.integers(5))] = int(rng.choice(hostile))
+    layers, slots, log = (int(rng.choice([*[usual] * 30, *HOSTILE])) for usual in (2, 3, 9))
+    layers = min(layers, 2)
+    size = kernels.edgespec_state_bytes(sizes.ctypes.data, layers, slots, log)
+    floors = np.full(max(min(slots, 1 << 20), 1), 2**63 - 1, np.int64)
+    held = sizes.ctypes.data, layers, slots, log, floors.ctypes.data
+    if size < 0:
+        assert not kernels.edgespec_hold_states(nowhere, *held)
+        return "states_refused"
+    if size > 1 << 24:
+        kernels.edgespec_drop_states(kernels.edgespec_hold_states(nowhere, *held))
+        return "states_not_touched"
+    memory = rng.integers(0, 256, size, dtype=np.uint8) if rng.random() < 0.5 else np.zeros(size, np.uint8)
+    number = kernels.edgespec_hold_states(memory.ctypes.data, *held)
+    assert number
+    slot, length = int(rng.integers(slots)), int(rng.choice([0, 1, 2, 50, 2**31, 2**62]))
+    flat = np.zeros(kernels.edgespec_copy_states(number, 0, slot, 0, None), np.uint8)
+    asked = [number, 0, slot, length, flat.ctypes.data]
+    if (change := int(rng.integers(0, 6))) < 3:
+        asked[(0, 2, 3)[change]] = int(rng.choice([-1, slots, *HOSTILE]))
+    before = memory.copy()
+    status = kernels.edgespec_copy_states(*asked)
+    assert np.array_equal(memory, before)
+    if change > 2:
+        given, again = rng.integers(0, 256, flat.size, dtype=np.uint8), np.zeros_like(flat)
+        other = int(rng.integers(slots))
+        assert kernels.edgespec_copy_states(number, 1, other, length, given.ctypes.data) == flat.size
+        assert kernels.edgespec_copy_states(number, 0, other, length, again.ctypes.data) == flat.size
+        assert np.array_equal(given, again)
+    cells = rng.choice([0, 1, 5, 2**31 - 1, -1, -(2**31)], 4, p=[0.3, 0.3, 0.2, 0.1, 0.05, 0.05]).astype(np.int32)
+    where = int(rng.choice([slot, -1, slots]))
+    moved = kernels.edgespec_move_rows(number, where, cells[:2].ctypes.data, cells[2:].ctypes.data, 2)
+    assert moved == (0 if where == slot and cells.min() >= 0 else -1)
+    kernels.edgespec_drop_states(number)
+    return "states_copied" if status >= 0 else "states_not_reached"
 
 
 def one_norm(rng: np.random.Generator) -> str:

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -86,13 +86,24 @@ def times_of(name: str, ratios: dict[int, float], texts: list[Text], temperature
     return taken_s, World(machine(ratios)).plain_s(texts)
 
 
-def cells() -> Iterator[tuple[str, str, tuple[float, float]]]:
-    """(world, cell, its times)."""
+def beside_lookups(ratios: dict[int, float], texts: list[Text], temperature: float) -> tuple[float, float]:
+    """Seconds with a dear draft model, and without it."""
+    both, alone = World(Machine(ratios), 0.43), World(Machine(ratios), 0.43)
+    sampling = Sampling(temperature=temperature)
+    return both.run(both.auto(), texts, sampling), alone.run(lookup_only(alone), texts, sampling)
+
+
+def cells(curves: Collection[str]) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    """(world, cell, its times) on the machines named `curves`."""
     for curve, ratios in CURVES.items():
+        if curve not in curves:
+            continue
         for domain, by_heat in recorded().items():
             for temperature, texts in by_heat.items():
+                cell = f"{curve}, {domain}, {temperature}"
                 for name in WORLDS:
-                    yield name, f"{curve}, {domain}, {temperature}", times_of(name, ratios, texts, temperature)
+                    yield name, cell, times_of(name, ratios, texts, temperature)
+                yield "draft over lookups alone", cell, beside_lookups(ratios, texts, temperature)
         for adversary, make in ADVERSARIES.items():
             for count, size in ((75, 8), (10, 64), (1, 1000)):
                 texts = [make(size, seed) for seed in range(count)]
@@ -107,16 +118,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--curves", nargs="+", choices=list(CURVES), default=list(CURVES), help="machines")
     given = parser.parse_args()
     former: Mapping[str, list[float]] = json.loads(given.against.read_text()) if given.against else {}
     found: dict[str, Times] = defaultdict(dict)
-    for world, cell, times in cells():
+    for world, cell, times in cells(given.curves):
         found[world][cell] = times
     for world, by_cell in found.items():
+        known = [cell for cell in by_cell if f"{world}: {cell}" in former]
         over_plain = {cell: plain_s / taken_s for cell, (taken_s, plain_s) in by_cell.items()}
         worst = min(over_plain, key=over_plain.__getitem__)
         line = f"{world:24} {mean(list(over_plain.values())):.3f}  least {over_plain[worst]:.3f} ({worst})"
-        gains = [former[f"{world}: {cell}"][0] / taken_s for cell, (taken_s, _) in by_cell.items() if former]
+        gains = [former[f"{world}: {cell}"][0] / by_cell[cell][0] for cell in known]
         print(line, f" over the former run {mean(gains):.4f}" if gains else "")
     if given.json:
         kept = {f"{world}: {cell}": times for world, by_cell in found.items() for cell, times in by_cell.items()}

@@ -517,9 +517,9 @@ def test_keys_in_a_terminal(target_path, private_home):
     """A remembered line, completion of a command, the end of input."""
     with Terminal(str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
         terminal.enter("/set drafter none")
-        terminal.wait_for("speculation off")
+        terminal.wait_for("drafter = none")
         terminal.enter("\x1b[A")
-        terminal.wait_for("speculation off")
+        terminal.wait_for("drafter = none")
         terminal.wait_for(ASKING)
         terminal.type("/sho\t")
         terminal.wait_for("w")
@@ -538,14 +538,12 @@ def test_a_new_line_and_the_last_message_again_in_a_terminal(target_path, tmp_pa
         terminal.wait_for(ASKING)
         terminal.type("one\x1b\rtwo\r")
         terminal.wait_for(ANSWERING)
-        terminal.wait_for(ASKING)
         terminal.enter("/undo")
         terminal.wait_for(ASKING)
         terminal.type("\x1b[A\x1b[A")
         terminal.wait_for("two")
         terminal.type("!\r")
         terminal.wait_for(ANSWERING)
-        terminal.wait_for(ASKING)
         terminal.enter(f"/save {path}")
         terminal.wait_for("saved 1 exchange")
     assert asked(path) == ["one\ntwo!"]

@@ -16,7 +16,7 @@ from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, FixedLength
 from edgespec.control.choice import DrafterState, kind_of
 from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import at_once
 from edgespec.reports import RoundRecord
@@ -357,12 +357,12 @@ class Claiming(CopyingDrafter):
 
 
 def test_lookups_that_claim_a_little_do_not_keep_a_draft_model_from_a_prompt() -> None:
-    """Its cost is guessed, too high, and it has 80 tokens to read first; it is right nine times in ten."""
+    """Its cost is guessed, too high, and it has 60 tokens to read first; it is right nine times in ten."""
     world, guess = World(Machine(ORT_INT8), draft_share=0.1), DraftCost.guessed(0.15)
     guess.scale(PLAIN_S)
     drafters = {"copy": Claiming(world.clock), "model": world.model()}
     auto = AutoController.of(drafters, world.machine.curve(), {"model": guess}, clock=world.clock)
-    text = made_up(60, repeat(0.9), honest, prompt_tokens=80)
+    text = made_up(60, repeat(0.9), honest, prompt_tokens=60)
     records = simulate(auto, text, world.machine, world.clock)
     assert sum(record.drafter == "model" for record in records) > len(records) / 2
     taken_s = sum(record.draft_s + record.verify_s + record.judge_s for record in records)
@@ -429,30 +429,42 @@ def test_a_drafter_without_evidence_is_taken_at_its_word() -> None:
     assert text.num_tokens * plain_s / taken_s > 1.5
 
 
-def test_probes_become_seldom_and_come_back_with_a_promise() -> None:
-    state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
-    waits = []
-    for _ in range(8):
-        waits.append(state.probe_in)
-        state.asked(-0.1, is_best=False)
-    assert waits == sorted(waits) and waits[0] < waits[1] < waits[-1] == waits[-2]
-    state.asked(1.0, is_best=True)
-    assert 0 < state.probe_in < waits[-1]
-
-
 def test_what_asking_gains_is_learnt_fast_at_first_and_slowly_then() -> None:
     state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
     state.gain = 1.0
-    state.asked(None, is_best=False)
+    state.asked(None)
     assert state.gain == 1.0 and not state.times_asked, "what verifying costs is a guess"
     for _ in range(12):
-        state.asked(-0.1, is_best=False)
+        state.asked(-0.1)
     assert state.gain < 0.35
     for _ in range(200):
-        state.asked(1.0, is_best=True)
+        state.asked(1.0)
     before = state.gain
-    state.asked(-0.1, is_best=False)
+    state.asked(-0.1)
     assert before - 0.1 < state.gain < before
+
+
+def repetitive(seed: int) -> Text:
+    """A text that mostly repeats 40 tokens, behind 300 of its prompt; its draft model is right one time in ten."""
+    text, rng = made_up(200, repeat(0.1), always(0.9), seed, prompt_tokens=300), np.random.default_rng(seed)
+    ids = np.resize(rng.integers(0, VOCABULARY, 40), text.token_ids.size).astype(np.int32)
+    return replace(text, token_ids=np.where(rng.random(ids.size) < 0.1, text.token_ids, ids))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.43])
+def test_a_bad_draft_model_beside_good_lookups_costs_its_share(share: float) -> None:
+    """Whatever the lookups have gained: it may lose 1.2% of the tokens, and 3.5 at first, here of 800."""
+    found: dict[bool, float] = {}
+    for has_model in (True, False):
+        world = World(Machine(CURVES["our kernels"]))
+        drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        if has_model:
+            drafters["model"] = TracedDrafter(world.clock, share * PLAIN_S, 0.15 * share * PLAIN_S)
+        costs = {"model": DraftCost(share * PLAIN_S, 0.15 * share * PLAIN_S)}
+        controller = AutoController.of(drafters, world.machine.curve(), costs, clock=world.clock)
+        found[has_model] = world.run(controller, [repetitive(seed) for seed in range(4)])
+    assert found[False] < 0.6 * 800 * PLAIN_S
+    assert found[False] / found[True] >= 0.98
 
 
 def test_what_one_domain_taught_does_not_keep_a_good_draft_away() -> None:
@@ -524,6 +536,7 @@ def test_what_was_learnt_serves_the_next_run() -> None:
         [],
         "greedy",
         {"kinds": 3},
+        *({"kinds": {"greedy": {"model": [[], [], value]}}} for value in (None, "x", -1.0, 1e9, float("nan"))),
         {"kinds": {"greedy": None}},
         {"kinds": {"greedy": {"model": None}}},
         {"kinds": {"greedy": {"model": 3}}},

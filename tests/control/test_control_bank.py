@@ -87,39 +87,25 @@ def test_what_rounds_do_to_the_balance() -> None:
     assert bank.balance_s == pytest.approx(1.5)
 
 
-def test_what_one_generation_gains_beyond_the_most_serves_those_that_begin_with_little() -> None:
-    bank = TimeBank(share=0.0, balance_s=5.0)
-    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
-    assert (bank.balance_s, bank.aside_s) == (2.0, 2.5)
-    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
-    assert (bank.balance_s, bank.aside_s) == (2.0, 2.5)
-    bank.balance_s = -0.5
-    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
-    assert (bank.balance_s, bank.aside_s) == (1.0, 1.0)
-    bank.balance_s = -0.5
-    bank.open(least_s=1.0, most_s=2.0, kept_s=2.5)
-    assert (bank.balance_s, bank.aside_s) == (0.5, 0.0)
-
-
 def test_gains_at_one_load_do_not_pay_for_losses_at_another() -> None:
     bank = TimeBank(share=0.0, balance_s=4.0)
     bank.speculated(num_tokens=100, round_s=1.0, plain_s=1.0)
-    bank.open(least_s=4.0, most_s=6.0, kept_s=12.0)
-    assert (bank.balance_s, bank.aside_s) == (6.0, 12.0)
+    bank.open(most_s=6.0)
+    assert bank.balance_s == 6.0
     bank.at_load(5)
-    assert (bank.balance_s, bank.aside_s) == (4.0, 0.0)
+    assert bank.balance_s == 4.0
     bank.speculated(num_tokens=1, round_s=5.0, plain_s=1.0)
     for alike in (6, 7, 8):
         bank.at_load(alike)
         assert not bank.can_pay(1.5, plain_s=1.0)
     bank.at_load(1)
-    assert (bank.balance_s, bank.aside_s) == (6.0, 12.0)
+    assert bank.balance_s == 6.0
     bank.at_load(9)
     assert bank.balance_s == 4.0
     bank.scale(0.5)
     for count in (1, 8):
         bank.at_load(count)
-        assert (bank.balance_s, bank.aside_s) == (0.5, 0.0)
+        assert bank.balance_s == 0.5
 
 
 def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
@@ -133,7 +119,7 @@ def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
         for _ in range(rng.randrange(1, 60)):
             round_s = plain_s * rng.uniform(1.0, 6.0)
             if rng.random() < 0.1:
-                bank.open(2 * plain_s, 3 * plain_s, 6 * plain_s)
+                bank.open(3 * plain_s)
             if bank.can_pay(round_s, plain_s):
                 gained = 1 if rng.random() < 0.8 else rng.randrange(1, 6)
                 bank.speculated(gained, round_s, plain_s)

@@ -42,10 +42,10 @@ def test_a_node_is_worth_its_path() -> None:
 
 
 def test_outcomes_are_those_of_nodes_whose_parents_stood() -> None:
-    assert outcomes(FORKED, Verdict((), 9)) == [(0, 0, False), (3, 0, False), (5, 0, False)]
-    assert outcomes(FORKED, Verdict((3,), 9)) == [(0, 0, False), (3, 0, True), (5, 0, False), (4, 1, False)]
-    assert outcomes(FORKED, Verdict((0, 1, 2), 9))[-2:] == [(1, 1, True), (2, 2, True)]
-    assert outcomes(Draft.chain([4, 5, 6]), Verdict((0,), 9)) == [(0, 0, True), (1, 1, False)]
+    assert outcomes(FORKED, Verdict((), 9)) == [(0, False), (3, False), (5, False)]
+    assert outcomes(FORKED, Verdict((3,), 9)) == [(0, False), (3, True), (5, False), (4, False)]
+    assert outcomes(FORKED, Verdict((0, 1, 2), 9))[-2:] == [(1, True), (2, True)]
+    assert outcomes(Draft.chain([4, 5, 6]), Verdict((0,), 9)) == [(0, True), (1, False)]
 
 
 @pytest.mark.parametrize("row_s, kept", [(0.0, 6), (0.04, 6), (0.2, 2), (0.4, 1), (2.0, 0)])

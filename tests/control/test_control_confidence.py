@@ -7,32 +7,32 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import pytest
 
-from edgespec.control.confidence import BetaTable, Calibrator, Logistic
+from edgespec.control.confidence import Logistic
 from edgespec.types import Evidence
 from simulation import Text, always, beta_chances, bursts, honest, made_up, opposite, recorded
 
 TEXTS = recorded()
 
 
-def outcomes(texts: Iterable[Text], length: int = 8) -> Iterable[tuple[int, Evidence, bool]]:
-    """(index, evidence, accepted) of every token that drafts of `length` decide along the texts."""
+def outcomes(texts: Iterable[Text], length: int = 8) -> Iterable[tuple[Evidence, bool]]:
+    """(evidence, accepted) of every token that drafts of `length` decide along the texts."""
     for text in texts:
         position = text.prompt_tokens + 1
         while position < text.token_ids.size:
             drafted = min(length, int(text.token_ids.size) - position)
             accepted = min(text.agreed[position], drafted)
             for index in range(min(accepted + 1, drafted)):
-                yield index, text.evidence[position][index], index < accepted
+                yield text.evidence[position][index], index < accepted
             position += accepted + 1
 
 
-def learnt(calibrator: Calibrator, found: Iterable[tuple[int, Evidence, bool]]) -> tuple[np.ndarray, np.ndarray]:
+def learnt(calibrator: Logistic, found: Iterable[tuple[Evidence, bool]]) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, what came) of each outcome, every one predicted before it is learnt from."""
     predicted, came = [], []
-    for index, evidence, accepted in found:
-        predicted.append(calibrator.probability(index, evidence))
+    for evidence, accepted in found:
+        predicted.append(calibrator.predictor()(evidence))
         came.append(accepted)
-        calibrator.observe(index, evidence, accepted=accepted)
+        calibrator.observe(evidence, accepted=accepted)
     return np.array(predicted), np.array(came, float)
 
 
@@ -79,68 +79,32 @@ def test_a_logistic_follows_stretches_that_the_evidence_does_not_show() -> None:
 def test_a_logistic_stays_inside_its_bounds() -> None:
     calibrator = Logistic()
     for _ in range(2000):
-        calibrator.observe(0, (100.0, -100.0), accepted=True)
-    assert 0.0 < calibrator.probability(0, (-1e6, 1e6)) < calibrator.probability(0, (1e6, -1e6)) < 1.0
-
-
-def test_a_copying_drafter_is_judged_by_class_and_position() -> None:
-    table = BetaTable()
-    for _ in range(60):
-        table.observe(0, (4.0,), accepted=True)
-        table.observe(0, (2.0,), accepted=False)
-        table.observe(8, (4.0,), accepted=False)
-    assert table.probability(0, (4.0,)) > 0.9
-    assert table.probability(0, (2.0,)) < 0.1
-    assert table.probability(8, (4.0,)) < 0.2
-    assert table.probability(0, (3.0,)) == pytest.approx(0.5)  # of this class nothing is known
-
-
-def test_what_a_class_shows_is_the_prior_of_its_positions() -> None:
-    table = BetaTable()
-    for _ in range(30):
-        table.observe(0, (3.0,), accepted=True)
-    assert table.probability(4, (3.0,)) > 0.9
-
-
-def test_old_outcomes_of_a_table_fade() -> None:
-    table = BetaTable()
-    for _ in range(300):
-        table.observe(0, (4.0,), accepted=True)
-    for _ in range(60):
-        table.observe(0, (4.0,), accepted=False)
-    assert table.probability(0, (4.0,)) < 0.4
+        calibrator.observe((100.0, -100.0), accepted=True)
+    assert 0.0 < calibrator.predictor()((-1e6, 1e6)) < calibrator.predictor()((1e6, -1e6)) < 1.0
 
 
 def test_a_predictor_says_what_is_known_when_it_is_asked_for() -> None:
-    rng = np.random.default_rng(0)
-    for calibrator, size in ((BetaTable(), 1), (Logistic(), 3)):
-        for _ in range(100):
-            evidence = tuple(rng.integers(2, 5, size).astype(float).tolist())
-            calibrator.observe(int(rng.integers(0, 12)), evidence, accepted=bool(rng.random() < 0.6))
-        chain = [tuple(rng.integers(2, 5, size).astype(float).tolist()) for _ in range(16)]
-        one_by_one = [calibrator.probability(index, evidence) for index, evidence in enumerate(chain)]
-        assert list(map(calibrator.predictor(), range(16), chain)) == pytest.approx(one_by_one)
-        calibrator.observe(0, chain[0], accepted=False)
-        later = calibrator.predictor()(0, chain[0])
-        assert later == pytest.approx(calibrator.probability(0, chain[0])) != one_by_one[0]
-        calibrator.restore(type(calibrator)().to_json())
-        assert calibrator.predictor()(0, chain[0]) == pytest.approx(calibrator.probability(0, chain[0]))
+    rng, calibrator = np.random.default_rng(0), Logistic()
+    for _ in range(100):
+        evidence = tuple(rng.integers(2, 5, 3).astype(float).tolist())
+        calibrator.observe(evidence, accepted=bool(rng.random() < 0.6))
+    predict, before = calibrator.predictor(), calibrator.predictor()(evidence)
+    calibrator.observe(evidence, accepted=False)
+    assert predict(evidence) == before != calibrator.predictor()(evidence)
 
 
-@pytest.mark.parametrize("make", [BetaTable, Logistic])
-def test_a_calibrator_goes_on_from_its_state(make: Callable[[], Calibrator]) -> None:
-    first, second = make(), make()
-    size = 1 if make is BetaTable else 3
+def test_a_calibrator_goes_on_from_its_state() -> None:
+    first, second = Logistic(), Logistic()
     for index in range(50):
-        first.observe(index % 9, (2.0,) * size, accepted=index % 3 > 0)
+        first.observe((2.0, 1.0, 0.0), accepted=index % 3 > 0)
     second.restore(first.to_json())
     assert second.to_json() == first.to_json()
 
 
 @pytest.mark.parametrize("state", [3, None, [1, 2], [[1]], {"a": 1}, [[1.0], [1.0], [], [], []]])
 def test_a_state_of_something_else_is_refused(state: object) -> None:
-    for calibrator in (BetaTable(), Logistic()):
-        before = calibrator.to_json()
-        with pytest.raises((ValueError, TypeError, KeyError, IndexError)):
-            calibrator.restore(state)
-        assert calibrator.to_json() == before
+    calibrator = Logistic()
+    before = calibrator.to_json()
+    with pytest.raises((ValueError, TypeError)):
+        calibrator.restore(state)
+    assert calibrator.to_json() == before

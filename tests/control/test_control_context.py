@@ -91,7 +91,7 @@ def test_a_conversation_between_short_and_long_contexts(known: str) -> None:
     """What was learnt behind one context is put right behind the other. A first jump may cost more than the bound.
 
     What plain decoding would have taken is credited by what it took at the context before, until it is timed again.
-    Later ones stay within the bank's bound: 2%, and where the draft's cost has to be tried out four passes of 400.
+    Later ones stay within the bank's bound: 2%, and where the draft's cost has to be tried out three passes of 400.
     """
     world = World(Machine(ORT_INT8, context=BY_ROW))
     auto = controller(world, known)
@@ -100,4 +100,4 @@ def test_a_conversation_between_short_and_long_contexts(known: str) -> None:
     long = [speed for _, _, speed in found[1::2]]
     assert long[0] >= (0.95 if known == "short" else 0.98)
     assert min(long[1:]) >= (0.97 if known == "guessed" else 0.98)
-    assert drafted(found[-1][0]) < 0.25
+    assert drafted(found[-1][0]) < (0.5 if known == "guessed" else 0.25)

@@ -377,6 +377,25 @@ def test_a_later_answer_alone_is_priced_alone(model: Model, ends: str) -> None:
     assert costs.plain_s(100) == costs.curve.at(1, 100)
 
 
+def test_one_that_is_left_alone_does_not_take_its_share_of_a_pass_for_a_whole_one(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the others have just ended, the time of the last shared pass taught what a row alone costs."""
+    drafting = replace(OPTIONS, drafter="auto")
+    with model.batch() as batch:
+        batch.begin(model.stream([4, 5], Sampling(), replace(drafting, max_tokens=6)))
+        batch.begin(model.stream([1, 2, 3], Sampling(), drafting))
+        while batch.num_running == 2:
+            is_first, taught = batch._members[0].run.stats.new_tokens == 0, []
+            controller = batch._members[1].controller
+            assert controller is not None and controller.shared_costs is not None
+            costs = controller.shared_costs
+            monkeypatch.setattr(costs, "_observe", lambda width, *_given, **_named: taught.append(width))  # noqa: B023
+            batch.step()
+            assert is_first or len(taught) <= 1
+        assert costs.was_shared
+
+
 def test_a_prefix_that_cannot_be_copied_takes_no_place(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The place is free afterwards, and its cache is empty."""
     shared = [1, 2, 3, 4] * 20

@@ -135,7 +135,7 @@ def test_bad_pairs_are_refused(head: Head) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_change_no_text(model_path: Path, temperature: float) -> None:
     options = GenerateOptions(max_tokens=40, ignore_eos=True)
-    with edgespec.load(model_path, threads=1) as model:
+    with edgespec.load(model_path, threads=1, engine="llamacpp") as model:
         assert "mtp" in model.drafter_names
         for seed in range(3):
             sampling = Sampling(temperature=temperature, seed=seed)
@@ -180,11 +180,11 @@ def test_auto_takes_the_layer_only_where_plain_passes_stay_cheap(tmp_path: Path)
     assert auto_takes_mtp(scaled(header, 10_000)) and not auto_takes_mtp(header)
     large_state = {**header.metadata, "qwen35.ssm.state_size": 10**7}
     assert not auto_takes_mtp(replace(scaled(header, 10_000), metadata=large_state))
-    with edgespec.load(heavy, threads=1) as model:
+    with edgespec.load(heavy, threads=1, engine="llamacpp") as model:
         (note,) = [note for note in model.notes if note.startswith("speculation is off")]
         assert "--drafter mtp" in note and "mtp" not in model.drafter_names
         assert not model.target.facts.can_speculate
-    with edgespec.load(heavy, threads=1, drafter="mtp") as model:
+    with edgespec.load(heavy, threads=1, engine="llamacpp", drafter="mtp") as model:
         assert "mtp" in model.drafter_names and model.target.facts.can_speculate
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from edgespec.config.options import Sampling
@@ -58,13 +60,13 @@ def test_a_refused_place_is_not_proposed_from_again() -> None:
     assert drafter.draft(request(ids, 2)).num_tokens == 0
 
 
-def test_the_evidence_of_a_token_is_the_size_of_its_match() -> None:
-    for ids, size in (([1, 2, 3] * 4, 4.0), ([9, 1, 2, 3, 8, 1, 2, 3], 3.0), ([9, 1, 2, 8, 7, 1, 2], 2.0)):
+def test_the_evidence_of_a_token_grows_with_its_match() -> None:
+    for ids, size in (([1, 2, 3] * 4, 4), ([9, 1, 2, 3, 8, 1, 2, 3], 3), ([9, 1, 2, 8, 7, 1, 2], 2)):
         drafter = NgramDrafter()
         drafter.begin(np.array(ids, np.int32))
         draft = drafter.draft(request(ids))
-        assert draft.evidence == ((size,),) * draft.num_tokens
-    assert drafter.is_free and drafter.evidence_kind == "bucket"
+        assert draft.evidence == tuple((math.log2(size + count) - 2.0,) for count in range(draft.num_tokens))
+    assert drafter.is_free
 
 
 def test_a_new_generation_forgets_the_old_text_unless_it_goes_on_from_it() -> None:

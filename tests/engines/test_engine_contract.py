@@ -159,6 +159,8 @@ KINDS = (
     "onnx-exit",
     "kernels",
     "kernels-q8_0-cache",
+    "kernels-qwen35",
+    "kernels-lfm2",
     "onnx-concatenated",
     "onnx-half",
     "onnx-half-reproducible",
@@ -212,6 +214,8 @@ def loader(
         "onnx-webgpu-exit": lambda: load_webgpu(given("tiny_graph_path"), exit_layer=1),
         "kernels": lambda: load_kernels(target_path),
         "kernels-q8_0-cache": lambda: load_kernels(target_path, cache_type_k="q8_0"),
+        "kernels-qwen35": lambda: load_kernels(given("qwen35_path")),
+        "kernels-lfm2": lambda: load_kernels(given("lfm2_path")),
         "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type_k="int8"),
     }
     if "rpc" not in request.param:
@@ -305,6 +309,7 @@ def test_a_row_scores_the_same_at_every_width(engine, start):
     step = min(50, engine.facts.max_batch)
     for begin in range(0, start, step):
         engine.forward(Batch.chain(prompt[begin : begin + step], last_only=True))
+    engine.checkpoint()
     expected = score(engine, ids)
     for width in range(1, ids.size):
         engine.rollback(start)
@@ -442,12 +447,13 @@ def test_a_fork_lives_its_own_life(engine):
     engine.fork(0, 1)
     assert engine.length(1) == 20
     score(engine, other, 1)
-    engine.rollback(5, 1)
+    kept = engine.reachable(5, 1)
+    engine.rollback(kept, 1)
     assert engine.length(0) == 20
     assert_close(score(engine, ids[20:]), expected)
     engine.rollback(0, 0)
-    assert engine.length(1) == 5
-    assert_close(score(engine, ids[5:], 1), np.concatenate((cached[5:], expected)))
+    assert engine.length(1) == kept == (5 if engine.facts.can_rollback else 0)
+    assert_close(score(engine, ids[kept:], 1), np.concatenate((cached[kept:], expected)))
 
 
 def test_states_saved_and_loaded_right_after_a_fork_are_the_right_ones(engine):
@@ -706,8 +712,15 @@ class Mirror:
 
     def rollback(self, sequence: int) -> None:
         length = int(self.rng.integers(0, len(self.tokens[sequence]) + 1))
+        if (reached := self.engine.reachable(length, sequence)) != length:
+            with pytest.raises(CapabilityError):
+                self.engine.rollback(length, sequence)
+            length = reached
         self.engine.rollback(length, sequence)
         del self.tokens[sequence][length:]
+
+    def checkpoint(self, sequence: int) -> None:
+        self.engine.checkpoint(sequence)
 
     def fork(self, sequence: int) -> None:
         destination = self.any_sequence()
@@ -733,8 +746,8 @@ class Mirror:
         if len(self.tokens[sequence]) > CONTEXT // 2:
             self.engine.rollback(0, sequence)
             self.tokens[sequence] = []
-        often, seldom = [self.chain, self.tree], [self.rollback, self.fork, self.save, self.load, self.cancelled]
-        actions = often * 2 + seldom
+        often, seldom = [self.chain, self.tree], [self.fork, self.save, self.load, self.cancelled, self.checkpoint]
+        actions = often * 2 + [self.rollback, *seldom]
         actions[int(self.rng.integers(len(actions)))](sequence)
 
 

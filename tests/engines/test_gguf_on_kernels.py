@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,25 @@ def test_drafts_of_a_gguf_change_no_token_and_no_log_probability(temperature):
             others, theirs, stats = answer(drafter, length)
             assert (others, theirs) == (ids, logprobs), drafter
             assert drafter == "auto" or stats.drafted_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chats_that_draft_together_write_what_each_writes_alone(temperature):
+    sampling = Sampling(temperature=temperature, seed=11)
+    with edgespec.load(TARGET, draft=DRAFT, threads=TEST_THREADS, parallel=8) as model:
+
+        def answer(places: Sequence[int], drafter: str, length: int | str):
+            options = GenerateOptions(
+                max_tokens=40, ignore_eos=True, drafter=drafter, draft_length=length, logprobs=True
+            )
+            results = model.generate_all([f"{place} {TEXTS[0]}" for place in places], sampling, options)
+            return [(result.token_ids, result.logprobs) for result in results], results
+
+        alone = [answer([place], "none", 0)[0][0] for place in range(8)]
+        for count, drafter, length in ((2, "suffix", 4), (4, "model", 3), (5, "auto", "auto"), (8, "suffix", 2)):
+            together, results = answer(range(count), drafter, length)
+            assert together == alone[:count], (count, drafter)
+            assert drafter == "auto" or all(result.stats.drafted_tokens for result in results)
 
 
 def test_the_choice_of_engines():

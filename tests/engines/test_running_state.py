@@ -12,9 +12,10 @@ import pytest
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.cached_text import PROMPT_END
+from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
-from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, MOST_SNAPSHOTS, RunningState
+from edgespec.engines.llamacpp.running_state import MOST_SNAPSHOTS, RunningState
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import read_header
@@ -112,7 +113,7 @@ def test_drafts_change_no_text(hybrid: Path, tmp_path: Path, drafter: str, tempe
     """Of a float32 model, whose passes of different widths hardly round differently."""
     draft = write_model(tmp_path / "draft.gguf")
     options = GenerateOptions(max_tokens=48, ignore_eos=True)
-    with edgespec.load(hybrid, draft=draft, threads=1) as model:
+    with edgespec.load(hybrid, draft=draft, threads=1, engine="llamacpp") as model:
         assert not any("speculation is off" in note for note in model.notes)
         for seed in range(3):
             sampling = Sampling(temperature=temperature, seed=seed)
@@ -128,7 +129,7 @@ def test_drafts_change_no_text(hybrid: Path, tmp_path: Path, drafter: str, tempe
 def test_answers_at_once_are_those_alone(hybrid: Path) -> None:
     prompts = [PROMPT, "a b a b a b a", "x y z x y z x"]
     sampling, options = Sampling(temperature=0.8, seed=3), GenerateOptions(max_tokens=30, ignore_eos=True)
-    with edgespec.load(hybrid, threads=1, parallel=3, drafter="ngram", draft_length=4) as model:
+    with edgespec.load(hybrid, threads=1, engine="llamacpp", parallel=3, drafter="ngram", draft_length=4) as model:
         together = model.generate_all(prompts, sampling, options)
         for prompt, found in zip(prompts, together, strict=True):
             model.forget()
@@ -138,7 +139,7 @@ def test_answers_at_once_are_those_alone(hybrid: Path) -> None:
 def test_a_conversation_goes_on_from_its_state(hybrid: Path) -> None:
     """The next prompt continues all that is cached, so that nothing needs to be rolled back."""
     options = GenerateOptions(max_tokens=12, ignore_eos=True)
-    with edgespec.load(hybrid, threads=1, drafter="ngram", draft_length=4) as model:
+    with edgespec.load(hybrid, threads=1, engine="llamacpp", drafter="ngram", draft_length=4) as model:
         ids = model.encode(PROMPT)
         first = model.generate(ids, Sampling(temperature=0), options)
         longer = [*ids, *first.token_ids, *model.encode(" and more")]
@@ -153,7 +154,7 @@ def test_a_draft_with_a_running_state_changes_no_text(hybrid: Path, tmp_path: Pa
     """For a target without one: it returns to the text that is certain before each draft."""
     target = write_model(tmp_path / "target.gguf")
     options = GenerateOptions(max_tokens=40, ignore_eos=True)
-    with edgespec.load(target, draft=hybrid, threads=1, reproducible=True) as model:
+    with edgespec.load(target, draft=hybrid, threads=1, engine="llamacpp", reproducible=True) as model:
         for seed in range(2):
             sampling = Sampling(temperature=temperature, seed=seed)
             plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
@@ -167,7 +168,7 @@ def test_a_recurrent_draft_with_another_vocabulary_changes_no_text(tmp_path: Pat
     """Its cache is rolled back by the target's tokens, each of which may be several of its own."""
     target, draft = write_model(tmp_path / "target.gguf"), write_recurrent_model(tmp_path / "mamba.gguf")
     options = GenerateOptions(max_tokens=40, ignore_eos=True)
-    with edgespec.load(target, draft=draft, threads=1, reproducible=True) as model:
+    with edgespec.load(target, draft=draft, threads=1, engine="llamacpp", reproducible=True) as model:
         for seed in range(3):
             sampling = Sampling(temperature=0.8, seed=seed)
             plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
@@ -179,7 +180,7 @@ def test_a_recurrent_draft_with_another_vocabulary_changes_no_text(tmp_path: Pat
 def test_a_draft_of_the_same_weights_is_accepted_whole(hybrid: Path) -> None:
     """It would not be where it drafted from anything but the text."""
     options = GenerateOptions(max_tokens=40, ignore_eos=True, drafter="model", draft_length=4)
-    with edgespec.load(hybrid, draft=hybrid, threads=1) as model:
+    with edgespec.load(hybrid, draft=hybrid, threads=1, engine="llamacpp") as model:
         stats = model.generate(PROMPT, Sampling(temperature=0.9, seed=4), options).stats
     assert stats.accepted_tokens == stats.drafted_tokens > 0
 
@@ -188,7 +189,7 @@ def test_a_prompt_that_goes_on_otherwise_is_read_from_a_checkpoint(hybrid: Path)
     """As chat templates leave out what opened the answer, or the reasoning in it."""
     options = GenerateOptions(max_tokens=10, ignore_eos=True)
     question = list(range(30, 110))
-    with edgespec.load(hybrid, threads=1) as model:
+    with edgespec.load(hybrid, threads=1, engine="llamacpp") as model:
         model.generate(question, Sampling(temperature=0), options)
         other = [*question[:-3], *range(200, 240)]
         found = model.generate(other, Sampling(temperature=0), options)
@@ -214,24 +215,24 @@ def test_checkpoints_are_of_the_text_that_is_there(hybrid: Path) -> None:
 
 def test_lookups_alone_do_not_make_plain_passes_slower(tmp_path: Path) -> None:
     heavy = write_qwen35(tmp_path / "heavy.gguf", HybridShape(state_size=32, head_size=32))
-    with edgespec.load(heavy, threads=1) as model:
+    with edgespec.load(heavy, threads=1, engine="llamacpp") as model:
         (note,) = [note for note in model.notes if note.startswith("speculation is off")]
         assert "lookups alone rarely earn" in note and not model.target.facts.can_speculate
-    with edgespec.load(heavy, threads=1, drafter="suffix") as model:
+    with edgespec.load(heavy, threads=1, engine="llamacpp", drafter="suffix") as model:
         assert model.target.facts.can_speculate
     light = write_lfm2(tmp_path / "light.gguf", HybridShape(hidden=1024))
-    with edgespec.load(light, threads=1) as model:
+    with edgespec.load(light, threads=1, engine="llamacpp") as model:
         assert model.target.facts.rollback_rows == MOST_SNAPSHOTS
 
 
 def test_reproducible_mode_is_refused_by_name(hybrid: Path) -> None:
     with pytest.raises(CapabilityError, match="keep a running state, whose bits depend"):
-        edgespec.load(hybrid, threads=1, reproducible=True)
+        edgespec.load(hybrid, threads=1, engine="llamacpp", reproducible=True)
 
 
 @pytest.mark.quiet
 def test_costs_are_measured_without_rolling_back(hybrid: Path) -> None:
-    with edgespec.load(hybrid, threads=1) as model:
+    with edgespec.load(hybrid, threads=1, engine="llamacpp") as model:
         curve = model.cost_curve
         assert 0 < curve.at(1) < curve.at(8) * 2
 
@@ -253,6 +254,6 @@ def test_a_model_without_snapshots_decodes_plainly(tmp_path: Path) -> None:
     path = write_recurrent_model(tmp_path / "mamba.gguf")
     state = RunningState.of(read_header(path))
     assert state is not None and state.snapshots == 0
-    with edgespec.load(path, threads=1, drafter="ngram") as model:
+    with edgespec.load(path, threads=1, engine="llamacpp", drafter="ngram") as model:
         assert "speculation is off: this model cannot roll back its state" in model.notes
         assert model.generate(PROMPT, options=GenerateOptions(max_tokens=5)).stats.drafted_tokens == 0

@@ -38,11 +38,12 @@ class Model:
     cap: float = 0.0
     has_norms: bool = False
     has_sinks: bool = False
+    gated: int = 0
     weights: dict[str, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(1)
-        self.texts = rng.standard_normal((SLOTS, LENGTH, WIDTH)).astype(np.float32) * 2
+        self.texts = rng.standard_normal((SLOTS, LENGTH, WIDTH + self.gated * HEADS * SIZE)).astype(np.float32) * 2
         angles = rng.uniform(0, 7, (CHUNKS * CHUNK, SIZE // 2))
         self.weights = {"cosines": np.cos(angles).astype(np.float32), "sines": np.sin(angles).astype(np.float32)}
         if self.has_norms:
@@ -57,7 +58,14 @@ class Model:
         while not names[-1]:
             names.pop()
         self.session = session(
-            [node("Attention", names, ["y"], **(ATTRIBUTES | {"window": self.window, "cap": self.cap}))],
+            [
+                node(
+                    "Attention",
+                    names,
+                    ["y"],
+                    **(ATTRIBUTES | {"window": self.window, "cap": self.cap, "gated": self.gated}),
+                )
+            ],
             INPUTS,
             ["y"],
             self.weights,
@@ -76,7 +84,9 @@ class Model:
     def reference(self, slot: int) -> NDArray[np.float64]:
         """All results of a text in double precision, keys and values as the cache rounds them (F16)."""
         joined = self.texts[slot].astype(np.float64).reshape(LENGTH, -1, SIZE)
-        q, k, v = np.split(joined, [HEADS, HEADS + KV_HEADS], 1)
+        queries = HEADS * (1 + self.gated)
+        q, k, v = np.split(joined, [queries, queries + KV_HEADS], 1)
+        q, gates = (q[:, 0::2], q[:, 1::2]) if self.gated else (q, None)
         cos, sin = (self.weights[name][:LENGTH, None].astype(np.float64) for name in ("cosines", "sines"))
 
         def prepared(x: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
@@ -97,8 +107,10 @@ class Model:
         total = weights.sum(2)
         if self.has_sinks:
             total += np.exp(self.weights["sinks"][:, None] - scores.max(2))
-        found: NDArray[np.float64] = np.einsum("hij,jhd->ihd", weights / total[..., None], v).reshape(LENGTH, -1)
-        return found
+        found: NDArray[np.float64] = np.einsum("hij,jhd->ihd", weights / total[..., None], v)
+        if gates is not None:
+            found = found / (1 + np.exp(-gates))
+        return found.reshape(LENGTH, -1)
 
 
 def chain(slot: int, start: int, stop: int) -> list[tuple[int, int, int, int]]:
@@ -113,7 +125,7 @@ def cut(rng: np.random.Generator, most: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-VARIANTS = [{}, {"window": 90}, {"window": 300, "cap": 5.0}, {"has_norms": True}, {"has_sinks": True}]
+VARIANTS = [{}, {"window": 90}, {"window": 300, "cap": 5.0}, {"has_norms": True}, {"has_sinks": True}, {"gated": 1}]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -129,7 +141,7 @@ def test_a_q8_0_cache_is_near_a_f16_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-@pytest.mark.parametrize("variant", [{}, {"window": 90}, {"has_norms": True}])
+@pytest.mark.parametrize("variant", [{}, {"window": 90}, {"has_norms": True, "gated": 1}])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_have_the_bits_that_they_have_alone(kind: str, variant: dict[str, bool], threads: int) -> None:
     alone = Model(kind, **variant)
@@ -263,6 +275,7 @@ def test_rows_outside_the_cache_are_errors(row: tuple[int, int, int, int], messa
         ({"head_size": 2048}, "size 2048"),
         ({"first_head": -1}, "number -1"),
         ({"window": -1}, "window -1"),
+        ({"gated": 2}, "6 heads of size 64"),
     ],
 )
 def test_attributes_that_cannot_be_are_named(change: dict[str, int], message: str) -> None:

@@ -433,8 +433,7 @@ def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
         for _ in range(3):
             text_of(url)
         # Closing, which follows the unloading, writes measured costs and learnt confidences.
-        until(lambda: any(tmp_path.rglob("learnt*/*")), process=process)
-        assert not is_loaded(url)
+        until(lambda: any(tmp_path.rglob("learnt*/*")) and not is_loaded(url), process=process)
 
 
 # -- Programs that people use, against this server: the official Python clients, if they are installed; and processes

@@ -19,7 +19,7 @@ CONV_KERNEL = 4
 
 @dataclass(frozen=True)
 class HybridShape:
-    """Sizes of a hybrid; every fourth layer has keys and values."""
+    """Sizes of a hybrid; every fourth layer has keys and values. `rotated`: of a head's values, 0: all."""
 
     layers: int = 4
     width: int = 64
@@ -27,7 +27,9 @@ class HybridShape:
     heads: int = 4
     kv_heads: int = 2
     head_size: int = 16
+    rotated: int = 0
     state_heads: int = 4
+    key_heads: int = 4
     state_size: int = 16
     context: int = 512
     merges: int = 40
@@ -38,8 +40,10 @@ class HybridShape:
         return layer % 4 != 3
 
 
-def write_lfm2(path: Path, shape: HybridShape = HybridShape()) -> Path:
-    """Write a random LFM2: short convolutions and attention."""
+def write_lfm2(
+    path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
+) -> Path:
+    """Write a random LFM2: short convolutions and attention. `tensors` replace random ones."""
     writer = _begin(path, "lfm2", shape, shape.layers)
     writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
     writer.add_uint32("lfm2.shortconv.l_cache", CONV_KERNEL - 1)
@@ -55,7 +59,7 @@ def write_lfm2(path: Path, shape: HybridShape = HybridShape()) -> Path:
             }
         else:
             extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
-    _finish(writer, extents, shape, {})
+    _finish(writer, extents, shape, tensors or {})
     return path
 
 
@@ -73,16 +77,18 @@ def write_qwen35(
     """
     writer = _begin(path, "qwen35", shape, shape.layers + has_mtp)
     inner, size = shape.state_heads * shape.state_size, shape.head_size
+    channels = inner + 2 * shape.key_heads * shape.state_size
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(size)
     writer.add_value_length(size)
-    writer.add_rope_dimension_count(size)
-    writer.add_rope_dimension_sections([size // 4, size // 8, size // 8, 0])
+    rotated = shape.rotated or size
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_dimension_sections([rotated // 4, rotated // 8, rotated // 8, 0])
     writer.add_ssm_conv_kernel(CONV_KERNEL)
     writer.add_ssm_inner_size(inner)
     writer.add_ssm_state_size(shape.state_size)
     writer.add_ssm_time_step_rank(shape.state_heads)
-    writer.add_ssm_group_count(shape.state_heads)
+    writer.add_ssm_group_count(shape.key_heads)
     writer.add_uint32("qwen35.full_attention_interval", 4)
     extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (shape.width,)}
     if has_mtp:
@@ -102,9 +108,9 @@ def write_qwen35(
         extents |= _feed_forward(layer, shape, "post_attention_norm")
         if shape.is_recurrent(layer):
             extents |= {
-                f"{block}.attn_qkv.weight": (3 * inner, shape.width),
+                f"{block}.attn_qkv.weight": (channels, shape.width),
                 f"{block}.attn_gate.weight": (inner, shape.width),
-                f"{block}.ssm_conv1d.weight": (3 * inner, CONV_KERNEL),
+                f"{block}.ssm_conv1d.weight": (channels, CONV_KERNEL),
                 f"{block}.ssm_dt.bias": (shape.state_heads,),
                 f"{block}.ssm_a": (shape.state_heads,),
                 f"{block}.ssm_beta.weight": (shape.state_heads, shape.width),

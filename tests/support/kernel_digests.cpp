@@ -292,6 +292,45 @@ void attention(int32_t type, int64_t variant) {
   run();
   function<void (*)(int64_t)>("edgespec_drop_cache")(number);
 }
+// Two texts in passes of 1 to 60 rows, some of which come again, then a tree of both.
+void recurrences() {
+  constexpr int64_t keys = 2, values = 4, size = 48, taps = 4, width = 70, channels = (2 * keys + values) * size, inner = values * size;
+  const int32_t sizes[] = {channels, taps, keys, values, size, width, 3, 0, 0, 0};
+  const int64_t floors[] = {INT64_MAX, 20};
+  vector<uint8_t> memory(size_t(function<int64_t (*)(const int32_t*, int64_t, int64_t, int64_t)>("edgespec_state_bytes")(sizes, 2, 2, 24)));
+  const int64_t number = function<int64_t (*)(uint8_t*, const int32_t*, int64_t, int64_t, int64_t, const int64_t*)>("edgespec_hold_states")(memory.data(), sizes, 2, 2, 24, floors);
+  const Operator delta("DeltaNet", {{{"layer", {0}}, {"key_heads", {keys}}, {"value_heads", {values}}, {"size", {size}}}, {{"epsilon", 1e-6f}}, 8, 1});
+  const Operator conv("ShortConv", {{{"layer", {1}}}, {}, 4, 1});
+  Random random = {5};
+  const auto drawn = [&](int64_t rows, int64_t across) { return value(random_floats(random, rows, across, false), {rows, across}); };
+  vector<float> falling(values, -0.3f);
+  const OrtValue kernel = drawn(taps, channels), bias = drawn(1, values), rate = value(falling, {values}), norm = drawn(1, size), short_kernel = drawn(3, width);
+  OrtValue states = {{kTypeInt64, {1}}, vector<uint8_t>(8)};
+  memcpy(states.data.data(), &number, 8);
+  Digest digest;
+  vector<Row> rows;
+  const auto chain = [&](int32_t slot, int32_t begin, int32_t end) { for (int32_t at = begin; at < end; at++) rows.push_back({slot, at, at, at == begin ? -1 : int32_t(rows.size()) - 1}); };
+  const auto run = [&] {
+    const int64_t count = int64_t(rows.size());
+    const OrtValue x = drawn(count, channels + inner), rates = drawn(count, 2 * values), parts = drawn(count, 3 * width);
+    OrtValue places = {{kTypeInt32, {count, 4}}, vector<uint8_t>(rows.size() * sizeof(Row))};
+    memcpy(places.data.data(), rows.data(), places.data.size());
+    for (const OrtValue& y : {delta.run({&x, &rates, &kernel, &bias, &rate, &norm, &places, &states}, 1)[0], conv.run({&parts, &short_kernel, &places, &states}, 1)[0]}) digest.add_floats(y.data.data(), y.data.size());
+    rows.clear();
+  };
+  chain(0, 0, 60); run();
+  chain(1, 0, 3); chain(0, 60, 61); run();
+  chain(1, 3, 30); chain(0, 61, 70); run();
+  chain(1, 25, 28); chain(0, 64, 65); run();
+  for (int32_t slot = 0; slot < 2; slot++) {
+    const int32_t first = int32_t(rows.size()), base = slot ? 28 : 65, parents[] = {-1, 0, 0, 1, 2, -1, 5}, depths[] = {0, 1, 1, 2, 2, 0, 1};
+    for (int32_t i = 0; i < 7; i++) rows.push_back({slot, base + depths[i], base + i, parents[i] < 0 ? -1 : first + parents[i]});
+  }
+  run();
+  digest.add_floats(memory.data(), memory.size());
+  digest.print("recurrence", values, size);
+  function<void (*)(int64_t)>("edgespec_drop_states")(number);
+}
 }  // namespace
 
 int main(int count, char** words) {
@@ -308,6 +347,7 @@ int main(int count, char** words) {
     gated_products();
     experts();
     norms();
+    recurrences();
     for (const int32_t type : {F16, Q8_0}) for (int64_t variant = 0; variant < 4; variant++) attention(type, variant);
   }
   return 0;

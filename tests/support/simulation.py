@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -130,7 +129,6 @@ class TracedDrafter(Drafter):
     """A paid drafter that drafts what a text says it would; its time passes on the simulated clock."""
 
     name = "model"
-    evidence_kind: ClassVar[Literal["bucket", "scores"]] = "scores"
     prior = CHAIN_PRIOR
 
     def __init__(self, clock: Clock, token_s: float, read_s: float = 0.0, slowdown: Callable[[], float] = lambda: 1.0):
@@ -172,7 +170,6 @@ class CopyingDrafter(TracedDrafter):
 
     name = "copy"
     is_free = True
-    evidence_kind = "bucket"
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock, 0.0)

@@ -9,45 +9,11 @@ continued, not shortened.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.engines.base import EngineFacts
+from edgespec.engines.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.cells import Cells
-from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS
 from edgespec.engines.rows import SequenceBook
 from edgespec.errors import CapabilityError
-
-
-class Checkpoints:
-    """Running states of the sequences of an engine, at earlier lengths: the latest MOST_CHECKPOINTS of each."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, dict[int, NDArray[np.uint8]]] = {}  # by sequence, then by length
-
-    def add(self, length: int, sequence: int, read: Callable[[int], NDArray[np.uint8]]) -> None:
-        """Keep what `read` gives of a sequence that holds `length` tokens."""
-        kept = self._kept.setdefault(sequence, {})
-        while len(kept) >= MOST_CHECKPOINTS and length not in kept:
-            del kept[min(kept)]
-        kept[length] = read(sequence)
-
-    def at(self, length: int, sequence: int) -> NDArray[np.uint8] | None:
-        return self._kept.get(sequence, {}).get(length)
-
-    def latest(self, length: int, sequence: int) -> int:
-        """The longest length up to `length` that there is one of; 0 without."""
-        return max((each for each in self._kept.get(sequence, {}) if each <= length), default=0)
-
-    def shorten(self, length: int, sequence: int) -> None:
-        """The sequence holds `length` tokens now."""
-        kept = self._kept.get(sequence, {})
-        self._kept[sequence] = {each: state for each, state in kept.items() if each <= length}
-
-    def fork(self, source: int, destination: int) -> None:
-        self._kept[destination] = dict(self._kept.get(source, {}))
 
 
 class CachedTexts:
@@ -97,7 +63,7 @@ class CachedTexts:
 
     def checkpoint(self, sequence: int) -> None:
         """Copy the running state of a sequence that holds tokens."""
-        self._checkpoints.add(self._book.lengths[sequence], sequence, self._cells.running_state)
+        self._checkpoints.add(self._book.lengths[sequence], sequence, lambda: self._cells.running_state(sequence))
 
     def reachable(self, to_length: int, sequence: int, facts: EngineFacts) -> int:
         """The longest length up to `to_length` that `rollback` can shorten a sequence to."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 
+from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp.devices import EMBEDDINGS, HEAD, LayerSizes
-from edgespec.engines.llamacpp.running_state import MOST_CHECKPOINTS, RunningState, recurrent_layers
+from edgespec.engines.llamacpp.running_state import RunningState, recurrent_layers
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CELLS_MULTIPLE,

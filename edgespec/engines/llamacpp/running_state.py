@@ -20,7 +20,6 @@ from edgespec.formats.gguf.header import GgufHeader, GgufNumbers
 WITH_SNAPSHOTS = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe"})
 MOST_SNAPSHOTS = 8
 SNAPSHOT_SHARE = 0.1  # of the weights' bytes, for the snapshots of one sequence
-MOST_CHECKPOINTS = 2
 _SLOWER = 1.2  # a single-token pass, per share: measured .043 at a share of .036, and nothing at .0001
 _CHEAP_SHARE = 0.005
 # What `auto` takes on by itself. Copies of the state slow a pass by about its share, and by .2 to .4 ms besides:

@@ -6,7 +6,6 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, EngineFacts, check_threads
-from edgespec.engines.booked import BookedEngine
+from edgespec.engines.base import EarlyExit, EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import cuda
@@ -25,11 +23,13 @@ from edgespec.engines.onnx.devices import DeviceLimits, device_limits
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
+from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
 from edgespec.engines.onnx.opening import cache_scales, open_passes, widths_key
 from edgespec.engines.onnx.packed import PackedCaches
 from edgespec.engines.onnx.passes import SharedPasses, cache_name
+from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
@@ -40,20 +40,14 @@ from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
 
-class OnnxEngine(BookedEngine):
-    """One ONNX model. Make it with `load`. Logits stay valid until the next `forward`."""
+class OnnxEngine(SessionEngine):
+    """On ONNX Runtime's own kernels. Make it with `load`, which also makes those on ours."""
 
-    vocabulary: TokenizerFile
-    states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
-
-    def __init__(
-        self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
-    ) -> None:
+    def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
         self._options = run_options()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         exported = graph
         passes, device, graph = open_passes(source, exported, settings, self._options)
-        opened()
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
         self._sessions = passes.sessions
         self.thread_change_s = sum(sessions.make_s for sessions in self._sessions)
@@ -101,13 +95,11 @@ class OnnxEngine(BookedEngine):
         )
 
     @classmethod
-    def load(
-        cls, path: Path, use: ModelUse | None = None, *, opened: Callable[[], None] = lambda: None, **changes: Any
-    ) -> OnnxEngine | KernelEngine:
+    def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> OnnxEngine | KernelEngine:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `changes`: of `use`. `opened` is called when the graph is open and before its tokenizer is. Where
-        each sequence has a cache of its own in the fastest mode, only single rows share a pass, and no drafts.
+        `changes`: of `use`. Where each sequence has a cache of its own in the fastest mode, only single rows share a
+        pass, and no drafts.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -121,7 +113,7 @@ class OnnxEngine(BookedEngine):
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
         settings = OnnxSettings.checked(graph, config, use)
         if graph.head_sizes:
-            return _load_on_kernels(source, graph, settings, config, use, opened)
+            return _load_on_kernels(source, graph, settings, config, use)
         widest, reproducible = settings.measured_widths, use.reproducible
         gives = use.state_layers or use.hidden_states
         cells = settings.cells(graph)
@@ -131,7 +123,7 @@ class OnnxEngine(BookedEngine):
             graph = read(cells=cells)
         if settings.cache_type == "int8":
             graph = read(cache_scales(source, graph, settings), cells)
-        engine = cls(source, graph, settings, config, opened)
+        engine = cls(source, graph, settings, config)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
         if engine.facts.splits_passes and not batches_work(engine):
@@ -199,12 +191,6 @@ class OnnxEngine(BookedEngine):
         self._book.settle(sequence, 0)
         self._caches.load(sequence, state, length)
 
-    def give_hidden_states(self, wanted: bool) -> None:
-        """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
-        self._require_open()
-        if wanted and not self._has_hidden:
-            raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
-
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
         return self._caches.hidden(self._last_width)
@@ -215,46 +201,14 @@ class OnnxEngine(BookedEngine):
             return super().early_exit()
         return OnnxExit(self._exit_passes, self._book.lengths, self._separate, self.widest_pass)
 
-    def set_threads(self, threads: int) -> bool:
-        """With fewer, the same threads sleep instead of spinning (see `waiting`); the bits are the same."""
-        self._require_open()
-        check_threads(threads, self.facts)
-        if self.facts.device != "cpu" or self.facts.threads == 1:
-            return False
-        for sessions in self._sessions:
-            sessions.want(spins=threads == self.facts.threads)
-        return True
-
-    def thread_steps(self) -> tuple[int, ...]:
-        return self.facts.threads, 1
-
-    @property
-    def is_settled(self) -> bool:
-        return all(sessions.is_settled for sessions in self._sessions)
-
-    @property
-    def _is_cancelled(self) -> bool:
-        return bool(self._options.terminate)
-
-    @_is_cancelled.setter
-    def _is_cancelled(self, wanted: bool) -> None:
-        self._options.terminate = wanted
-
     def _free(self) -> None:
-        self._held.close()
-        for sessions in self._sessions:
-            sessions.close()
+        super()._free()
         del self._caches, self._separate  # they hold the sessions too
         self._exit_passes = None
 
 
 def _load_on_kernels(
-    source: Source,
-    graph: Graph,
-    settings: OnnxSettings,
-    config: ModelConfig,
-    use: ModelUse,
-    opened: Callable[[], None],
+    source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, use: ModelUse
 ) -> KernelEngine:
     if "cpu" not in providers_for(settings.provider):
         raise CapabilityError(
@@ -265,7 +219,8 @@ def _load_on_kernels(
         graph = read_graph(
             source, cells=settings.context_length, hidden_states=use.hidden_states, state_layers=use.state_layers
         )
-    engine = KernelEngine(source, graph, replace(settings, provider="cpu"), config, opened)
+    kind = HybridEngine if graph.states else KernelEngine
+    engine = kind(source, graph, replace(settings, provider="cpu"), config)
     engine.state_layers = use.state_layers
     check_logits(engine, source.path)
     return engine

@@ -24,6 +24,7 @@ from edgespec.engines.model_use import Footprint, ModelUse
 from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
 from edgespec.engines.onnx.head import attribute
+from edgespec.engines.onnx.hybrid_engine import running_bytes
 from edgespec.engines.onnx.kernel_engine import num_chunks
 from edgespec.engines.onnx.opening import NO_INT8_CACHE
 from edgespec.engines.onnx.passes import element_of
@@ -261,10 +262,11 @@ def _tiled_sizes(node: Any) -> list[tuple[int, int]]:
 
 
 def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
-    """Of all keys and values."""
+    """Of all keys and values, and running states."""
     if graph.head_sizes:
         kind, chunks = settings.cache_type.upper(), num_chunks(settings.context_length)
-        return cache_bytes(kind, graph.head_sizes, settings.max_sequences, chunks) or 0
+        keys_and_values = cache_bytes(kind, graph.head_sizes, settings.max_sequences, chunks) or 0
+        return keys_and_values + running_bytes(graph.states, settings.max_sequences)
 
     def size(entry: CacheEntry) -> int:
         return 1 if settings.cache_type == "int8" else np.dtype(element_of(entry)).itemsize

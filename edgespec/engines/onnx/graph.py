@@ -27,13 +27,15 @@ from edgespec.engines.onnx.rewriting import (
 from edgespec.engines.onnx.weights import weight_bytes
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
-from edgespec.formats.onnx.tiles import DOMAIN, LAYOUT_VERSION, PRODUCT
+from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, LAYOUT_VERSION, PRODUCT, SHORT_CONV
 from edgespec.kernels.library import library_path, why_missing
+from edgespec.kernels.states import StateSizes
 
 if TYPE_CHECKING:
     from edgespec.engines.onnx.source import Source
 
 MASK = "attention_mask"
+_OWN_LAYERS = (OWN_ATTENTION, DELTA_NET, SHORT_CONV)
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 
@@ -54,9 +56,9 @@ class Graph:
 
     `is_shared`: past and present may be one buffer; `max_positions`: rows of the rotary table, or None;
     `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
-    `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run
-    it; `head_sizes`: of the heads of keys of all its layers, whose cache is then ours; `cells`: of the caches that it
-    was read for, 0 for any.
+    `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run it; `head_sizes`: of the
+    heads of keys of all its layers, whose cache is then ours; `states`: of its layers that keep a running state;
+    `cells`: of the caches that it was read for, 0 for any.
     """
 
     serialised: bytes
@@ -72,6 +74,7 @@ class Graph:
     is_half: bool
     has_tiles: bool = False
     head_sizes: tuple[int, ...] = ()
+    states: tuple[StateSizes, ...] = ()
     cells: int = 0
 
     @property
@@ -114,12 +117,13 @@ def read_graph(
         raise ModelFileError(f"{path} is not a causal language model: it has no output 'logits'. Export it again")
     attention = [node for node in graph.node if node.op_type == ATTENTION]
     is_half = any(value.type.tensor_type.elem_type == FLOAT16 for value in graph.input if PAST.fullmatch(value.name))
-    own = [node for node in graph.node if node.op_type == OWN_ATTENTION and node.domain == DOMAIN]
+    layers_of_ours = [node for node in graph.node if node.op_type in _OWN_LAYERS and node.domain == DOMAIN]
+    own = [node for node in layers_of_ours if node.op_type == OWN_ATTENTION]
     if cache_scales is not None:
         quantise_cache(graph, attention, cache_scales)
     cache = () if own else _cache_entries(graph, path)
     if hidden_states:
-        layers = [_attention_of(own, attention, layer, path) for layer in state_layers]
+        layers = [_attention_of(layers_of_ours, attention, layer, path) for layer in state_layers]
         give_hidden(graph, path, layers)
     if attention:
         rewrite_attention(graph, attention, is_half)
@@ -149,7 +153,20 @@ def read_graph(
         is_half=is_half,
         has_tiles=has_tiles,
         head_sizes=_head_sizes(own),
+        states=_state_sizes(graph, layers_of_ours),
         cells=cells,
+    )
+
+
+def _state_sizes(graph: Any, layers: list[Any]) -> tuple[StateSizes, ...]:
+    """Of the layers with a running state, in their order."""
+    kernels = {DELTA_NET: 2, SHORT_CONV: 1}  # which input a convolution's is
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    heads = ("key_heads", "value_heads", "size")
+    return tuple(
+        StateSizes(*reversed(shapes[node.input[kernels[node.op_type]]]), *(attribute(node, name) for name in heads))
+        for node in layers
+        if node.op_type in kernels
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
-from edgespec.formats.onnx.tiles import NORM
+from edgespec.formats.onnx.tiles import DOMAIN, NORM
 
 FLOAT = 1
 LOGITS, HIDDEN, OUTPUT_ROWS = "logits", "hidden_states", "edgespec.output_rows"
@@ -97,8 +97,8 @@ def _layer_input(graph: Any, attention: Any, path: Path) -> str:
     from onnx import helper
 
     made = producers(graph)
-    # Values, which have no norm of their own.
-    node = made.get(attention.input[2] or attention.input[0])
+    # Values, which have no norm of their own; our own operators read them together with the others.
+    node = made.get(attention.input[0] if attention.domain == DOMAIN else attention.input[2] or attention.input[0])
     while node is not None and not node.op_type.endswith("LayerNormalization") and node.op_type != NORM:
         node = made.get(node.input[0]) if node.input else None
     if node is None:

@@ -6,19 +6,18 @@ Rows say where they belong (`formats.onnx.tiles.ROWS`), so a pass takes chains a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EngineFacts, check_threads
-from edgespec.engines.booked import BookedEngine
+from edgespec.engines.base import EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import run_options, translated, version
 from edgespec.engines.onnx.pages import untouched_zeros
+from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -32,34 +31,29 @@ from edgespec.types import Batch, Logits
 MAX_BINDINGS = 512
 
 
-class KernelEngine(BookedEngine):
-    """One model on our kernels. Made by `OnnxEngine.load`. Logits stay valid until the next `forward`."""
+class KernelEngine(SessionEngine):
+    """On our kernels. Made by `OnnxEngine.load`."""
 
-    vocabulary: TokenizerFile
-    states_of = "all rows"
-
-    def __init__(
-        self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig, opened: Callable[[], None]
-    ) -> None:
+    def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
         """Raises CapabilityError for a device, an early exit or a size that the kernels do not have."""
         if settings.exit_layer is not None:
             raise CapabilityError("edgespec's own kernels have no early exit: export the model as int4, int8 or w8a8")
         self._options = run_options()
-        self._sessions, device = open_sessions(graph, source, settings)
-        opened()
+        sessions, device = open_sessions(graph, source, settings)
+        self._sessions = (sessions,)
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
-        self._session = self._sessions.current()
-        self.thread_change_s, self.thread_change_bytes = self._sessions.make_s, 0  # both sessions read the same tiles
+        self._session = sessions.current()
+        self.thread_change_s, self.thread_change_bytes = sessions.make_s, 0  # both sessions read the same tiles
         kind, slots = settings.cache_type.upper(), settings.max_sequences
         self._cache = make_cache(kind, graph.head_sizes, slots, settings.context_length)
-        self._cache_name = np.array([self._cache.number])
+        self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes
         widest = max(settings.max_rows, slots)
         self._max_outputs = max(settings.max_outputs(graph.vocabulary_size), slots)
         self._ids, self._rows = np.zeros(widest, np.int64), np.zeros((widest, 4), np.int32)
         self._outputs = np.zeros(self._max_outputs, np.int64)
         self._counting = np.arange(-1, settings.context_length + widest, dtype=np.int32)
         self._logits = untouched_zeros((self._max_outputs, graph.vocabulary_size), np.float32)
-        self._hidden_size = graph.hidden_size
+        self._hidden_size, self._has_hidden = graph.hidden_size, bool(graph.hidden_size)
         self._hidden = np.zeros((widest, graph.hidden_size or 0), np.float32)
         self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
         self._bindings: dict[tuple[int, int], Any] = {}
@@ -82,6 +76,7 @@ class KernelEngine(BookedEngine):
             pinned_class=whole,
             device=device.provider,
             threads=settings.threads,
+            row_cost=0.05,
             can_pack=slots > 1,
             own_cells=True,
         )
@@ -127,7 +122,7 @@ class KernelEngine(BookedEngine):
         count = max(outputs.size, 1)
         self._outputs[0] = 0
         self._outputs[: outputs.size] = outputs
-        session = self._sessions.current()
+        session = self._sessions[0].current()
         if session is not self._session:  # a change of the number of threads makes another one
             self._session = session
             self._bindings.clear()
@@ -147,8 +142,8 @@ class KernelEngine(BookedEngine):
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
             "input_ids": ((1, width), self._ids),
             ROWS: ((width, 4), self._rows),
-            CACHE: ((1,), self._cache_name),
             OUTPUT_ROWS: ((count,), self._outputs),
+            **{name: ((1,), number) for name, number in self._named.items()},
         }
         for name, (shape, array) in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
@@ -182,12 +177,6 @@ class KernelEngine(BookedEngine):
         except ValueError as exc:
             raise StateError(f"this saved sequence is damaged ({exc}); start from the prompt instead") from exc
 
-    def give_hidden_states(self, wanted: bool) -> None:
-        """As in the base class; a graph that has them as an output computes them in every pass, at no cost."""
-        self._require_open()
-        if wanted and not self._hidden_size:
-            raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
-
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
         if not self._hidden_size:
@@ -199,33 +188,8 @@ class KernelEngine(BookedEngine):
         sorted_back[self._order] = states
         return sorted_back
 
-    def set_threads(self, threads: int) -> bool:
-        """With fewer, the same threads sleep instead of spinning (see `waiting`); the bits are the same."""
-        self._require_open()
-        check_threads(threads, self.facts)
-        if self.facts.threads == 1:
-            return False
-        self._sessions.want(spins=threads == self.facts.threads)
-        return True
-
-    def thread_steps(self) -> tuple[int, ...]:
-        return self.facts.threads, 1
-
-    @property
-    def is_settled(self) -> bool:
-        return self._sessions.is_settled
-
-    @property
-    def _is_cancelled(self) -> bool:
-        return bool(self._options.terminate)
-
-    @_is_cancelled.setter
-    def _is_cancelled(self, wanted: bool) -> None:
-        self._options.terminate = wanted
-
     def _free(self) -> None:
-        self._held.close()
-        self._sessions.close()
+        super()._free()
         self._bindings.clear()
         del self._session
         self._cache.close()

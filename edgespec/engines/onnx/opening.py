@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +47,8 @@ def all_files(path: Path) -> list[Path]:
     return [*ExportFolder(path).files, *(file for file in named if file.is_file())]
 
 
-def try_folder(path: Path, opened: Callable[[], None]) -> None:
+def try_folder(path: Path) -> None:
     """In a trial process: read everything that may end one. Raises EdgespecError for a model that cannot be used.
-
-    `opened` is called when a session could be made, and before anything beside the graph is read.
 
     It runs no pass: without packed weights one takes 17 s on a model of 1.2 billion weights, and packing them takes as
     long as the load itself. `OnnxEngine.load` checks the logits of its first pass instead.
@@ -60,7 +57,6 @@ def try_folder(path: Path, opened: Callable[[], None]) -> None:
     graph = read_graph(source)
     source.config()
     try_graph(graph.serialised, path.parent)
-    opened()
     vocabulary = TokenizerFile(path.parent, graph.vocabulary_size)
     vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
     _ = vocabulary.pieces

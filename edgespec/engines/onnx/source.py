@@ -229,7 +229,8 @@ def _readable_model(path: Path) -> GgufModel:
     if len(model_files(path)) > 1:
         raise CapabilityError("it is one of several files of a model")
     if header.architecture not in KINDS:
-        raise CapabilityError(f"the kernels have no architecture {header.architecture!r}, only {', '.join(KINDS)}")
+        known = ", ".join(KINDS)
+        raise CapabilityError(f"the kernels have no architecture {header.architecture!r}, only {known}")
     try:
         model = read_model(path, header)
         splitter_of(header)

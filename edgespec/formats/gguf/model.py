@@ -8,7 +8,7 @@ model computes, so a file with one is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Architecture, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
-from edgespec.formats.gguf.tables import GEMMA4, GEMMA4_KEYS, GPT_OSS, QWEN3_MOE
+from edgespec.formats.gguf.tables import GEMMA4, GEMMA4_KEYS, GPT_OSS, LFM2, QWEN3_MOE, QWEN35
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
 
@@ -44,7 +44,11 @@ NEUTRAL = {
 }
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 MOST_EXPERTS, MOST_USED = 1024, 64  # as experts.cpp
+STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
 YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
+
+
+Tensors = dict[str, tuple[TensorInfo, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class Kind:
     """How llama.cpp computes one architecture. `hub`: its name at Hugging Face, by which tensors are looked up.
 
     `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window;
-    `table`: its tensors, where it runs on our kernels only; `keys`: of its metadata that others do not have.
+    `table`: its tensors, where it runs on our kernels only; `is_hybrid`: `hybrid` knows those of its layers; `keys`: of
+    its metadata that others do not have.
     """
 
     hub: str
@@ -63,6 +68,7 @@ class Kind:
     window_every: int = 0
     table: Architecture | None = None
     keys: tuple[str, ...] = ()
+    is_hybrid: bool = False
 
 
 KINDS = {
@@ -76,6 +82,23 @@ KINDS = {
     "gemma4": Kind(
         "Gemma4ForCausalLM", "gemma4_text", has_head_norms=True, table=GEMMA4, keys=(*EXPERT_KEYS, *GEMMA4_KEYS)
     ),
+    "qwen35": Kind(
+        *("Qwen3_5ForCausalLM", "qwen3_5_text"),
+        has_head_norms=True,
+        table=QWEN35,
+        keys=(
+            *(*STATE_KEYS, "full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
+            "nextn_predict_layers",
+        ),
+        is_hybrid=True,
+    ),
+    "lfm2": Kind(
+        *("Lfm2ForCausalLM", "lfm2"),
+        has_head_norms=True,
+        table=LFM2,
+        keys=("shortconv.l_cache",),
+        is_hybrid=True,
+    ),
 }
 
 
@@ -87,7 +110,7 @@ class GgufModel:
     header: GgufHeader
     kind: Kind
     config: LlamaConfig
-    tensors: dict[str, tuple[TensorInfo, Tensor]]
+    tensors: Tensors
 
     @property
     def is_tied(self) -> bool:
@@ -138,16 +161,21 @@ def read_model(path: Path, header: GgufHeader) -> GgufModel:
             "GGUF as it is, with llama.cpp, or export the folder of the original model, of which more are known"
         )
     try:
-        return _reader(header.architecture)(path, header, kind).read()
+        return _reader(path, header).read()
     except (OverflowError, ZeroDivisionError) as exc:
         raise ModelFileError(f"{path} is damaged: its sizes are not those of a model ({exc})") from exc
 
 
-def _reader(architecture: str) -> type[Reader]:
-    """What reads a file; Gemma 4 has sizes that differ by layer."""
+def _reader(path: Path, header: GgufHeader) -> Reader:
+    """What reads a file. Gemma 4 has sizes that differ by layer, hybrids layers of two kinds."""
     from edgespec.formats.gguf.gemma4 import Gemma4Reader
+    from edgespec.formats.gguf.hybrid import hybrid_reader
 
-    return Gemma4Reader if architecture == "gemma4" else Reader
+    kind = KINDS[header.architecture]
+    if kind.is_hybrid:
+        return hybrid_reader(path, header, kind)
+    reader = Gemma4Reader if header.architecture == "gemma4" else Reader
+    return reader(path, header, kind)
 
 
 class Reader:
@@ -155,41 +183,51 @@ class Reader:
 
     def __init__(self, path: Path, header: GgufHeader, kind: Kind) -> None:
         self._path, self._header, self._kind = path, header, kind
-        self._infos = {tensor.name: tensor for tensor in header.tensors}
         self._table: Architecture = kind.table or ARCHITECTURES[kind.hub]
+        self._infos = {tensor.name: tensor for tensor in header.tensors}
 
     def read(self) -> GgufModel:
         self._refuse_unknown_keys()
+        sizes = self._sizes()
+        self._check_heads(sizes)
+        tensors = self._tensors(lambda layer: sizes)
+        return GgufModel(self._path, self._header, self._kind, self._config(sizes, tensors), tensors)
+
+    def _sizes(self) -> Sizes:
         layers, context, width, inner, heads = (self._size(key) for key in SIZES)
         head_dim = self._size("attention.key_length", width // heads)
         kv_heads = self._size("attention.head_count_kv", heads)
-        sizes = Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
+        found = Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
         if EXPERT_KEYS[0] in self._kind.keys:
             inner = self._size("expert_feed_forward_length")
-            sizes = replace(sizes, experts=self._size("expert_count"), expert_inner=inner)
-        self._check_heads(sizes)
-        tensors = self._tensors(lambda layer: sizes)
-        window = int(self._number("attention.sliding_window", 0))
-        config = LlamaConfig(
-            hidden_size=width,
-            intermediate_size=inner,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=sizes.vocabulary,
+            return replace(found, inner=inner, experts=self._size("expert_count"), expert_inner=inner)
+        return found
+
+    def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
+        return LlamaConfig(**self._settings(sizes, tensors))
+
+    def _settings(self, sizes: Sizes, tensors: Tensors) -> dict[str, Any]:
+        """What a `LlamaConfig` is made of."""
+        window, context = int(self._number("attention.sliding_window", 0)), sizes.context
+        return {
+            "hidden_size": sizes.width,
+            "intermediate_size": sizes.inner,
+            "num_layers": sizes.layers,
+            "num_heads": sizes.heads,
+            "num_kv_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "vocab_size": sizes.vocabulary,
             # llama.cpp's other architectures have no window; up to its length the results are the same
-            max_positions=min(context, window) if window and not self._kind.window_every else context,
-            norm_epsilon=self._number("attention.layer_norm_rms_epsilon"),
-            rope_theta=self._number("rope.freq_base", 10000.0),
-            rope_divisors=self._divisors(head_dim),
-            unrotated_layers=self._each(self._kind.unrotated_every, layers),
-            biases=self._biases(tensors),
-            has_head_norms=self._kind.has_head_norms,
+            "max_positions": min(context, window) if window and not self._kind.window_every else context,
+            "norm_epsilon": self._number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "rope_divisors": self._divisors(self._num_rotated(sizes)),
+            "unrotated_layers": self._each(self._kind.unrotated_every, sizes.layers),
+            "biases": self._biases(tensors),
+            "has_head_norms": self._kind.has_head_norms,
             **(self._gemma(sizes, window) if self._kind.is_gemma else {}),
             **(self._mixture(sizes, window) if sizes.experts else {}),
-        )
-        return GgufModel(self._path, self._header, self._kind, config, tensors)
+        }
 
     def _gemma(self, sizes: Sizes, window: int) -> dict[str, Any]:
         """What sets Gemma 3 off; llama.cpp scales the attention of its largest model by another width."""
@@ -291,7 +329,7 @@ class Reader:
             raise self._wrong(f"{ROPE_FACTORS} contains values that cannot divide a frequency")
         return tuple(float(each) for each in found)
 
-    def _tensors(self, sizes: Callable[[int], Sizes]) -> dict[str, tuple[TensorInfo, Tensor]]:
+    def _tensors(self, sizes: Callable[[int], Sizes]) -> Tensors:
         """All tensors by Hugging Face name, of the shapes that the `sizes` of a layer (0 outside of any) imply."""
         left, found = dict(self._infos), {}
         left.pop(ROPE_FACTORS, None)
@@ -313,10 +351,13 @@ class Reader:
         for name, tensor in self._table.outer.items():
             yield 0, name, tensor, tensor.name
         for layer in range(layers):
-            for rest, tensor in self._table.layer.items():
+            for rest, tensor in self._layer_table(layer).items():
                 yield layer, f"{self._table.layer_prefix}{layer}.{rest}", tensor, f"blk.{layer}.{tensor.name}"
 
-    def _biases(self, tensors: dict[str, tuple[TensorInfo, Tensor]]) -> frozenset[str]:
+    def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
+        return self._table.layer
+
+    def _biases(self, tensors: Tensors) -> frozenset[str]:
         """The products with a bias, which are the same in all layers."""
         layers: dict[str, set[str]] = {}
         for name in tensors:
@@ -336,9 +377,17 @@ class Reader:
                 f"it has attention heads of {sizes.head_dim} values; ONNX Runtime's rotary attention needs a multiple "
                 f"of {HEAD_MULTIPLE}"
             )
-        for key in ("rope.dimension_count", "attention.value_length"):
-            if self._size(key, sizes.head_dim) != sizes.head_dim:
-                raise self._wrong(f"its {key} {self._value(key)} is not its head size {sizes.head_dim}")
+        self._num_rotated(sizes)
+        self._check_size("attention.value_length", sizes)
+
+    def _num_rotated(self, sizes: Sizes) -> int:
+        """How many of a head's values are rotated. Raises ModelFileError for a number that a graph cannot have."""
+        return self._check_size("rope.dimension_count", sizes)
+
+    def _check_size(self, key: str, sizes: Sizes) -> int:
+        if self._size(key, sizes.head_dim) != sizes.head_dim:
+            raise self._wrong(f"its {key} {self._value(key)} is not its head size {sizes.head_dim}")
+        return sizes.head_dim
 
     def _refuse_unknown_keys(self) -> None:
         prefix = f"{self._header.architecture}."

@@ -80,3 +80,7 @@ GEMMA4_LAYER = {
     "mlp.experts.scale": Tensor("ffn_down_exps.scale", "e", is_optional=True),
 }
 GEMMA4 = Architecture("gemma4", GEMMA4_OUTER, GEMMA4_LAYER)
+
+# Hybrids have layers of two kinds, whose tensors are in `hybrid`.
+QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
+LFM2 = Architecture("lfm2", {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}, {})

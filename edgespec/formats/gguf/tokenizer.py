@@ -110,6 +110,7 @@ _WORDS, _REST = r"|[^\r\n\p{L}\p{N}]?\p{L}+", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD, _SLASHES = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = _CONTRACTIONS + _WORDS + r"|\p{N}" + _REST
+QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _REST.replace(r"\p{L}", r"\p{L}\p{M}")
 LLAMA3 = _CONTRACTIONS + _WORDS + r"|\p{N}{1,3}" + _REST
 TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}" + _SLASHES
 GPT_4O = (
@@ -119,6 +120,7 @@ _BYTES_ONLY, _BYTES_AND_WORDS = ("ByteLevel", False), ("ByteLevel", True)
 # Pre-tokenizer stages -> llama.cpp's name.
 PRE_TOKENIZERS: dict[tuple[Stage, ...], str] = {
     (("Split", QWEN2, "Isolated"), _BYTES_ONLY): "qwen2",
+    (("Split", QWEN35, "Isolated"), _BYTES_ONLY): "qwen35",
     (("Split", LLAMA3, "Isolated"), _BYTES_ONLY): "llama-bpe",
     (_BYTES_AND_WORDS,): "gpt-2",
     (("Digits", True), _BYTES_AND_WORDS): "smollm",

@@ -64,15 +64,18 @@ def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
     from edgespec.formats.onnx.experts import ExpertsGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Graph
+    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph
 
+    if isinstance(config, HybridConfig):
+        return HybridGraph
     if isinstance(config, Gemma4Config):
         return Gemma4Graph
     return ExpertsGraph if config.experts else KernelGraph
 
 
 def rotary_tables(config: LlamaConfig) -> Tables:
-    """Cosines and sines [positions, half a head], rounded from 64 bits: numpy's own 32 bits depend on the CPU."""
-    halves = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    """Cosines and sines [positions, half of what is rotated], from 64 bits: numpy's own 32 bits depend on the CPU."""
+    halves = np.arange(0, config.num_rotated, 2, dtype=np.float32) / np.float32(config.num_rotated)
     base = np.full(halves.shape, np.float32(config.rope_theta), np.float64)
     powers: NDArray[np.float32] = np.power(base, halves.astype(np.float64)).astype(np.float32)
     frequencies = np.reciprocal(powers)
@@ -89,8 +92,8 @@ def rotary_tables(config: LlamaConfig) -> Tables:
 
 def rotary_bytes(config: LlamaConfig) -> int:
     """Size of a graph's rotary tables: one pair, and another where windowed layers have a base of their own."""
-    head_dims = config.head_dim + (config.for_window().head_dim if config.has_window_tables else 0)
-    return 4 * config.max_positions * head_dims
+    num_rotated = config.num_rotated + (config.for_window().num_rotated if config.has_window_tables else 0)
+    return 4 * config.max_positions * num_rotated
 
 
 class _Graph:
@@ -333,7 +336,6 @@ class KernelGraph(_Graph):
         joined = self._product(f"{here}/qkv_proj/MatMul", state, sources)
         is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
         tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
-        kv_heads, head_dim, first_head = self._key_heads(layer)
         seen = f"{here}/Attention/output_0"
         self._nodes.add(
             ATTENTION,
@@ -341,10 +343,7 @@ class KernelGraph(_Graph):
             [seen],
             f"{here}/Attention",
             domain=DOMAIN,
-            heads=config.num_heads,
-            kv_heads=kv_heads,
-            head_size=head_dim,
-            first_head=first_head,
+            **self._heads(layer),
             window=max(config.window, 0) if is_windowed else 0,
             scale=config.attention_scale or float(config.head_dim**-0.5),
             cap=0.0,
@@ -353,6 +352,11 @@ class KernelGraph(_Graph):
         self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
         if config.has_post_norms:
             self._after(layer, "post_attention")
+
+    def _heads(self, layer: int) -> dict[str, int]:
+        """Attributes of a layer's attention: its heads, and which of the cache's they are."""
+        kv_heads, size, first = self._key_heads(layer)
+        return {"heads": self._config.num_heads, "kv_heads": kv_heads, "head_size": size, "first_head": first}
 
     def _feed_forward(self, layer: int) -> None:
         has_post_norms = self._config.has_post_norms

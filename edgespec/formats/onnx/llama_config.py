@@ -31,12 +31,12 @@ class Experts:
 class LlamaConfig:
     """Sizes of a model, `max_positions` of its context, its constants; the rest is as a Llama has it unless given.
 
-    `rope_divisors` of the rotary frequencies [head_dim / 2]; `rope_scale` of cosines and sines; layers in
-    `windowed_layers` see the last `window` tokens, and rotate by `window_rope_theta`, undivided, where that is given,
-    heads of `window_head_dim` where these differ; `biases`: the products that have one, such as "q_proj";
-    `has_head_norms` of queries and keys; `has_post_norms`: attention and feed-forward results are normed too;
-    `logit_cap`: logits are cap * tanh(logits / cap); `has_sinks`: each head has a score without a value; `experts`:
-    instead of one feed-forward.
+    `rotary_dim`: the first of a head's values, which are rotated, where these are not all; `rope_divisors` of the
+    rotary frequencies [rotary_dim / 2]; `rope_scale` of cosines and sines; layers in `windowed_layers` see the last
+    `window` tokens, and rotate by `window_rope_theta`, undivided, where that is given, heads of `window_head_dim`
+    where these differ; `biases`: the products that have one, such as "q_proj"; `has_head_norms` of queries and keys;
+    `has_post_norms`: attention and feed-forward results are normed too; `logit_cap`: logits are cap * tanh(logits /
+    cap); `has_sinks`: each head has a score without a value; `experts`: instead of one feed-forward.
     """
 
     hidden_size: int
@@ -49,6 +49,7 @@ class LlamaConfig:
     max_positions: int
     norm_epsilon: float
     rope_theta: float
+    rotary_dim: int | None = None
     rope_divisors: tuple[float, ...] = ()
     rope_scale: float = 1.0
     window: int = -1
@@ -93,6 +94,11 @@ class LlamaConfig:
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as exc:
             raise ModelFileError(f"config.json is incomplete or damaged: {exc!r}") from exc
+
+    @property
+    def num_rotated(self) -> int:
+        """How many of a head's values are rotated."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def has_window_tables(self) -> bool:

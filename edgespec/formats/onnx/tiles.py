@@ -16,8 +16,9 @@ from edgespec.formats.onnx.forms import EMBEDDING, HEAD, Floats, weight_name
 from edgespec.formats.onnx.graph import Nodes
 
 DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLookup", "Attention", "Norm"
-EXPERTS = "Experts"
-ROWS, CACHE = "edgespec.rows", "edgespec.cache"  # inputs of a graph: slot, position, cell, parent of rows; a cache
+DELTA_NET, SHORT_CONV, EXPERTS = "DeltaNet", "ShortConv", "Experts"
+# Inputs of a graph: slot, position, cell, parent of rows; a cache; running states.
+ROWS, CACHE, STATES = "edgespec.rows", "edgespec.cache", "edgespec.states"
 LAYOUT_VERSION = 2  # of tiles and operators, which exports keep in files: increase it when they change
 GATES = {"silu": 1, "gelu": 2, "clamped": 3}  # of the input of a product: the first half through this, times the second
 

@@ -44,6 +44,7 @@ void copy_cell(int32_t type, int64_t size, const Cells& from, int64_t cell, cons
 // ---- Attention
 struct Layer {
   int64_t heads, kv_heads, size, first_head, window;  // first_head: of the cache's; window: cells that a row sees, its own included; 0: all
+  int64_t gated;  // whether each head of q is followed by a gate of its result
   float scale, cap, epsilon;
 };
 OrtStatus* create_attention(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
@@ -56,12 +57,12 @@ OrtStatus* create_attention(const OrtCustomOp*, const OrtApi*, const OrtKernelIn
   TRY(attribute(info, "scale", &l.scale));
   TRY(attribute(info, "cap", &l.cap));
   TRY(attribute(info, "epsilon", &l.epsilon));
-  if (l.kv_heads < 1 || l.heads < l.kv_heads || l.heads > 1024 || l.heads % l.kv_heads || !holds(F16, l.size) || l.first_head < 0 || l.first_head > 1 << 20 || l.window < 0)
+  if (OrtStatus* missing = attribute(info, "gated", &l.gated)) { release(missing); l.gated = 0; }
+  if (l.kv_heads < 1 || l.heads < l.kv_heads || l.heads > 1024 || l.heads % l.kv_heads || !holds(F16, l.size) || l.first_head < 0 || l.first_head > 1 << 20 || l.window < 0 || l.gated < 0 || l.gated > 1)
     return invalid("edgespec: Attention cannot have %lld heads of size %lld for %lld heads of keys, the first of them number %lld, window %lld", (long long)l.heads, (long long)l.size, (long long)l.kv_heads, (long long)l.first_head, (long long)l.window);
   return keep(l, out);
 }
 
-struct Row { int32_t slot, position, cell, parent; };
 struct Item { int64_t head, first, last, chunk; };  // rows of a slot and a chunk, -1: all of their chunks
 struct Step {
   Layer layer;
@@ -84,13 +85,17 @@ struct Step {
   bool sees(int64_t row, int64_t chunk) const { return first_chunk(row) <= chunk && chunk <= last_chunk(row); }
   bool is_straight(int64_t row, int64_t chunk) const { return straight[row] > rows[row].position || straight[row] >= (chunk + 1) * kChunk; }
   Cells cells(int64_t row, int64_t chunk, int64_t h) const { return {cache->keys(rows[row].slot, chunk, layer.first_head + h), cache->values(rows[row].slot, chunk, layer.first_head + h), kChunk}; }
+  void finish(const float* whole, int64_t row, int64_t at) const {
+    const float* gate = layer.gated ? q + row * q_stride + (2 * at + 1) * layer.size : nullptr;
+    kernels->finish(whole, int(layer.size), sinks ? sinks + at : nullptr, gate, y + (row * layer.heads + at) * layer.size);
+  }
   float* partial(int64_t h, int64_t chunk, int64_t row) const { return partials + ((h * most_chunks + chunk) * count + row) * group * stride; }
 };
 
 // The queries of a row, and its key and value into the cache.
 void ORT_CALL place_row(void* with, size_t number) {
   Step& s = *static_cast<Step*>(with);
-  const int64_t row = int64_t(number), size = s.layer.size, angle = int64_t(s.rows[row].position) * s.head.rotary;
+  const int64_t row = int64_t(number), size = s.layer.size, q_size = size << s.layer.gated, angle = int64_t(s.rows[row].position) * s.head.rotary;
   const float *cosines = s.cosines ? s.cosines + angle : nullptr, *sines = s.sines ? s.sines + angle : nullptr;
   alignas(64) float key[1024], value[1024];
   for (int64_t h = 0; h < s.layer.kv_heads; h++) {
@@ -101,7 +106,7 @@ void ORT_CALL place_row(void* with, size_t number) {
       s.kernels->put(s.cache->type, int(size), key, value, to.keys, to.values, s.rows[row].cell % kChunk, kChunk);
     }
     for (int64_t g = 0; g < s.group; g++)
-      s.kernels->prepare(s.q + row * s.q_stride + (h * s.group + g) * size, s.head, s.q_norm, cosines, sines, s.layer.scale, s.queries + ((h * s.count + row) * s.group + g) * size);
+      s.kernels->prepare(s.q + row * s.q_stride + (h * s.group + g) * q_size, s.head, s.q_norm, cosines, sines, s.layer.scale, s.queries + ((h * s.count + row) * s.group + g) * size);
   }
 }
 // Rows first..last of a head on a chunk that all of them see. The cells of a single row's branch may lie elsewhere.
@@ -166,10 +171,7 @@ bool run_chunks(Step& s, const Item& item) {
     });
     if (!done) return false;
   }
-  for (int64_t p = 0; p < pairs; p++) {
-    const int64_t at = item.head * s.group + p % s.group;
-    s.kernels->finish(whole + p * s.stride, int(size), s.sinks ? s.sinks + at : nullptr, s.y + ((item.first + p / s.group) * s.layer.heads + at) * size);
-  }
+  for (int64_t p = 0; p < pairs; p++) s.finish(whole + p * s.stride, item.first + p / s.group, item.head * s.group + p % s.group);
   return true;
 }
 void ORT_CALL run_item(void* with, size_t number) {
@@ -184,8 +186,7 @@ void ORT_CALL merge_row(void* with, size_t number) {
   if (s.is_by_chunk[row]) for (int64_t h = 0; h < s.layer.kv_heads; h++) for (int64_t g = 0; g < s.group; g++) {
     float* whole = s.partial(h, first, row) + g * s.stride;
     for (int64_t chunk = first + 1; chunk <= s.last_chunk(row); chunk++) s.kernels->merge(whole, s.partial(h, chunk, row) + g * s.stride, int(size), false);
-    const int64_t at = h * s.group + g;
-    s.kernels->finish(whole, int(size), s.sinks ? s.sinks + at : nullptr, s.y + (row * s.layer.heads + at) * size);
+    s.finish(whole, row, h * s.group + g);
   }
 }
 
@@ -230,7 +231,7 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   TRY(read_floats(context, 1, "k", &k));
   TRY(read_floats(context, 2, "v", &v));
   const bool is_joined = !k.data;
-  const int64_t q_width = l.heads * l.size, k_width = l.kv_heads * l.size, width = q.rank ? q.dims[q.rank - 1] : 0;
+  const int64_t y_width = l.heads * l.size, q_width = y_width << l.gated, k_width = l.kv_heads * l.size, width = q.rank ? q.dims[q.rank - 1] : 0;
   if (width != q_width && !(is_joined && (width == q_width + k_width || width == q_width + 2 * k_width))) return invalid("edgespec: Attention's q is %lld wide, expected %lld, or with keys and values in it %lld or %lld more", (long long)width, (long long)q_width, (long long)k_width, (long long)(2 * k_width));
   s.count = elements(q, q.rank - 1);
   if (!is_joined && (!v.data || elements(k, k.rank) != s.count * k_width || elements(v, v.rank) != s.count * k_width)) return invalid("edgespec: Attention's k and v are not %lld rows of %lld", (long long)s.count, (long long)k_width);
@@ -265,7 +266,7 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
     s.most_chunks = s.last_chunk(i) + 1 > s.most_chunks ? s.last_chunk(i) + 1 : s.most_chunks;
   }
   OrtValue* y; void* p;
-  q.dims[q.rank - 1] = q_width;
+  q.dims[q.rank - 1] = y_width;
   TRY(output(context, 0, q.dims, q.rank, &y));
   TRY(data(y, &p));
   s.y = static_cast<float*>(p);
@@ -276,7 +277,7 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
   const int64_t items = divide(s, nullptr);
   Scratch scratch;
   for (Pieces pieces = {nullptr, 0};; pieces = {scratch.data, 0}) {
-    pieces.take(&s.queries, s.count * q_width);
+    pieces.take(&s.queries, s.count * y_width);
     if (s.has_partials) pieces.take(&s.partials, partials);
     pieces.take(&s.items, items);
     pieces.take(&s.is_by_chunk, s.count);
@@ -290,11 +291,11 @@ OrtStatus* ORT_CALL compute_attention(void* self, OrtKernelContext* context) {
     const Row& r = s.rows[i];
     const int32_t before = r.parent < 0 ? r.position : s.straight[r.parent];
     s.straight[i] = before == r.position && r.cell == r.position ? before + 1 : before;
-    work += (r.position + 1 - s.begin(i)) * 2 * q_width;
+    work += (r.position + 1 - s.begin(i)) * 2 * y_width;
   }
   TRY(run_all(context, s.count < 16, place_row, s.count, &s));
   TRY(run_all(context, work < 200000, run_item, items, &s));
-  if (s.has_partials) TRY(run_all(context, s.count * s.most_chunks * q_width < 100000, merge_row, s.count, &s));
+  if (s.has_partials) TRY(run_all(context, s.count * s.most_chunks * y_width < 100000, merge_row, s.count, &s));
   return s.out_of_memory ? error(kFail, "edgespec: out of memory") : nullptr;
 }
 

@@ -179,8 +179,8 @@ void merge(float* into, const float* from, int size, bool is_first) {
   into[1] = into[1] * old + from[1] * fresh;
   for (int i = kResult; i < kResult + size; i++) into[i] = into[i] * old + from[i] * fresh;
 }
-// The mean of the values; `sink` (or null): a score of its own without a value.
-void finish(const float* result, int size, const float* sink, float* out) {
+// The mean of the values, times the sigmoid of `gate` (or null); `sink` (or null): a score of its own without a value.
+void finish(const float* result, int size, const float* sink, const float* gate, float* out) {
   float factor = 1.f, total = result[1];
   if (sink) {
     const float top = result[0] > *sink ? result[0] : *sink;
@@ -188,6 +188,7 @@ void finish(const float* result, int size, const float* sink, float* out) {
     total = total * factor + exponential(*sink - top);
   }
   for (int i = 0; i < size; i++) out[i] = result[kResult + i] * factor / total;
+  if (gate) for (int i = 0; i < size; i++) out[i] /= 1.f + exponential(-gate[i]);
 }
 
 constexpr Attention kAttention = {norm, gate, prepare, put, attend, merge, finish};

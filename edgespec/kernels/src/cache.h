@@ -41,7 +41,7 @@ struct Attention {
   void (*put)(int32_t type, int size, const float* key, const float* value, uint8_t* keys, uint8_t* values, int cell, int cells);
   void (*attend)(const Attend& a);
   void (*merge)(float* into, const float* from, int size, bool is_first);
-  void (*finish)(const float* result, int size, const float* sink, float* out);
+  void (*finish)(const float* result, int size, const float* sink, const float* gate, float* out);
 };
 
 // A cache in a program's memory. A graph names it by a number.

@@ -118,6 +118,7 @@ constexpr int kind_of(int64_t type) { return format(int32_t(type)).inputs == 256
 enum { kNoGate = 0, kSilu = 1, kGelu = 2, kClamped = 3 };  // see `gate`
 
 struct Attention;
+struct Recurrence;
 
 // One instruction set's kernels. All give the same bits.
 struct Path {
@@ -130,6 +131,7 @@ struct Path {
   // y [rows, stride] of the outputs of the tiles first..last; rows <= kRowBlock. y and bias (or null) begin at the matrix's first output.
   void (*product)(int32_t type, const uint8_t* tiles, int64_t n, int64_t k, const uint8_t* activations, int rows, float* y, int64_t stride, const float* bias, int64_t first, int64_t last);
   const Attention* attention;
+  const Recurrence* recurrence;
 };
 extern const Path kPortable, kAvx2, kAvxVnni, kAvx512, kNeonDot, kNeonI8mm;  // the ones after the first on their processors only
 bool has_avx2();

@@ -79,6 +79,7 @@ inline int64_t elements(const Tensor& t, size_t rank) {
   for (size_t i = 0; i < rank; i++) count *= t.dims[i];
   return count;
 }
+struct Row { int32_t slot, position, cell, parent; };  // see attention.cpp
 inline OrtStatus* read_floats(const OrtKernelContext* context, size_t at, const char* name, Tensor* out) {
   const OrtValue* value;
   TRY(input(context, at, &value));

@@ -8,6 +8,7 @@
 namespace edgespec {
 const OrtApi* ort;
 OrtStatus* add_attention(OrtDomain* domain);
+OrtStatus* add_recurrence(OrtDomain* domain);
 OrtStatus* add_experts(OrtDomain* domain);
 namespace {
 
@@ -311,6 +312,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_CALL RegisterCu
     TRY(add_operator(fresh, &matmul_operator));
     TRY(add_operator(fresh, &lookup_operator));
     TRY(add_attention(fresh));
+    TRY(add_recurrence(fresh));
     TRY(add_experts(fresh));
     domain = fresh;
   }

@@ -61,7 +61,7 @@ struct Lanes {
 }  // namespace
 }  // namespace edgespec
 #include "products.h"
-#include "attention.h"
+#include "recurrence.h"
 
-namespace edgespec { const Path kAvx512 = {"avx512-vnni", has_avx512_vnni, quantise, product, &kAttention}; }
+namespace edgespec { const Path kAvx512 = {"avx512-vnni", has_avx512_vnni, quantise, product, &kAttention, &kRecurrence}; }
 #endif

@@ -77,6 +77,6 @@ struct Lanes {
 }  // namespace
 }  // namespace edgespec
 #include "products.h"
-#include "attention.h"
+#include "recurrence.h"
 
-namespace edgespec { const Path kPortable = {"portable", [] { return true; }, quantise, product, &kAttention}; }
+namespace edgespec { const Path kPortable = {"portable", [] { return true; }, quantise, product, &kAttention, &kRecurrence}; }

@@ -1,0 +1,437 @@
+// Operators of ONNX Runtime in the domain "edgespec", over running states (states.h):
+//   DeltaNet(x [..., n, queries, keys, values, gates of the result], rates [..., n, 2 * value_heads], kernel [taps, channels],
+//     bias [value_heads], rate [value_heads], norm [size], rows [n, 4], states [1]) -> y [..., n, value_heads * size]
+//   ShortConv(x [..., n, 3 * width], kernel [taps, width], rows [n, 4], states [1]) -> y [..., n, width]
+// Rows are those of attention.cpp, and those of a slot have cells one after another from their first position on. The
+// key of a value's head is that of its number modulo the key's heads, as llama.cpp's files have them.
+#include <cmath>
+#include <cstring>
+#include "cache.h"
+#include "operator.h"
+#include "states.h"
+
+namespace edgespec {
+namespace {
+States* all_states = nullptr;
+int64_t last_states = 0;
+std::atomic_flag states_in_use = ATOMIC_FLAG_INIT;
+const States* find_states(int64_t number) {
+  Lock lock(states_in_use);
+  for (const States* each = all_states; each; each = each->next) if (each->number == number) return each;
+  return nullptr;
+}
+
+// Adds what the log has at `cell` to 16 times `columns` of a head's values.
+void add_logged(const Recurrence& kernels, const State& s, int64_t head, int64_t column, int columns, int64_t cell, const float* from, float* to) {
+  const int64_t size = s.shape->size;
+  kernels.add(from, to, columns, int(size), s.keys(cell) + head % s.shape->key_heads * size, s.decays(cell)[head], s.deltas(cell) + head * size + column * kLanes);
+}
+// Adds what the log has at `cell` to a copy of S.
+void add_all(const State& s, int64_t cell, float* copy) {
+  const int64_t block = s.shape->size * kLanes;
+  for (int64_t h = 0; h < s.shape->value_heads; h++) for (int64_t column = 0; column < s.shape->size / kLanes; column++, copy += block)
+    add_logged(*path_in_use().recurrence, s, h, column, 1, cell, copy, copy);
+}
+
+// Rows that a pass may take from the log without adding them for good: writing a state costs more.
+constexpr int64_t kMostAgain = 8;
+struct Layer { int64_t number, key_heads, value_heads, size; float epsilon; };  // number: of the states'
+// The rows of one text. S is at position `start` and will be at `settled`, which is beyond `base` where not all rows fit the log.
+struct Part { int64_t first, last, base, start, settled; State state; };
+struct Step {
+  Layer layer;
+  const Recurrence* kernels;
+  const Attention* others;
+  const States* states;
+  const StateShape* shape;
+  const Row* rows;
+  int64_t count, num_parts, x_width, inner;
+  const float *x, *gates, *kernel, *bias, *rate, *norm;
+  float *y, *inputs, *mixed, *betas, *decays, *overlaps, *deltas;  // inputs: of the convolution, those of a row input_stride apart
+  int64_t input_stride;
+  Part* parts;
+  int32_t* part_of;
+  std::atomic<bool> out_of_memory;
+
+  const float* input_of(int64_t row) const { return inputs + row * input_stride; }
+  int64_t key_width() const { return layer.key_heads * layer.size; }
+  float* key(int64_t row, int64_t head) const { return mixed + row * shape->channels + key_width() + head * layer.size; }
+};
+
+// The convolution of a row, over the rows of its branch.
+bool mix(const Step& s, int64_t row) {
+  const Part& part = s.parts[s.part_of[row]];
+  const int taps = s.shape->taps;
+  const float *inputs[kMostTaps], *zeros = nullptr;
+  Scratch scratch;
+  if (s.rows[row].position < taps - 1) {  // the text begins within what it sees
+    if (!scratch.get(size_t(s.shape->channels) * 4)) return false;
+    zeros = static_cast<const float*>(memset(scratch.data, 0, size_t(s.shape->channels) * 4));
+  }
+  int64_t at = row;
+  for (int t = taps - 1; t >= 0; t--) {
+    const int64_t cell = s.rows[row].position - (taps - 1 - t);
+    inputs[t] = at >= 0 ? s.input_of(at) : cell >= 0 ? part.state.inputs(cell) : zeros;
+    if (at >= 0) at = s.rows[at].parent;
+  }
+  s.kernels->convolve(inputs, s.kernel, taps, s.shape->channels, s.layer.value_heads, s.mixed + row * s.shape->channels);
+  return true;
+}
+void ORT_CALL mix_row(void* with, size_t number) {
+  Step& s = *static_cast<Step*>(with);
+  const int64_t row = int64_t(number), size = s.layer.size, heads = s.layer.value_heads;
+  if (!mix(s, row)) { s.out_of_memory = true; return; }
+  for (int64_t h = 0; h < s.layer.key_heads; h++) {
+    float* query = s.mixed + row * s.shape->channels + h * size;
+    s.kernels->to_unit(query, size, 1.f / sqrtf(float(size)));
+    s.kernels->to_unit(s.key(row, h), size, 1.f);
+    s.overlaps[row * s.layer.key_heads + h] = s.kernels->dot(query, s.key(row, h), size);
+  }
+  s.kernels->rates(s.gates + row * 2 * heads, s.bias, s.rate, heads, s.betas + row * heads, s.decays + row * heads);
+}
+
+// Some of a head's values for the rows of a text; `copy`: room for a state with rows that may be dropped.
+struct Columns {
+  const Step& s;
+  const Part& part;
+  int64_t head, first;
+  int count;
+  float *state, *copy;
+  const float* now;
+
+  int64_t key_head() const { return head % s.layer.key_heads; }
+  int64_t value_at(int64_t row) const { return row * s.inner + head * s.layer.size + first * kLanes; }
+  void add_row(int64_t row, float* to) {
+    s.kernels->add(now, to, count, int(s.layer.size), s.key(row, key_head()), s.decays[row * s.layer.value_heads + head], s.deltas + value_at(row));
+    now = to;
+  }
+  // To the state behind `row`, -1: before the pass.
+  void go_to(int64_t row) {
+    now = state;
+    for (int64_t cell = part.settled; cell < part.base; cell++) { add_logged(*s.kernels, part.state, head, first, count, cell, now, copy); now = copy; }
+    int32_t path[kMostLogged];
+    int depth = 0;
+    for (; row >= 0; row = s.rows[row].parent) path[depth++] = int32_t(row);
+    while (depth) add_row(path[--depth], copy);
+  }
+  void ask(int64_t row) {
+    const int64_t heads = s.layer.value_heads, query = row * s.shape->channels + key_head() * s.layer.size;
+    const Asked asked = {s.key(row, key_head()), s.mixed + query, s.mixed + row * s.shape->channels + 2 * s.key_width() + value_at(row) - row * s.inner, s.decays[row * heads + head], s.betas[row * heads + head], s.overlaps[row * s.layer.key_heads + key_head()]};
+    s.kernels->ask(now, count, int(s.layer.size), asked, s.deltas + value_at(row), s.y + value_at(row));
+  }
+  void run() {
+    if (!part.base) memset(state, 0, size_t(count * s.layer.size * kLanes) * 4);
+    for (int64_t cell = part.start; cell < part.settled && cell < part.base; cell++) add_logged(*s.kernels, part.state, head, first, count, cell, state, state);
+    int64_t at = -2;
+    for (int64_t row = part.first; row < part.last; at = row++) {
+      if (s.rows[row].parent != at) go_to(s.rows[row].parent);
+      else add_row(at, at - part.first < part.settled - part.base ? state : copy);
+      ask(row);
+    }
+  }
+};
+void ORT_CALL run_head(void* with, size_t number) {
+  Step& s = *static_cast<Step*>(with);
+  const int64_t size = s.layer.size, heads = s.layer.value_heads, head = int64_t(number) % heads;
+  const Part& part = s.parts[int64_t(number) / heads];
+  const int columns = s.kernels->columns;
+  Scratch scratch;
+  if (!scratch.get(size_t(columns * size * kLanes) * 4)) { s.out_of_memory = true; return; }
+  for (int64_t first = 0; first < size / kLanes; first += columns) {
+    const int count = int(size / kLanes - first < columns ? size / kLanes - first : columns);
+    Columns{s, part, head, first, count, part.state.head(head) + first * size * kLanes, reinterpret_cast<float*>(scratch.data), nullptr}.run();
+  }
+  alignas(64) float normed[1024];
+  for (int64_t row = part.first; row < part.last; row++) {
+    float* y = s.y + row * s.inner + head * size;
+    s.others->norm(y, nullptr, s.norm, s.layer.epsilon, size, normed, nullptr);
+    s.others->gate(kSilu, s.x + row * s.x_width + s.shape->channels + head * size, normed, size, y);
+  }
+}
+void ORT_CALL log_row(void* with, size_t number) {
+  const Step& s = *static_cast<Step*>(with);
+  const int64_t row = int64_t(number), heads = s.layer.value_heads;
+  const Part& part = s.parts[s.part_of[row]];
+  const State& state = part.state;
+  if (part.last - row > state.rows) return;  // another row takes its place
+  const int64_t cell = s.rows[row].cell;
+  memcpy(state.inputs(cell), s.input_of(row), size_t(s.shape->channels) * 4);
+  if (!heads) return;
+  memcpy(state.keys(cell), s.key(row, 0), size_t(s.key_width()) * 4);
+  memcpy(state.deltas(cell), s.deltas + row * s.inner, size_t(s.inner) * 4);
+  memcpy(state.decays(cell), s.decays + row * heads, size_t(heads) * 4);
+}
+void ORT_CALL short_row(void* with, size_t number) {
+  Step& s = *static_cast<Step*>(with);
+  const int64_t row = int64_t(number), width = s.shape->channels;
+  if (!mix(s, row)) { s.out_of_memory = true; return; }
+  for (int64_t i = 0; i < width; i++) s.y[row * width + i] = s.x[row * s.x_width + width + i] * s.mixed[row * width + i];
+}
+void ORT_CALL gate_row(void* with, size_t number) {
+  Step& s = *static_cast<Step*>(with);
+  const int64_t width = s.shape->channels;
+  const float* x = s.x + int64_t(number) * s.x_width;
+  for (int64_t i = 0; i < width; i++) s.inputs[int64_t(number) * width + i] = x[i] * x[2 * width + i];
+}
+
+// The parts of the pass, checked against the states. Their number, if `parts` is null.
+OrtStatus* divide(Step* s, const char* name, Part* parts) {
+  s->num_parts = 0;
+  for (int64_t first = 0, last; first < s->count; first = last) {
+    const Row& root = s->rows[first];
+    for (last = first; last < s->count && s->rows[last].slot == root.slot; last++) {
+      const Row& r = s->rows[last];
+      const bool follows = r.parent < 0 ? r.parent == -1 && r.position == root.position : r.parent >= first && r.parent < last && s->rows[r.parent].position + 1 == r.position;
+      if (r.slot < 0 || r.slot >= s->states->slots || root.position < 0 || r.cell != root.position + (last - first) || !follows)
+        return invalid("edgespec: %s has a row %lld (slot %d, position %d, cell %d, parent %d) outside %lld slots, or away from its parent or its place", name, (long long)last, r.slot, r.position, r.cell, r.parent, (long long)s->states->slots);
+    }
+    if (!parts) { s->num_parts++; continue; }
+    const State state = s->states->at(root.slot, s->layer.number);
+    const State::Header header = state.header();
+    Part part = {first, last, root.position, root.position ? header.start : 0, 0, state};
+    if (part.base && (header.start < 0 || header.start > part.base || header.end < part.base || part.base - header.start > s->states->log))
+      return invalid("edgespec: %s has a row %lld at position %lld of a text whose state reaches %lld to %lld", name, (long long)first, (long long)part.base, (long long)header.start, (long long)header.end);
+    const int64_t floor = s->states->floors[root.slot], wanted = floor < part.base ? floor : part.base, least = part.base + (last - first) - s->states->log;
+    part.settled = part.base - part.start > kMostAgain && wanted > part.start ? wanted : part.start;
+    if (part.settled < least) part.settled = least;
+    for (int64_t row = first; row < last; row++) {
+      if (part.settled > part.base && row > first && s->rows[row].parent != row - 1) return invalid("edgespec: %s has %lld rows with branches, its states keep %lld", name, (long long)(last - first), (long long)s->states->log);
+      s->part_of[row] = int32_t(s->num_parts);
+    }
+    for (int64_t i = 0; i < s->num_parts; i++) if (parts[i].state.memory == state.memory) return invalid("edgespec: %s has rows of slot %d apart", name, root.slot);
+    parts[s->num_parts++] = part;
+  }
+  return nullptr;
+}
+OrtStatus* read_places(const OrtKernelContext* context, size_t at, const char* name, const StateShape& wanted, Step* s) {
+  Tensor rows, number;
+  const OrtValue* value;
+  TRY(input(context, at, &value));
+  TRY(read(value, "rows", kTypeInt32, &rows));
+  if (elements(rows, rows.rank) != 4 * s->count) return invalid("edgespec: %s has %lld numbers of rows, expected 4 for each of %lld rows", name, (long long)elements(rows, rows.rank), (long long)s->count);
+  s->rows = static_cast<const Row*>(rows.data);
+  TRY(input(context, at + 1, &value));
+  TRY(read(value, "states", kTypeInt64, &number));
+  if (elements(number, number.rank) != 1 || !(s->states = find_states(*static_cast<const int64_t*>(number.data)))) return invalid("edgespec: %s names states that nobody holds", name);
+  if (s->layer.number < 0 || s->layer.number >= s->states->layers) return invalid("edgespec: %s is layer %lld of states of %lld layers", name, (long long)s->layer.number, (long long)s->states->layers);
+  s->shape = s->states->shapes + s->layer.number;
+  if (memcmp(s->shape, &wanted, sizeof wanted)) return invalid("edgespec: %s is layer %lld of states, which has other sizes", name, (long long)s->layer.number);
+  return divide(s, name, nullptr);
+}
+OrtStatus* open_output(OrtKernelContext* context, Tensor* x, int64_t width, float** y) {
+  OrtValue* value; void* p;
+  x->dims[x->rank - 1] = width;
+  TRY(output(context, 0, x->dims, x->rank, &value));
+  TRY(data(value, &p));
+  *y = static_cast<float*>(p);
+  return nullptr;
+}
+// Reads the kernel [taps, channels].
+OrtStatus* read_kernel(const OrtKernelContext* context, size_t at, int64_t channels, Step* s, StateShape* wanted) {
+  Tensor kernel;
+  TRY(read_floats(context, at, "kernel", &kernel));
+  if (kernel.rank != 2 || kernel.dims[1] != channels || kernel.dims[0] > kMostTaps) return invalid("edgespec: a kernel is not [2 to %d, %lld]", kMostTaps, (long long)channels);
+  s->kernel = static_cast<const float*>(kernel.data);
+  wanted->channels = int32_t(channels); wanted->taps = int32_t(kernel.dims[0]);
+  return nullptr;
+}
+void settle(const Step& s) {
+  for (int64_t i = 0; i < s.num_parts; i++) s.parts[i].state.header() = {s.parts[i].settled, s.parts[i].base + s.parts[i].last - s.parts[i].first, {}};
+}
+
+// ---- DeltaNet
+OrtStatus* create_delta(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
+  Layer l = {};
+  TRY(attribute(info, "layer", &l.number));
+  TRY(attribute(info, "key_heads", &l.key_heads));
+  TRY(attribute(info, "value_heads", &l.value_heads));
+  TRY(attribute(info, "size", &l.size));
+  TRY(attribute(info, "epsilon", &l.epsilon));
+  const bool fits = l.key_heads > 0 && l.key_heads <= 4096 && l.value_heads > 0 && l.value_heads <= 4096 && l.size > 0 && l.size <= 1024;
+  if (!fits || !StateShape{int32_t((2 * l.key_heads + l.value_heads) * l.size), 2, int32_t(l.key_heads), int32_t(l.value_heads), int32_t(l.size)}.is_possible())
+    return invalid("edgespec: DeltaNet cannot have %lld heads of size %lld for %lld heads of keys", (long long)l.value_heads, (long long)l.size, (long long)l.key_heads);
+  return keep(l, out);
+}
+OrtStatus* ORT_CALL compute_delta(void* self, OrtKernelContext* context) {
+  Step s = {};
+  const Layer& l = s.layer = *static_cast<const Layer*>(self);
+  s.kernels = path_in_use().recurrence; s.others = path_in_use().attention;
+  Tensor x, gates;
+  TRY(read_floats(context, 0, "x", &x));
+  TRY(read_floats(context, 1, "rates", &gates));
+  s.inner = l.value_heads * l.size;
+  const int64_t channels = 2 * l.key_heads * l.size + s.inner;
+  s.x_width = s.input_stride = channels + s.inner;
+  if (!x.rank || x.dims[x.rank - 1] != s.x_width) return invalid("edgespec: DeltaNet's x is %lld wide, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)s.x_width);
+  s.count = elements(x, x.rank - 1);
+  if (!gates.data || elements(gates, gates.rank) != 2 * l.value_heads * s.count) return invalid("edgespec: DeltaNet's rates are not %lld rows of %lld", (long long)s.count, (long long)(2 * l.value_heads));
+  StateShape wanted = {0, 0, int32_t(l.key_heads), int32_t(l.value_heads), int32_t(l.size)};
+  TRY(read_kernel(context, 2, channels, &s, &wanted));
+  TRY(read_vector(context, 3, "bias", l.value_heads, &s.bias));
+  TRY(read_vector(context, 4, "rate", l.value_heads, &s.rate));
+  TRY(read_vector(context, 5, "norm", l.size, &s.norm));
+  TRY(read_places(context, 6, "DeltaNet", wanted, &s));
+  s.x = static_cast<const float*>(x.data); s.gates = static_cast<const float*>(gates.data);
+  s.inputs = const_cast<float*>(s.x);  // only read
+  TRY(open_output(context, &x, s.inner, &s.y));
+  Scratch scratch;
+  for (Pieces pieces = {nullptr, 0};; pieces = {scratch.data, 0}) {
+    pieces.take(&s.mixed, s.count * channels);
+    pieces.take(&s.betas, s.count * l.value_heads);
+    pieces.take(&s.decays, s.count * l.value_heads);
+    pieces.take(&s.overlaps, s.count * l.key_heads);
+    pieces.take(&s.deltas, s.count * s.inner);
+    pieces.take(&s.part_of, s.count);
+    pieces.take(&s.parts, s.num_parts);
+    if (pieces.data) break;
+    if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
+  }
+  TRY(divide(&s, "DeltaNet", s.parts));
+  TRY(run_all(context, s.count * channels < 32768, mix_row, s.count, &s));
+  if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
+  TRY(run_all(context, (s.count + s.num_parts) * s.inner * l.size < 100000, run_head, s.num_parts * l.value_heads, &s));
+  if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
+  TRY(run_all(context, s.count * channels < 65536, log_row, s.count, &s));
+  settle(s);
+  return nullptr;
+}
+
+// ---- ShortConv
+OrtStatus* create_short(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
+  Layer l = {};
+  TRY(attribute(info, "layer", &l.number));
+  return keep(l, out);
+}
+OrtStatus* ORT_CALL compute_short(void* self, OrtKernelContext* context) {
+  Step s = {};
+  s.layer = *static_cast<const Layer*>(self);
+  s.kernels = path_in_use().recurrence;
+  Tensor x;
+  TRY(read_floats(context, 0, "x", &x));
+  s.x_width = x.rank ? x.dims[x.rank - 1] : 0;
+  const int64_t width = s.input_stride = s.x_width / 3;
+  if (width < 1 || s.x_width % 3 || width > 1 << 20) return invalid("edgespec: ShortConv's x is %lld wide, expected three times a width", (long long)s.x_width);
+  s.count = elements(x, x.rank - 1);
+  s.x = static_cast<const float*>(x.data);
+  StateShape wanted = {};
+  TRY(read_kernel(context, 1, width, &s, &wanted));
+  TRY(read_places(context, 2, "ShortConv", wanted, &s));
+  TRY(open_output(context, &x, width, &s.y));
+  Scratch scratch;
+  for (Pieces pieces = {nullptr, 0};; pieces = {scratch.data, 0}) {
+    pieces.take(&s.inputs, s.count * width);
+    pieces.take(&s.mixed, s.count * width);
+    pieces.take(&s.part_of, s.count);
+    pieces.take(&s.parts, s.num_parts);
+    if (pieces.data) break;
+    if (!scratch.get(size_t(pieces.size))) return error(kFail, "edgespec: out of memory");
+  }
+  TRY(divide(&s, "ShortConv", s.parts));
+  const bool is_small = s.count * width < 65536;
+  TRY(run_all(context, is_small, gate_row, s.count, &s));
+  TRY(run_all(context, is_small, short_row, s.count, &s));
+  if (s.out_of_memory) return error(kFail, "edgespec: out of memory");
+  TRY(run_all(context, is_small, log_row, s.count, &s));
+  settle(s);
+  return nullptr;
+}
+OrtCustomOp delta_operator, short_operator;
+}  // namespace
+
+OrtStatus* add_recurrence(OrtDomain* domain) {
+  OrtCustomOp* op = &delta_operator;
+  describe(op);
+  op->name = [](const OrtCustomOp*) -> const char* { return "DeltaNet"; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 8; };
+  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i == 6 ? kTypeInt32 : i == 7 ? kTypeInt64 : kTypeFloat; };
+  op->create = create_delta;
+  op->compute = compute_delta;
+  op = &short_operator;
+  describe(op);
+  op->name = [](const OrtCustomOp*) -> const char* { return "ShortConv"; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return 4; };
+  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i == 2 ? kTypeInt32 : i == 3 ? kTypeInt64 : kTypeFloat; };
+  op->create = create_short;
+  op->compute = compute_short;
+  OrtCustomOp* const operators[] = {&delta_operator, &short_operator};
+  for (OrtCustomOp* each : operators) {
+    each->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
+    each->input_kind = each->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
+    TRY(add_operator(domain, each));
+  }
+  return nullptr;
+}
+}  // namespace edgespec
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+using namespace edgespec;
+
+// Bytes of states of `layers` layers of these sizes (five numbers each); -1 if there cannot be any.
+EXPORT int64_t edgespec_state_bytes(const int32_t* sizes, int64_t layers, int64_t slots, int64_t log) {
+  int64_t slot = 0, bytes;
+  if (layers < 1 || layers > 1 << 16 || slots < 1 || slots > 1 << 20 || log < 1 || log > kMostLogged) return -1;
+  for (int64_t i = 0; i < layers; i++) {
+    const StateShape& shape = reinterpret_cast<const StateShape*>(sizes)[i];
+    if (!shape.is_possible() || __builtin_add_overflow(slot, (State::bytes(shape, log) + 63) & ~int64_t(63), &slot)) return -1;
+  }
+  return __builtin_mul_overflow(slot, slots, &bytes) ? -1 : bytes;
+}
+// The number of states in `memory`, zeros of as many bytes as above, for graphs; 0 if there cannot be any, or without memory. It and `floors` [slots] must outlive all passes.
+EXPORT int64_t edgespec_hold_states(uint8_t* memory, const int32_t* sizes, int64_t layers, int64_t slots, int64_t log, const int64_t* floors) {
+  if (edgespec_state_bytes(sizes, layers, slots, log) < 0) return 0;
+  States* s = static_cast<States*>(malloc(sizeof(States) + size_t(layers) * (sizeof(int64_t) + sizeof(StateShape))));
+  if (!s) return 0;
+  int64_t* starts = reinterpret_cast<int64_t*>(s + 1);
+  StateShape* shapes = reinterpret_cast<StateShape*>(starts + layers);
+  memcpy(shapes, sizes, size_t(layers) * sizeof(StateShape));
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < layers; i++) {
+    starts[i] = bytes;
+    bytes += (State::bytes(shapes[i], log) + 63) & ~int64_t(63);
+  }
+  Lock lock(states_in_use);
+  *s = {++last_states, memory, slots, layers, log, bytes, floors, shapes, starts, all_states};
+  all_states = s;
+  return s->number;
+}
+EXPORT void edgespec_drop_states(int64_t number) {
+  Lock lock(states_in_use);
+  for (States** each = &all_states; *each; each = &(*each)->next) if ((*each)->number == number) { States* gone = *each; *each = gone->next; free(gone); return; }
+}
+// Copies what a text of `length` rows needs to go on, for each layer S and the convolution's inputs before it, to (or from)
+// `flat`, of as many bytes as this returns. -1: nobody holds the states, or they do not reach there. Null for `flat`: the
+// bytes alone.
+EXPORT int64_t edgespec_copy_states(int64_t number, int32_t into_states, int64_t slot, int64_t length, float* flat) {
+  const States* s = find_states(number);
+  if (!s || slot < 0 || slot >= s->slots || length < 0) return -1;
+  int64_t floats = 0;
+  for (int64_t i = 0; i < s->layers; i++) {
+    const State state = s->at(slot, i);
+    const State::Header& header = state.header();
+    if (flat && !into_states && (header.start < 0 || header.start > length || header.end < length || length - header.start > s->log)) return -1;
+    floats += state.shape->state_floats() + int64_t(state.shape->taps - 1) * state.shape->channels;
+  }
+  for (int64_t i = 0; flat && i < s->layers; i++) {
+    const State state = s->at(slot, i);
+    const auto copy = [&](float* ours, int64_t count) {
+      into_states ? memcpy(ours, flat, size_t(count) * 4) : memcpy(flat, ours, size_t(count) * 4);
+      flat += count;
+    };
+    copy(state.head(0), state.shape->state_floats());
+    if (!into_states) for (int64_t cell = state.header().start; cell < length; cell++) add_all(state, cell, flat - state.shape->state_floats());
+    for (int64_t cell = length - state.shape->taps + 1; cell < length; cell++) copy(state.inputs(cell < 0 ? cell + state.rows : cell), state.shape->channels);
+    if (into_states) state.header() = {length, length, {}};
+  }
+  return 4 * floats;
+}
+// Puts the rows of the log at cells `from` to the cells `to`, one after another. -1: nobody holds the states, or a cell is below 0.
+EXPORT int32_t edgespec_move_rows(int64_t number, int64_t slot, const int32_t* to, const int32_t* from, int64_t count) {
+  const States* s = find_states(number);
+  if (!s || slot < 0 || slot >= s->slots) return -1;
+  for (int64_t i = 0; i < count; i++) if (to[i] < 0 || from[i] < 0) return -1;
+  for (int64_t layer = 0; layer < s->layers; layer++) {
+    const State state = s->at(slot, layer);
+    for (int64_t i = 0; i < count; i++) memmove(state.inputs(to[i]), state.inputs(from[i]), size_t(state.shape->row_floats()) * 4);
+  }
+  return 0;
+}

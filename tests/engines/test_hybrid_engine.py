@@ -1,0 +1,310 @@
+"""Hybrids on our kernels: right, the same bits with any drafts, and every state that is dropped leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.cached_text import PROMPT_END
+from edgespec.engines.checkpoints import MOST_CHECKPOINTS
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.running_state import auto_takes_mtp
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.footprint import footprint
+from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
+from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
+from edgespec.formats.gguf.header import read_header
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
+from edgespec.types import Batch, Draft, Logits
+from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
+from tiny_gguf import replace_metadata, write_model
+
+pytestmark = pytest.mark.skipif(
+    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
+)
+PROMPT = "the cat sat on the mat, the cat sat on the"
+OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
+
+
+@pytest.fixture(scope="module", params=["qwen35", "lfm2"])
+def hybrid(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(f"{request.param}_path")
+    return path
+
+
+def opened(path: Path, **given: object) -> HybridEngine:
+    found = OnnxEngine.load(path, context_length=400, threads=1, **given)
+    assert isinstance(found, HybridEngine)
+    return found
+
+
+@pytest.fixture
+def engine(hybrid: Path) -> Iterator[HybridEngine]:
+    with opened(hybrid) as found:
+        yield found
+
+
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(3, 200, count).tolist()
+    return found
+
+
+def chained(engine: HybridEngine, ids: list[int]) -> Logits:
+    return engine.forward(Batch.chain(ids)).copy()
+
+
+def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> None:
+    """Whose gated delta nets add up rows in blocks; both keep keys and values in half precision."""
+    if not has_engine("llamacpp"):
+        pytest.skip("compares with llama.cpp, which is not installed")
+    ids = ids_of(100)
+    with LlamaCppEngine.load(hybrid, context_length=400, threads=1) as theirs:
+        wanted = theirs.forward(Batch.chain(ids)).copy()
+    assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "lfm2"])
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
+        pytest.skip("this release of transformers has no Qwen3.5")
+    from hub_hybrids import make_hybrid
+
+    shape = HybridShape(head_size=32 if kind == "qwen35" else 16, rotated=16, state_heads=6, key_heads=2)
+    model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0].numpy()
+    with opened(tmp_path / "model.gguf") as engine:
+        found = chained(engine, ids)
+    assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted)
+    assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
+
+
+@pytest.mark.parametrize("base", [0, 1, 2, 40])
+def test_a_draft_of_which_any_part_is_accepted_was_never_there(engine: HybridEngine, base: int) -> None:
+    text, wrong, length = ids_of(base + 60), ids_of(40, seed=1), 10
+
+    def after(accepted: int, drafted: int) -> Logits:
+        engine.rollback(0)
+        if base:
+            chained(engine, text[:base])
+        kept = base + accepted
+        if drafted:
+            chained(engine, [*text[base:kept], *wrong[: drafted - accepted]])
+            engine.rollback(kept)
+        elif accepted:
+            chained(engine, text[base:kept])
+        first = chained(engine, text[kept : kept + 3])
+        return np.concatenate([first, chained(engine, text[kept + 3 : kept + length])])
+
+    for drafted in (1, 5, LOG):
+        for accepted in {0, 1, drafted // 2, drafted - 1, drafted}:
+            assert np.array_equal(after(accepted, drafted), after(accepted, 0)), (drafted, accepted)
+
+
+def test_a_path_of_a_tree_is_kept_as_if_it_came_alone(engine: HybridEngine) -> None:
+    rng, text = np.random.default_rng(2), ids_of(200)
+    with_trees: list[int] = []
+    for _ in range(12):
+        count = int(rng.integers(2, LOG))
+        parents = [-1, *(int(rng.integers(max(-1, i - 4), i)) for i in range(1, count - 1))]
+        tokens = np.array(ids_of(count - 1, seed=count), np.int32)
+        draft = Draft(tokens, np.array(parents, np.int32), np.ones(count - 1, np.float32))
+        engine.forward(Batch.tree(text[len(with_trees)], draft))
+        path = [int(rng.integers(count - 1))]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        engine.keep_path((0, *(node + 1 for node in path)))
+        with_trees += [text[len(with_trees)], *tokens[path].tolist()]
+        assert engine.length() == len(with_trees)
+    found = chained(engine, text[:20])
+    engine.rollback(0)
+    chained(engine, with_trees)
+    assert np.array_equal(found, chained(engine, text[:20]))
+
+
+def test_a_tree_that_the_log_cannot_hold_is_refused(engine: HybridEngine) -> None:
+    draft = Draft(np.zeros(LOG, np.int32), np.full(LOG, -1, np.int32), np.ones(LOG, np.float32))
+    with pytest.raises(BatchError, match=f"a tree of {LOG + 1} rows was given, a .* takes {LOG}"):
+        engine.forward(Batch.tree(1, draft))
+
+
+@pytest.mark.parametrize("width", [3, LOG + 50])
+def test_a_pass_that_fails_leaves_the_text_as_it_was(
+    engine: HybridEngine, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here at its very end, when all states are those behind it."""
+    text = ids_of(60)
+    chained(engine, text)
+    expected = chained(engine, ids_of(9, seed=5))
+    engine.rollback(0)
+    chained(engine, text)
+    run = KernelRun(engine)
+    monkeypatch.setattr(engine, "_run", run)
+    with pytest.raises(Cancelled):
+        engine.forward(Batch.chain(ids_of(width, seed=6), last_only=True))
+    monkeypatch.undo()
+    assert engine.length() == 60
+    assert np.array_equal(chained(engine, ids_of(9, seed=5)), expected)
+
+
+class KernelRun:
+    """A pass that is cancelled after it has run."""
+
+    def __init__(self, engine: HybridEngine) -> None:
+        self._run: Callable[..., Logits] = engine._run
+
+    def __call__(self, *given: object) -> Logits:
+        self._run(*given)
+        raise Cancelled("the pass was cancelled")
+
+
+def test_a_text_returns_to_its_checkpoints(engine: HybridEngine) -> None:
+    text = ids_of(300)
+    expected: dict[int, Logits] = {}
+    for start in (0, 50, 100, 150):
+        chained(engine, text[start : start + 50])
+        if start < 150:
+            engine.checkpoint()
+            expected[start + 50] = chained(engine, ids_of(LOG, seed=3))
+            engine.rollback(start + 50)
+    for at in range(200, 250):
+        chained(engine, text[at : at + 1])
+    assert [engine.reachable(length) for length in (250, 245, 160, 140, 60, 3)] == [250, 245, 150, 100, 0, 0]
+    with pytest.raises(CapabilityError, match="cannot be rolled back to 160 of 250 tokens"):
+        engine.rollback(160)
+    for length in (150, 100):
+        engine.rollback(length)
+        assert np.array_equal(chained(engine, ids_of(LOG, seed=3)), expected[length])
+    engine.rollback(0)
+    assert engine.reachable(100) == 100 and engine.length() == 0
+
+
+def test_damaged_states_are_refused(engine: HybridEngine) -> None:
+    chained(engine, ids_of(20))
+    for state in (b"", bytes(100)):
+        with pytest.raises(StateError, match="is damaged"):
+            engine._restore(memoryview(state), 20, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_bit(hybrid: Path, tmp_path: Path, temperature: float) -> None:
+    """Of token ids and of log probabilities."""
+    draft = write_model(tmp_path / "draft.gguf")
+    with edgespec.load(hybrid, draft=draft, threads=1) as model:
+        assert model.target.facts.name == "onnx" and model.target.facts.pinned_class
+        for seed in range(2):
+            sampling, rejected = Sampling(temperature=temperature, seed=seed), 0
+            plain = model.generate(PROMPT, sampling, replace(OPTIONS, drafter="none"))
+            for drafter in ("ngram", "suffix", "model", "tree", "lookahead", "auto"):
+                for length in (1, 5, 31):
+                    found = model.generate(PROMPT, sampling, replace(OPTIONS, drafter=drafter, draft_length=length))
+                    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
+                    rejected += found.stats.drafted_tokens - found.stats.accepted_tokens
+            assert rejected > 100
+
+
+def test_answers_at_once_have_the_bits_of_answers_alone(hybrid: Path) -> None:
+    prompts = [PROMPT, "a b a b a b a", "x y z x y z x" * 9]
+    sampling, options = Sampling(temperature=0.8, seed=3), replace(OPTIONS, max_tokens=30)
+    with edgespec.load(hybrid, threads=1, parallel=3, drafter="ngram", draft_length=4) as model:
+        together = model.generate_all(prompts, sampling, options)
+        for prompt, found in zip(prompts, together, strict=True):
+            model.forget()
+            plain = model.generate(prompt, sampling, replace(options, drafter="none"))
+            assert (plain.token_ids, plain.logprobs) == (found.token_ids, found.logprobs)
+
+
+def test_a_draft_of_the_same_weights_is_accepted_whole(hybrid: Path) -> None:
+    """And costs no copies: each draft goes on from the log."""
+    with edgespec.load(hybrid, draft=hybrid, threads=1) as model:
+        stats = model.generate(
+            PROMPT, Sampling(temperature=0.9, seed=4), replace(OPTIONS, drafter="model", draft_length=4)
+        ).stats
+    assert stats.accepted_tokens == stats.drafted_tokens > 0
+
+
+def test_a_prompt_that_goes_on_otherwise_is_read_from_a_checkpoint(hybrid: Path) -> None:
+    question = ids_of(80)
+    with edgespec.load(hybrid, threads=1) as model:
+        model.generate(question, Sampling(temperature=0), OPTIONS)
+        other = [*question[:-3], *range(200, 240)]
+        found = model.generate(other, Sampling(temperature=0), OPTIONS)
+        assert found.stats.reused_tokens == len(question) - PROMPT_END
+        model.forget()
+        again = model.generate(other, Sampling(temperature=0), OPTIONS)
+        assert (again.token_ids, again.logprobs) == (found.token_ids, found.logprobs)
+
+
+def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) -> None:
+    planned = footprint(hybrid, ModelUse(400)).cache
+    copied = engine._states.state_bytes
+    held = engine._cache._chunks.nbytes + engine._states._slots.nbytes
+    assert planned == held + (1 + MOST_CHECKPOINTS) * copied
+    chained(engine, ids_of(30))
+    assert len(engine.save_state()) >= copied + 30 * engine.facts.kv_bytes_per_token
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """Unless they are asked for by name; also where llama.cpp would take them by itself."""
+    shape = HybridShape(hidden=2048, state_heads=1, key_heads=1)
+    plain = write_qwen35(tmp_path / "plain.gguf", shape)
+    both = write_qwen35(tmp_path / "both.gguf", shape, has_mtp=True, tensors=tensors_of(plain))
+    assert auto_takes_mtp(read_header(both))
+    with opened(plain) as one, opened(both) as other:
+        assert np.array_equal(chained(one, ids_of(20)), chained(other, ids_of(20)))
+    with edgespec.load(both, threads=1) as model:
+        assert model.target.facts.name == "onnx" and "mtp" not in model.drafter_names
+    if has_engine("llamacpp"):
+        with edgespec.load(both, threads=1, drafter="mtp") as model:
+            assert model.target.facts.name == "llamacpp"
+
+
+@pytest.mark.parametrize(
+    ("write", "change", "reason"),
+    [
+        (write_qwen35, {"qwen35.ssm.inner_size": 80}, "are not 80 wide"),
+        (write_qwen35, {"qwen35.ssm.group_count": 3}, "4 heads of 16 values for 3 of keys"),
+        (write_qwen35, {"qwen35.ssm.conv_kernel": 5}, "needs the tensor 'blk.0.ssm_conv1d.weight' of (5, 192)"),
+        (write_qwen35, {"qwen35.full_attention_interval": 5}, "its layers are all of one kind"),
+        (write_qwen35, {"qwen35.rope.dimension_count": 18}, "rope.dimension_count 18 is odd, or above"),
+        (write_qwen35, {"qwen35.attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0 is not known"),
+        (write_lfm2, {"lfm2.attention.head_count_kv": [0, 0, 0]}, "(0, 0, 0) heads of keys"),
+        (write_lfm2, {"lfm2.attention.head_count_kv": [0, 2, 0, 1]}, "(0, 2, 0, 1) heads of keys"),
+    ],
+)
+def test_what_the_kernels_lack_is_told(
+    tmp_path: Path, write: Callable[[Path], Path], change: dict[str, object], reason: str
+) -> None:
+    path = changed(write(tmp_path / "model.gguf"), tmp_path / "other.gguf", change)
+    with pytest.raises(CapabilityError) as told:
+        opened(path)
+    assert reason in str(told.value)
+
+
+def changed(path: Path, to: Path, metadata: dict[str, object]) -> Path:
+    """The same file with other metadata."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            item = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], item)
+    replace_metadata(writer, metadata)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data).reshape(tensor.shape[::-1]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to

@@ -1,0 +1,306 @@
+"""The operators DeltaNet and ShortConv: right, and the same bits however rows come, are dropped and come again."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from edgespec.kernels import tiles
+from edgespec.kernels.states import NO_FLOOR, KernelStates, StateSizes, states_bytes
+from tiled import Floats, bits, node, session
+
+PATHS = ("avx512-vnni", "avx-vnni", "avx2", "neon-i8mm", "neon-dot", "portable")
+SLOTS, LENGTH, LOG = 3, 150, 12
+KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 2, 6, 48, 4
+INNER, CHANNELS = VALUE_HEADS * SIZE, (2 * KEY_HEADS + VALUE_HEADS) * SIZE
+WIDTH = 40  # of the short convolution
+DELTA, SHORT = StateSizes(CHANNELS, TAPS, KEY_HEADS, VALUE_HEADS, SIZE), StateSizes(WIDTH, 3)
+ATTRIBUTES = {"layer": 1, "key_heads": KEY_HEADS, "value_heads": VALUE_HEADS, "size": SIZE, "epsilon": 1e-6}
+FLOAT, INPUTS = TensorProto.FLOAT, {"rows": TensorProto.INT32, "states": TensorProto.INT64}
+Rows = Sequence[tuple[int, int, int, int]]
+
+
+class Model:
+    """A graph of both operators, their states, and inputs of three texts [slots, n, width] by name."""
+
+    def __init__(self, threads: int = 1) -> None:
+        rng = np.random.default_rng(1)
+
+        def drawn(*shape: int) -> Floats:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        self.texts = {"x": drawn(SLOTS, LENGTH, CHANNELS + INNER), "bcx": drawn(SLOTS, LENGTH, 3 * WIDTH)}
+        self.texts["rates"] = 2 * drawn(SLOTS, LENGTH, 2 * VALUE_HEADS)
+        self.weights = {"kernel": drawn(TAPS, CHANNELS), "bias": drawn(VALUE_HEADS), "norm": drawn(SIZE)}
+        self.weights |= {"rate": -np.exp(drawn(VALUE_HEADS) - 2), "taps": drawn(3, WIDTH)}
+        layers = [SHORT, DELTA]
+        self.memory = np.zeros(states_bytes(layers, SLOTS, LOG) or 0, np.uint8)
+        self.states = KernelStates(self.memory, layers, SLOTS, LOG)
+        delta = node(
+            "DeltaNet",
+            ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"],
+            ["y"],
+            **ATTRIBUTES,
+        )
+        short = node("ShortConv", ["bcx", "taps", "rows", "states"], ["z"], layer=0)
+        given = INPUTS | dict.fromkeys(self.texts, FLOAT)
+        self.session = session([delta, short], given, ["y", "z"], self.weights, threads)
+
+    def run(self, inputs: dict[str, Floats], rows: Rows) -> Floats:
+        """Results [n, width] of both operators side by side, of rows (slot, position, cell, parent)."""
+        named = {"rows": np.array(rows, np.int32).reshape(-1, 4), "states": np.array([self.states.number])}
+        y, z = self.session.run(None, {name: array[None] for name, array in inputs.items()} | named)
+        found: Floats = np.concatenate([y[0], z[0]], 1)
+        return found
+
+    def chain(self, slot: int, start: int, stop: int, text: int | None = None) -> Floats:
+        source = slot if text is None else text
+        return self.run(self.rows_of(source, range(start, stop)), chain(slot, start, stop))
+
+    def rows_of(self, text: int, places: Sequence[int]) -> dict[str, Floats]:
+        return {name: array[text, list(places)] for name, array in self.texts.items()}
+
+    def reference(self, text: int) -> NDArray[np.float64]:
+        """Results of a text in double precision."""
+        x, rates, bcx = (self.texts[name][text].astype(np.float64) for name in ("x", "rates", "bcx"))
+        weights = {name: array.astype(np.float64) for name, array in self.weights.items()}
+        mixed, found = convolved(x[:, :CHANNELS], weights["kernel"]), []
+        q, k, v = np.split(mixed / (1 + np.exp(-mixed)), [KEY_HEADS * SIZE, 2 * KEY_HEADS * SIZE], 1)
+        q, k = (each.reshape(LENGTH, KEY_HEADS, SIZE) for each in (q, k))
+        q, k = (each / np.sqrt((each**2).sum(2, keepdims=True) + 1e-6) for each in (q, k))
+        q, k = (np.tile(each, (1, VALUE_HEADS // KEY_HEADS, 1)) for each in (q / SIZE**0.5, k))
+        v = v.reshape(LENGTH, VALUE_HEADS, SIZE)
+        written = 1 / (1 + np.exp(-rates[:, :VALUE_HEADS]))
+        kept = np.exp(weights["rate"] * np.log1p(np.exp(rates[:, VALUE_HEADS:] + weights["bias"])))
+        state = np.zeros((VALUE_HEADS, SIZE, SIZE))
+        for at in range(LENGTH):
+            state = state * kept[at][:, None, None]
+            delta = (v[at] - np.einsum("hij,hi->hj", state, k[at])) * written[at][:, None]
+            state = state + k[at][:, :, None] * delta[:, None]
+            found.append(np.einsum("hij,hi->hj", state, q[at]))
+        y = np.array(found)
+        y = y / np.sqrt((y**2).mean(2, keepdims=True) + 1e-6) * weights["norm"]
+        gates = x[:, CHANNELS:]
+        y = y.reshape(LENGTH, INNER) * gates / (1 + np.exp(-gates))
+        b, c, given = np.split(bcx, 3, 1)
+        return np.concatenate([y, c * convolved(b * given, weights["taps"])], 1)
+
+
+def convolved(x: NDArray[np.float64], kernel: NDArray[np.float64]) -> NDArray[np.float64]:
+    padded = np.concatenate([np.zeros((len(kernel) - 1, x.shape[1])), x])
+    return sum((padded[t : t + len(x)] * kernel[t] for t in range(len(kernel))), np.zeros_like(x))
+
+
+def chain(slot: int, start: int, stop: int) -> Rows:
+    return [(slot, at, at, at - start - 1) for at in range(start, stop)]
+
+
+def one_by_one(text: int, stop: int = LENGTH) -> Floats:
+    model = Model()
+    return np.concatenate([model.chain(text, at, at + 1) for at in range(stop)])
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Floats]:
+    """The results of each text whose rows come one by one."""
+    return [one_by_one(text) for text in range(SLOTS)]
+
+
+def test_results_are_those_of_double_precision(alone: list[Floats]) -> None:
+    for text in range(SLOTS):
+        wanted = Model().reference(text)
+        np.testing.assert_allclose(alone[text], wanted, rtol=1e-4, atol=1e-5 * wanted.std())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("most", [2, 5, LOG + 1, 40, LENGTH + 1])
+def test_rows_have_the_bits_that_they_have_alone(alone: list[Floats], threads: int, most: int) -> None:
+    """Also after rows of another text that were dropped again, as many as the log has."""
+    model, rng, start, got = Model(threads), np.random.default_rng(most), 0, []
+    while start < LENGTH:
+        stop = min(start + int(rng.integers(1, most)), LENGTH)
+        if dropped := min(int(rng.integers(0, LOG + 1)), LENGTH - start):
+            model.chain(0, start, start + dropped, text=1)
+        if stop - start <= LOG and (extra := min(LOG - (stop - start), LENGTH - stop)) > 0:
+            model.chain(0, start, stop + int(rng.integers(0, extra + 1)))  # rows that are accepted, and others
+            got.append(alone[0][start:stop])
+        else:
+            got.append(model.chain(0, start, stop))
+        start = stop
+    np.testing.assert_array_equal(bits(np.concatenate(got)), bits(alone[0]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_texts_that_share_passes_have_their_own_bits(alone: list[Floats], threads: int) -> None:
+    model, rng = Model(threads), np.random.default_rng(5)
+    ends, got = [0] * SLOTS, [[np.zeros((0, INNER + WIDTH), np.float32)] for _ in range(SLOTS)]
+    while any(end < LENGTH for end in ends):
+        parts: list[tuple[int, int]] = []
+        inputs, rows = [], []
+        for slot in rng.permutation(SLOTS).tolist():
+            stop = min(ends[slot] + int(rng.choice([0, 1, 1, 4, 50])), LENGTH)
+            rows += [(s, at, cell, len(rows) + p if p >= 0 else -1) for s, at, cell, p in chain(slot, ends[slot], stop)]
+            inputs.append(model.rows_of(slot, range(ends[slot], stop)))
+            parts.append((slot, stop - ends[slot]))
+            ends[slot] = stop
+        found = model.run({name: np.concatenate([each[name] for each in inputs]) for name in model.texts}, rows)
+        for (slot, _), part in zip(parts, np.split(found, np.cumsum([n for _, n in parts])[:-1]), strict=True):
+            got[slot].append(part)
+    for slot in range(SLOTS):
+        np.testing.assert_array_equal(bits(np.concatenate(got[slot])), bits(alone[slot]))
+
+
+@pytest.mark.parametrize("base", [0, 1, 2, 5, 40])
+@pytest.mark.parametrize("floor", [0, 3, NO_FLOOR])
+def test_branches_of_a_tree_have_the_bits_of_chains(base: int, floor: int) -> None:
+    """Each node, and what follows a path that is kept."""
+    rng, count = np.random.default_rng(base), LOG - (min(floor, 3) if floor < base < LOG else 0)
+    parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, count))]
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), i])
+    rows = [(0, base + len(paths[i]) - 1, base + i, parents[i]) for i in range(count)]
+    for path in paths:
+        model = Model()
+        model.states.floors[0] = max(base - floor, 0) if floor < NO_FLOOR else NO_FLOOR
+        for at in range(base):
+            model.chain(0, at, at + 1)
+        got = model.run(model.rows_of(1, range(count)), rows)
+        depth = len(path)
+        model.states.move(0, base + np.arange(depth, dtype=np.int32), base + np.array(path, np.int32))
+        after = model.chain(0, base + depth, base + depth + 5)
+        chained = Model()
+        chained.chain(0, 0, base) if base else None
+        expected = chained.run(chained.rows_of(1, path), chain(0, base, base + depth))
+        np.testing.assert_array_equal(bits(got[path]), bits(expected))
+        np.testing.assert_array_equal(bits(after), bits(chained.chain(0, base + depth, base + depth + 5)))
+
+
+def test_few_rows_are_taken_from_the_log_again(alone: list[Floats]) -> None:
+    model = Model()
+    starts = []
+    for at in range(20):
+        model.chain(0, at, at + 1)
+        starts.append(model.states.start(0))
+    assert starts == [0] * 9 + [9] * 9 + [18] * 2
+
+
+def test_a_floor_keeps_rows_droppable_while_the_log_has_room(alone: list[Floats]) -> None:
+    model = Model()
+    model.chain(0, 0, 50)
+    model.states.floors[0] = 50
+    for at in range(50, 50 + LOG):
+        model.chain(0, at, at + 1, text=1)
+    np.testing.assert_array_equal(bits(model.chain(0, 50, 60)), bits(alone[0][50:60]))
+    assert model.states.start(0) == 50
+    for at in range(60, 70):
+        model.chain(0, at, at + 1)
+    assert model.states.start(0) == 58
+    with pytest.raises(Exception, match="position 57 of a text whose state reaches 58 to 70"):
+        model.chain(0, 57, 58)
+    np.testing.assert_array_equal(bits(model.chain(0, 58, 70)), bits(alone[0][58:70]))
+
+
+def test_a_state_is_read_and_written_back(alone: list[Floats]) -> None:
+    for length in (1, 2, 60):
+        model, other = Model(), Model()
+        model.chain(0, 0, length + 7)
+        kept = model.states.read(0, length)
+        other.chain(2, 0, 20)
+        other.states.write(2, length, kept)
+        for each, slot in ((other, 2), (model, 0)):
+            np.testing.assert_array_equal(
+                bits(each.chain(slot, length, length + 30, text=0)), bits(alone[0][length : length + 30])
+            )
+        model.chain(0, length + 30, length + 35, text=1)
+        model.states.copy(0, 1)
+        np.testing.assert_array_equal(
+            bits(model.chain(1, length + 30, length + 40, text=0)), bits(alone[0][length + 30 : length + 40])
+        )
+        for beyond in (model.states.start(0) - 1, length + 41):
+            with pytest.raises(ValueError, match=f"does not reach to {beyond} tokens"):
+                model.states.read(0, beyond)
+    with pytest.raises(ValueError, match="are not the state of 3 tokens in slot 3"):
+        model.states.write(3, 3, kept)
+    with pytest.raises(ValueError, match="outside the states"):
+        model.states.move(0, np.array([-1], np.int32), np.array([1], np.int32))
+
+
+def test_a_text_begins_anew(alone: list[Floats]) -> None:
+    model = Model()
+    for length in (40, 3, 90):
+        model.chain(0, 0, length, text=1)
+        np.testing.assert_array_equal(bits(model.chain(0, 0, 25)), bits(alone[0][:25]))
+
+
+def test_all_paths_give_the_same_bits_and_states() -> None:
+    before, found = tiles.path(), []
+    try:
+        for path in filter(tiles.choose_path, PATHS):
+            model = Model()
+            for texts in model.texts.values():
+                texts *= 10.0 ** np.random.default_rng(0).uniform(-6, 1, (SLOTS, LENGTH, 1)).astype(np.float32)
+            parts = [model.chain(0, 0, 70), model.chain(0, 70, 75), model.chain(0, 72, 80)]
+            found.append((path, bits(np.concatenate(parts)), model.memory.copy()))
+    finally:
+        tiles.choose_path(before)
+    for path, result, memory in found:
+        np.testing.assert_array_equal(result, found[0][1], err_msg=path)
+        np.testing.assert_array_equal(memory, found[0][2], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(3, 0, 0, -1)], "slot 3"),
+        ([(-1, 0, 0, -1)], "slot -1"),
+        ([(0, -1, -1, -1)], "position -1"),
+        ([(0, 0, 1, -1)], "cell 1"),
+        ([(0, 0, 0, 0)], "parent 0"),
+        ([(0, 0, 0, -2)], "parent -2"),
+        ([(0, 0, 0, -1), (0, 2, 1, 0)], "position 2"),
+        ([(0, 0, 0, -1), (1, 0, 0, -1), (0, 0, 0, -1)], "rows of slot 0 apart"),
+        ([(0, 5, 5, -1)], "a text whose state reaches 0 to 0"),
+        ([(0, 0, 0, -1), *((0, 1, at, 0) for at in range(1, LOG + 1))], "13 rows with branches, its states keep 12"),
+    ],
+)
+def test_rows_that_cannot_be_are_errors(rows: Rows, message: str) -> None:
+    model = Model()
+    with pytest.raises(Exception, match=message):
+        model.run(model.rows_of(0, range(len(rows))), rows)
+    assert not model.memory.any()
+    model.states.close()
+    with pytest.raises(Exception, match="states that nobody holds"):
+        model.chain(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value_heads": 5}, "5 heads of size 48 for 2"),
+        ({"size": 40}, "size 40"),
+        ({"size": 2048}, "size 2048"),
+        ({"key_heads": 0}, "for 0 heads of keys"),
+        ({"layer": 2}, "layer 2 of states of 2 layers"),
+        ({"layer": 0}, "layer 0 of states, which has other sizes"),
+    ],
+)
+def test_attributes_that_cannot_be_are_named(change: dict[str, int], message: str) -> None:
+    model, names = Model(), ["x", "rates", "kernel", "bias", "rate", "norm", "rows", "states"]
+    with pytest.raises(Exception, match=message):
+        delta = node("DeltaNet", names, ["y"], **(ATTRIBUTES | change))
+        given = INPUTS | {"x": FLOAT, "rates": FLOAT}
+        made = session([delta], given, ["y"], {name: model.weights[name] for name in names if name in model.weights})
+        named = {"rows": np.array(chain(0, 0, 3), np.int32), "states": np.array([model.states.number])}
+        made.run(None, {name: model.texts[name][:1, :3] for name in ("x", "rates")} | named)
+
+
+def test_sizes_that_cannot_be_have_no_states() -> None:
+    for change in ({"taps": 1}, {"taps": 17}, {"channels": 0}, {"head_size": 40}, {"value_heads": 5}, {"key_heads": 0}):
+        assert states_bytes([DELTA, DELTA._replace(**change)], 1, LOG) is None
+    for slots, log in ((0, 1), (1, 0), (1, 257), (1 << 21, 1)):
+        assert states_bytes([DELTA], slots, log) is None
+    with pytest.raises(ValueError, match="do not fit their shape"):
+        KernelStates(np.zeros(64, np.uint8), [DELTA], 1, LOG)

@@ -1,0 +1,132 @@
+"""Tiny random hybrids of transformers, and the same weights as llama.cpp's files have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from hybrid_gguf import CONV_KERNEL, HybridShape, write_lfm2, write_qwen35
+from tiny_gguf import vocabulary
+
+Floats = NDArray[np.float32]
+EPSILON, THETA = 1e-5, 10000.0
+BOTH = {
+    "input_layernorm": "attn_norm",
+    "operator_norm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"self_attn.{kind}_proj": f"attn_{kind}" for kind in "qkv"},
+    **{f"self_attn.{kind}": f"attn_{kind[0]}_norm" for kind in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")},
+    **{f"self_attn.{kind}": "attn_output" for kind in ("o_proj", "out_proj")},
+    **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+    **{f"feed_forward.{own}": f"ffn_{kind}" for own, kind in (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
+    **{f"conv.{kind}": f"shortconv.{kind}" for kind in ("conv", "in_proj", "out_proj")},
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.A_log": "ssm_a",
+}
+OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm"}
+
+
+def make_hybrid(kind: str, path: Path, shape: HybridShape) -> Any:
+    """The random model of transformers, in eval mode, after writing it to `path`."""
+    torch.manual_seed(shape.seed)
+    made = (_qwen35 if kind == "qwen35" else _lfm2)(shape).eval()
+    with torch.no_grad():
+        for name, weights in made.named_parameters():
+            if "norm" in name:
+                weights.add_(0.2 * torch.randn_like(weights))
+            elif weights.ndim > 1:
+                weights.copy_(torch.randn_like(weights) * 1.5 / weights[0].numel() ** 0.5)
+    tensors = dict(_converted(made, kind, shape))
+    (write_qwen35 if kind == "qwen35" else write_lfm2)(path, shape, tensors=tensors)
+    return made
+
+
+def _qwen35(shape: HybridShape) -> Any:
+    config = transformers.Qwen3_5TextConfig(
+        **_common(shape),
+        rms_norm_eps=EPSILON,
+        head_dim=shape.head_size,
+        linear_conv_kernel_dim=CONV_KERNEL,
+        linear_key_head_dim=shape.state_size,
+        linear_value_head_dim=shape.state_size,
+        linear_num_key_heads=shape.key_heads,
+        linear_num_value_heads=shape.state_heads,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": THETA,
+            "partial_rotary_factor": shape.rotated / shape.head_size,
+            "mrope_section": [shape.rotated // 4, shape.rotated // 8, shape.rotated // 8],
+        },
+    )
+    return transformers.Qwen3_5ForCausalLM(config)
+
+
+def _lfm2(shape: HybridShape) -> Any:
+    config = transformers.Lfm2Config(
+        **_common(shape),
+        norm_eps=EPSILON,
+        conv_L_cache=CONV_KERNEL - 1,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv" if shape.is_recurrent(n) else "full_attention" for n in range(shape.layers)],
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+    )
+    return transformers.Lfm2ForCausalLM(config)
+
+
+def _common(shape: HybridShape) -> dict[str, Any]:
+    return {
+        "vocab_size": len(vocabulary(shape.merges)[0]),
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": True,
+    }
+
+
+def _converted(made: Any, kind: str, shape: HybridShape) -> Any:
+    """(name, values) of each tensor, as llama.cpp's converter writes them."""
+    for name, weights in made.named_parameters():
+        values = weights.detach().numpy().astype(np.float32)
+        parts = name.removeprefix("model.").split(".")
+        if parts[0] != "layers":
+            yield f"{OUTER[parts[0]]}.weight", values + (kind == "qwen35" and "norm" in parts[0])
+            continue
+        rest = ".".join(parts[2:]).removesuffix(".weight")
+        own = BOTH[rest] + ("" if rest.endswith(("dt_bias", "A_log")) else ".weight")
+        if kind == "qwen35" and "norm" in rest and "linear" not in rest:
+            values = values + np.float32(1)  # these norms multiply by 1 + weight
+        if rest.endswith("A_log"):
+            values = -np.exp(values)
+        if rest.startswith("linear_attn") and "norm" not in rest:
+            values = _spread(values, rest, shape)
+        yield f"blk.{parts[1]}.{own}", values[:, 0] if values.ndim > 2 else values
+
+
+def _spread(values: Floats, rest: str, shape: HybridShape) -> Floats:
+    """The heads of values in the order of files: the first of each key's head, then the second of each."""
+    count, keys = shape.state_heads // shape.key_heads, 2 * shape.key_heads * shape.state_size
+    size = 1 if rest.endswith(("in_proj_a", "in_proj_b", "dt_bias", "A_log")) else shape.state_size
+
+    def spread(rows: Floats) -> Floats:
+        heads = rows.reshape(shape.key_heads, count, size, *rows.shape[1:])
+        return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(rows.shape)
+
+    if rest.endswith(("qkv", "conv1d")):
+        return np.concatenate([values[:keys], spread(values[keys:])])
+    return np.ascontiguousarray(spread(values.T).T) if rest.endswith("out_proj") else spread(values)
