@@ -4,10 +4,10 @@
 
 An input is one matrix of random bytes (any scale, not finite ones included) with products and rows of it by the C
 interface; one graph of an operator with attributes and shapes that may not fit; passes of Attention over a cache of
-random bytes, or of recurrent layers over states, with rows that may be outside them; experts; or functions of caches and
-states. What must hold: no report of a sanitizer; what is refused is not touched; a row has the same bits alone as among
-others; operators give what the C interface or another path gives. Each batch is a child process. Exit code 1 if there was
-a fault. Needs g++.
+random bytes, or of recurrent layers over states, with rows that may be outside them; experts; or functions of caches
+and states. What must hold: no report of a sanitizer; what is refused is not touched; a row has the same bits alone as
+among others; operators give what the C interface or another path gives. Each batch is a child process. Exit code 1 if
+there was a fault. Needs g++.
 """
 
 from __future__ import annotations
@@ -328,6 +328,58 @@ def one_attention(rng: np.random.Generator) -> str:
     return f"attention_{path}"
 
 
+def one_experts(rng: np.random.Generator) -> str:
+    """Usually experts that fit; a row has the same bits alone, on another path and on other threads."""
+    from onnx import TensorProto
+
+    from edgespec.kernels import tiles
+    from tiled import node, session
+
+    count, used = int(rng.integers(1, 12)), int(rng.integers(1, 5))
+    size, inner = (int(rng.choice([256, 512, 32, 64, 16])) for _ in range(2))
+    has_up = bool(rng.random() < 0.5)
+    shapes = [(inner if has_up else 2 * inner, size), (size, inner), *([(inner, size)] if has_up else [])]
+    made = [random_matrix(rng, inputs, count * outputs)[:4] for outputs, inputs in shapes]
+    attributes: dict[str, Any] = {
+        "K": size,
+        "F": inner,
+        "experts": count,
+        "used": used,
+        "gate": int(rng.integers(1, 4)),
+    }
+    attributes["types"] = [tiles.TYPES[kind] for kind, *_ in made]
+    if rng.random() < 0.2:
+        attributes[str(rng.choice(["K", "F", "experts", "used", "gate"]))] = int(rng.choice(HOSTILE))
+    elif rng.random() < 0.1:
+        attributes["types"][-1] = int(rng.choice(HOSTILE))
+    names = ["gate", "down", "up"][: len(shapes)]
+    weights = {name: tile for name, (*_, tile) in zip(names, made, strict=True)}
+    places = ["gate_bias", "down_bias", "up_bias", "scales"]
+    for place, outputs in zip(places, [*(n for n, _ in shapes), *[inner] * (3 - len(shapes)), 1], strict=True):
+        if rng.random() < 0.5 and (has_up or place != "up_bias"):
+            weights[place] = rng.standard_normal(count * outputs - (rng.random() < 0.03)).astype(np.float32)
+    inputs = ["x", "logits", *(place if place in weights else "" for place in places), *names]
+    rows = int(rng.choice([0, 1, 3, 60, 600]))
+    given = {"x": random_x(rng, rows, size + (rng.random() < 0.03)), "logits": random_x(rng, rows, count)}
+    results: list[np.ndarray] = []
+
+    def run() -> None:
+        kinds: dict[str, int] = dict.fromkeys(given, TensorProto.FLOAT)
+        model = session([node("Experts", inputs, ["y"], **attributes)], kinds, ["y"], weights, len(results) + 1)
+        results.append(model.run(None, given)[0])
+        if rows:
+            at = int(rng.integers(rows))
+            alone = model.run(None, {name: values[at : at + 1] for name, values in given.items()})[0]
+            assert same(alone[0], results[-1][at]), (attributes, at)
+
+    for path in (choose_path(rng), choose_path(rng)):
+        tiles.choose_path(path)
+        if refused(run):
+            return "experts_refused"
+    assert same(*results), (path, attributes)
+    return f"experts_{path}"
+
+
 def random_state_rows(rng: np.random.Generator, ends: list[int]) -> np.ndarray:
     """Rows of chains and trees behind texts of these lengths, or a few rows back; usually as they should be."""
     rows: list[list[int]] = []
@@ -456,58 +508,6 @@ def one_states(rng: np.random.Generator) -> str:
     assert moved == (0 if where == slot and cells.min() >= 0 else -1)
     kernels.edgespec_drop_states(number)
     return "states_copied" if status >= 0 else "states_not_reached"
-
-
-def one_experts(rng: np.random.Generator) -> str:
-    """Usually experts that fit; a row has the same bits alone, on another path and on other threads."""
-    from onnx import TensorProto
-
-    from edgespec.kernels import tiles
-    from tiled import node, session
-
-    count, used = int(rng.integers(1, 12)), int(rng.integers(1, 5))
-    size, inner = (int(rng.choice([256, 512, 32, 64, 16])) for _ in range(2))
-    has_up = bool(rng.random() < 0.5)
-    shapes = [(inner if has_up else 2 * inner, size), (size, inner), *([(inner, size)] if has_up else [])]
-    made = [random_matrix(rng, inputs, count * outputs)[:4] for outputs, inputs in shapes]
-    attributes: dict[str, Any] = {
-        "K": size,
-        "F": inner,
-        "experts": count,
-        "used": used,
-        "gate": int(rng.integers(1, 4)),
-    }
-    attributes["types"] = [tiles.TYPES[kind] for kind, *_ in made]
-    if rng.random() < 0.2:
-        attributes[str(rng.choice(["K", "F", "experts", "used", "gate"]))] = int(rng.choice(HOSTILE))
-    elif rng.random() < 0.1:
-        attributes["types"][-1] = int(rng.choice(HOSTILE))
-    names = ["gate", "down", "up"][: len(shapes)]
-    weights = {name: tile for name, (*_, tile) in zip(names, made, strict=True)}
-    places = ["gate_bias", "down_bias", "up_bias", "scales"]
-    for place, outputs in zip(places, [*(n for n, _ in shapes), *[inner] * (3 - len(shapes)), 1], strict=True):
-        if rng.random() < 0.5 and (has_up or place != "up_bias"):
-            weights[place] = rng.standard_normal(count * outputs - (rng.random() < 0.03)).astype(np.float32)
-    inputs = ["x", "logits", *(place if place in weights else "" for place in places), *names]
-    rows = int(rng.choice([0, 1, 3, 60, 600]))
-    given = {"x": random_x(rng, rows, size + (rng.random() < 0.03)), "logits": random_x(rng, rows, count)}
-    results: list[np.ndarray] = []
-
-    def run() -> None:
-        kinds: dict[str, int] = dict.fromkeys(given, TensorProto.FLOAT)
-        model = session([node("Experts", inputs, ["y"], **attributes)], kinds, ["y"], weights, len(results) + 1)
-        results.append(model.run(None, given)[0])
-        if rows:
-            at = int(rng.integers(rows))
-            alone = model.run(None, {name: values[at : at + 1] for name, values in given.items()})[0]
-            assert same(alone[0], results[-1][at]), (attributes, at)
-
-    for path in (choose_path(rng), choose_path(rng)):
-        tiles.choose_path(path)
-        if refused(run):
-            return "experts_refused"
-    assert same(*results), (path, attributes)
-    return f"experts_{path}"
 
 
 def one_norm(rng: np.random.Generator) -> str:
