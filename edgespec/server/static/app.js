@@ -14,7 +14,7 @@ import { conversations, openStore } from "./store.js";
 const IDEAS = [
   "Explain speculative decoding in three sentences.",
   "Write a Python function that merges two sorted lists.",
-  "Find me a cheap Italian restaurant for tonight.",
+  "What is the weather in San Francisco?",
 ];
 const POLL_MS = 3000;
 const RETRY_MS = 700;
