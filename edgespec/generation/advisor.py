@@ -1,8 +1,8 @@
 """One line after a slow answer that says what would make the model faster, with the flag or command for it.
 
 Each is given once per model on a machine: what was said is kept in the cache folder. What the runtime corrects by
-itself, such as drafts that do not pay under `--draft-length auto`, is not mentioned. The machine's state is read from
-/proc and /sys, so most of it is known on Linux only; what is unknown is None or False.
+itself, such as drafts that do not pay under `--draft-length auto`, is not mentioned. Missing memory is seen on Linux
+only.
 """
 
 from __future__ import annotations
@@ -24,68 +24,28 @@ from edgespec.reports import Stats
 LEAST_S = 5.0  # shortest decoding that gets advice: nobody waited for shorter answers
 MOST_DISK_READS = 4.0  # per pass; one read brings up to 16 pages
 MOST_STALLED, LEAST_DISK_READS = 0.2, 0.5  # share of time in which programs waited for memory; then fewer reads are bad
-LEAST_CLOCK = 0.8  # share of the CPU's full clock
 LEAST_CEILING = 1.1  # speedup if every token of the draft model were accepted
 LEAST_DRAFTED, LEAST_ACCEPTED = 96, 0.3  # tokens with a fixed draft length, and the share accepted
 MOST_LOSS = 1.05  # time per token over that of plain decoding
 _LONGEST_DRAFT = 16
-_PROCESSORS, _SUPPLIES = "sys/devices/system/cpu", "sys/class/power_supply"
-_MOST_FOLDERS = 64  # neighbours are throttled together
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The machine at one moment."""
+    """The machine's memory at one moment; None: not known."""
 
     disk_reads: int | None = None  # times until now that this process waited for pages, from a file or from swap
     stalled: float | None = None  # share of the last ten seconds in which some program waited for memory
-    throttled: int | None = None  # times until now that the CPU was slowed down by heat
-    clock: float | None = None  # share of its full clock that it may use
-    on_battery: bool = False
-    saves_power: bool = False  # the system's power profile favours a low consumption
 
     @classmethod
     def now(cls, root: Path = Path("/")) -> Conditions:
-        """The present conditions; `root`: where /proc and /sys are found."""
+        """The present conditions; `root`: where /proc is found."""
         fields = _word(root / "proc/self/stat").rpartition(")")[2].split()  # the program's name may hold spaces
         stalled = _word(root / "proc/pressure/memory").partition("some avg10=")[2].partition(" ")[0]
-        throttled = [
-            int(word)
-            for folder in _folders(root / _PROCESSORS, "cpu[0-9]*")
-            for name in ("package_throttle_count", "core_throttle_count")
-            if (word := _word(folder / "thermal_throttle" / name)).isdigit()
-        ]
-        clocks = [
-            int(allowed) / int(full)
-            for policy in _folders(root / _PROCESSORS / "cpufreq", "policy*")
-            if (allowed := _word(policy / "scaling_max_freq")).isdigit()
-            and (full := _word(policy / "cpuinfo_max_freq")).isdigit()
-            and int(full)
-        ]
         return cls(
             disk_reads=int(fields[9]) if len(fields) > 9 and fields[9].isdigit() else None,
             stalled=float(stalled) / 100 if stalled.replace(".", "", 1).isdigit() else None,
-            throttled=max(throttled, default=None),
-            clock=max(clocks, default=None),
-            on_battery=_on_battery(root),
-            saves_power=_word(root / "sys/firmware/acpi/platform_profile") in ("low-power", "quiet", "power"),
         )
-
-
-def _on_battery(root: Path) -> bool:
-    """Whether a battery is being emptied and no mains is connected."""
-    kinds = [(_word(folder / "type"), folder) for folder in _folders(root / _SUPPLIES, "*")]
-    connected = any(_word(folder / "online") == "1" for kind, folder in kinds if kind in ("Mains", "USB"))
-    # Mice and headsets have batteries, too; those of the machine have no scope or "System".
-    own = (folder for kind, folder in kinds if kind == "Battery" and _word(folder / "scope") != "Device")
-    return not connected and any(_word(folder / "status") == "Discharging" for folder in own)
-
-
-def _folders(root: Path, pattern: str) -> Iterator[Path]:
-    try:
-        yield from sorted(root.glob(pattern))[:_MOST_FOLDERS]
-    except OSError:
-        return
 
 
 def _word(path: Path) -> str:
@@ -145,14 +105,6 @@ class Advisor:
             yield "paging", f"weights are read from the disk again in every pass, as memory is short: {smaller}"
         if options.threads is not None and threads > cores:
             yield "threads", f"{threads} threads on {cores} cores wait for one another: -t {cores}"
-        is_low = now.clock is not None and now.clock < LEAST_CLOCK
-        if is_low or (now.on_battery and now.saves_power):
-            where = "on battery " if now.on_battery else ""
-            limit = f"limited to {now.clock:.0%} of its clock" if is_low else "set to save power"
-            yield "clock", f"{where}the processor is {limit}: powerprofilesctl set performance"
-        if (heat := _risen(before.throttled, now.throttled)) and threads > 1:
-            fewer = f"fewer threads make less heat: -t {threads // 2}"
-            yield "heat", f"heat slowed the processor down {heat} times in this answer; {fewer}"
         share, most = self._draft_cost()
         if most < LEAST_CEILING:
             yield (
