@@ -116,8 +116,6 @@ CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 28
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 63
-SAME_SHARE = 0.99  # of the larger vocabulary; what one has beyond the other is padding
-_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +163,6 @@ class GgufHeader:
         """Tokens the model was trained for, where the file says so."""
         found = self.metadata.get(f"{self.architecture}.context_length")
         return found if isinstance(found, int) else None
-
-    def shares_vocabulary(self, other: GgufHeader) -> bool:
-        """Whether one can draft for the other by its vocabulary, which is the same but for padding at its end."""
-        if any(self.metadata.get(key) != other.metadata.get(key) for key in _TOKENIZER):
-            return False
-        sizes = len(self.tokens), len(other.tokens)
-        if min(sizes) < max(SAME_SHARE * max(sizes), 1):
-            return False
-        return list(self.tokens[: min(sizes)]) == list(other.tokens[: min(sizes)])
 
 
 _T = TypeVar("_T")
