@@ -89,7 +89,7 @@ class LoadKeywords(TypedDict, total=False):
     drafter: DrafterName
     draft_length: DraftLength
     draft_temperature: float
-    max_slowdown: float
+    max_slowdown: float | None
     verify: RuleName
     reproducible: bool | None
     corpus: bool
@@ -216,10 +216,10 @@ class LoadOptions:
         "Draft temperature as a multiple of --temp",
         check=from_to(0.05, 20, "a number from 0.05 to 20"),
     )
-    max_slowdown: float = _speculation(
-        0.02,
+    max_slowdown: float | None = _speculation(
+        None,
         "--max-slowdown SHARE",
-        "Caps the time that speculation can lose, as a share",
+        "Caps the time that speculation can lose, as a share [0.02; 0.1 on our kernels]",
         check=from_to(0, 1, "a fraction of time from 0 to 1"),
     )
     verify: RuleName = _speculation("coupled", "--verify", "Rule that accepts or rejects draft tokens")

@@ -157,9 +157,10 @@ class DrafterPool:
         if found is None:
             names = self.names if name == "auto" else [name]
             drafters = _without_model() | {each: self.drafter(each) for each in names}
-            curve, costs, threads = self.cost_curve, self.draft_costs, self._target.engine.facts.threads
-            found = AutoController.of(drafters, curve, costs, self._options.max_slowdown, threads=threads)
-            found.costs.splits = self._target.engine.facts.splits_passes
+            curve, costs, facts = self.cost_curve, self.draft_costs, self._target.engine.facts
+            share = facts.max_slowdown if self._options.max_slowdown is None else self._options.max_slowdown
+            found = AutoController.of(drafters, curve, costs, share, threads=facts.threads)
+            found.costs.splits = facts.splits_passes
             if self.threads is not None:
                 found.use_threads(self.threads.threads)
             found.restore(disk_cache.get("learnt", self._learnt_key(name)))

@@ -77,6 +77,7 @@ class KernelEngine(SessionEngine):
             device=device.provider,
             threads=settings.threads,
             row_cost=0.05,
+            max_slowdown=0.1,  # what users would run without us, llama.cpp, takes 1.3 times as long and more
             can_pack=slots > 1,
             own_cells=True,
         )
