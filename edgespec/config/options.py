@@ -219,7 +219,7 @@ class LoadOptions:
     max_slowdown: float | None = _speculation(
         None,
         "--max-slowdown SHARE",
-        "Caps the time that speculation can lose, as a share [0.02; 0.1 on our kernels]",
+        "Caps the time that speculation can lose, as a share [0.02; 0.1 with AVX-512 VNNI]",
         check=from_to(0, 1, "a fraction of time from 0 to 1"),
     )
     verify: RuleName = _speculation("coupled", "--verify", "Rule that accepts or rejects draft tokens")

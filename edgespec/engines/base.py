@@ -19,6 +19,8 @@ from edgespec.errors import CapabilityError, ConfigError
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
 from edgespec.vocabulary import Vocabulary
 
+USUAL_SLOWDOWN = 0.02  # share of plain decoding's time that speculation may lose
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -43,7 +45,7 @@ class EngineFacts:
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
     can_pack: bool = False  # rows of several sequences may share a pass; in reproducible mode, with their own bits
     splits_passes: bool = False  # it runs as several passes where these have different numbers of rows
-    max_slowdown: float = 0.02  # share of plain decoding's time that speculation may lose where the user does not say
+    max_slowdown: float = USUAL_SLOWDOWN  # as the option, where the user does not say
     own_cells: bool = False  # each sequence has cells of its own, so that its passes do not look at others'
     notes: tuple[str, ...] = ()  # what the user should know about this load
     placement: str = ""  # devices' own names and how much of the model is on each; empty: all of it is on the CPU

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EngineFacts
+from edgespec.engines.base import USUAL_SLOWDOWN, EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
@@ -26,9 +26,13 @@ from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, StateError
 from edgespec.formats.onnx.tiles import CACHE, ROWS
 from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
+from edgespec.kernels.tiles import path
 from edgespec.types import Batch, Logits
 
 MAX_BINDINGS = 512
+# Where plain decoding was measured to be 1.2 times as fast as llama.cpp's and more (docs/kernels.md), speculation may
+# lose some of that; on other processors the lead is not known.
+LEADING_PATH, LEADING_SLOWDOWN = "avx512-vnni", 0.1
 
 
 class KernelEngine(SessionEngine):
@@ -77,7 +81,7 @@ class KernelEngine(SessionEngine):
             device=device.provider,
             threads=settings.threads,
             row_cost=0.05,
-            max_slowdown=0.1,  # what users would run without us, llama.cpp, takes 1.3 times as long and more
+            max_slowdown=LEADING_SLOWDOWN if path() == LEADING_PATH else USUAL_SLOWDOWN,
             can_pack=slots > 1,
             own_cells=True,
         )
