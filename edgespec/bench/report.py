@@ -232,7 +232,7 @@ def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, in
         # confidences are estimated only for automatic draft lengths
         "reliability": reliability(records) if setup.speculative.options.draft_length == "auto" else {},
         "accepted_lengths": accepted_lengths(records),
-        "cost_curve": {str(width): s for width, s in enumerate(setup.speculative.cost_curve.table(0)) if width},
+        "cost_curve": {str(width): s for width, s in enumerate(setup.speculative.cost_curve.table()) if width},
         "observed_passes": observed_passes(records),
         "standard_pass_s": median_pass_s(total.standard),
         "draft_token_s": {name: cost.token_s for name, cost in setup.speculative.draft_costs.items()},

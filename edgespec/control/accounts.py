@@ -17,6 +17,8 @@ from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
 from edgespec.control.length import Prices, least_ahead
 from edgespec.reports import RoundRecord
 
+_MOST_CHANGE = 0.1  # of the overhead of a round, until prices are made anew
+
 
 class Sharing(NamedTuple):
     """The rows of other sequences in a sequence's next passes.
@@ -79,7 +81,7 @@ class RunCosts:
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
         self._sharing = Sharing()
         self.was_shared = False  # the last pass, which no single round's time tells of
-        self._made_of: tuple[object, Sharing, float] | None = None  # what the next two were made of
+        self._made_of: tuple[object, object, float] = None, None, 0.0  # what the next two were made of
         self._pass_s: list[float] = []
         self._ahead_s: list[float] = []
 
@@ -105,11 +107,13 @@ class RunCosts:
 
         `num_sequences`: those that decode.
         """
-        before = self._sharing
         drafted_rows = max(other_rows - prompt_rows - (num_sequences - 1), 0)
-        self._sharing = Sharing(num_sequences, other_rows, drafted_rows, self.splits)
+        before, now = self._sharing, Sharing(num_sequences, other_rows, drafted_rows, self.splits)
+        if now == before:
+            return  # the same object, so that prices need not be made anew
+        self._sharing = now
         if num_sequences != before.num_sequences:
-            table = self.curve.table(0)
+            table = self.curve.table()
             self._seconds *= self._sharing.plain_s(table) / before.plain_s(table)
 
     @property
@@ -129,23 +133,27 @@ class RunCosts:
             cost.scale(self.curve.at(1))
         return cost.among(self._sharing.num_sequences)
 
-    def plain_s(self, context: int) -> float:
-        """Seconds of a plain pass, or one sequence's share of it, with `context` tokens in the cache."""
-        return self._sharing.plain_s(self.curve.table(context))
+    def plain_s(self) -> float:
+        """Seconds of a plain pass, or one sequence's share of it."""
+        return self._sharing.plain_s(self.curve.table())
 
-    def pass_s(self, num_rows: int, context: int) -> float:
+    def pass_s(self, num_rows: int) -> float:
         """Seconds of a pass over `num_rows` rows, or one sequence's share of it."""
-        table = self.curve.table(context)
+        table = self.curve.table()
         return self._sharing.plain_s(table) + self._sharing.added_s(table, num_rows)
 
-    def prices(self, context: int) -> Prices:
-        """What rounds cost with `context` tokens in the cache: the pass, and the overhead if something is drafted."""
-        table, sharing, before = self.curve.table(context), self._sharing, self._made_of
-        if before is None or before[0] is not table or before[1:] != (sharing, self.round_s):
-            plain_s, round_s = sharing.plain_s(table), self.round_s
-            widths = range(2, c.MAX_AUTO_LENGTH + c.FORESIGHT + 2)
-            self._pass_s = [0.0, plain_s, *(plain_s + sharing.added_s(table, width) + round_s for width in widths)]
-            self._ahead_s = least_ahead([*self._pass_s[:2], *(each - round_s for each in self._pass_s[2:])])
+    def prices(self) -> Prices:
+        """What rounds cost: the pass, and the overhead if something is drafted."""
+        table, sharing, round_s = self.curve.table(), self._sharing, self.round_s
+        made_of, made_for, made_with_s = self._made_of
+        if made_of is not table or made_for is not sharing or abs(round_s - made_with_s) > _MOST_CHANGE * made_with_s:
+            widths, plain_s = c.MAX_AUTO_LENGTH + c.FORESIGHT + 2, sharing.plain_s(table)
+            if self.is_shared:
+                wider = [plain_s + sharing.added_s(table, width) for width in range(2, widths)]
+            else:
+                wider = table[2:widths]
+            self._pass_s = [0.0, plain_s, *(pass_s + round_s for pass_s in wider)]
+            self._ahead_s = least_ahead([0.0, plain_s, *wider])
             self._made_of = table, sharing, round_s
         return Prices(self._pass_s, self._ahead_s, self.rate(self._pass_s[1]))
 
@@ -163,38 +171,38 @@ class RunCosts:
     def observe_pass(self, record: RoundRecord) -> None:
         """Learn what a round's pass cost. A disturbed one counts only until a first pass was timed."""
         if not self.was_shared and (not self.curve.is_scaled or not record.is_disturbed):
-            self._observe(record.width, record.position, record.verify_s)
+            self._observe(record.width, record.verify_s)
 
-    def observe_shared(self, widths: Sequence[int], context: int, seconds: float) -> None:
+    def observe_shared(self, widths: Sequence[int], seconds: float) -> None:
         """Learn what a pass over rows of several sequences took, `widths` of each; no drafts: all are 1."""
-        table, count, num_rows = self.curve.table(context), len(widths), sum(widths)
+        table, count, num_rows = self.curve.table(), len(widths), sum(widths)
         if not self.curve.is_sure_of_plain:  # learn the cost of plain passes first
             expected_s = whole_s(table, count, num_rows - count, splits=self.splits)
-            self._observe(1, context, seconds * self.curve.at(1, context) / expected_s)
+            self._observe(1, seconds * self.curve.at(1) / expected_s)
             return
         is_plain = num_rows == count
         if self.splits and max(widths) > min(widths):  # all but the second of its passes are known well
             seconds, num_rows = seconds - seconds_of(table, count), num_rows - count
         if num_rows <= WIDEST and seconds > 0:
-            self._observe(num_rows, context, seconds, is_plain=is_plain)
+            self._observe(num_rows, seconds, is_plain=is_plain)
 
-    def parts_of(self, widths: Sequence[int], prompt_rows: int, context: int) -> list[float]:
+    def parts_of(self, widths: Sequence[int], prompt_rows: int) -> list[float]:
         """Each decoding sequence's share, in seconds, of a pass with rows of `widths` and `prompt_rows` of prompts.
 
         They sum to the whole pass less what the prompts add; what the drafts add is divided by their rows.
         """
-        table, count, drafted = self.curve.table(context), len(widths), sum(widths) - len(widths)
+        table, count, drafted = self.curve.table(), len(widths), sum(widths) - len(widths)
         plain_s = seconds_of(table, count) / count
         all_s = whole_s(table, count, drafted + prompt_rows, splits=self.splits)
         added_s = all_s - whole_s(table, count, prompt_rows, splits=self.splits)
         return [plain_s + added_s * (width - 1) / max(drafted, 1) for width in widths]
 
-    def _observe(self, width: int, context: int, seconds: float, *, is_plain: bool = False) -> None:
+    def _observe(self, width: int, seconds: float, *, is_plain: bool = False) -> None:
         was_guessed = not self.curve.is_scaled
-        self.curve.observe(width, context, seconds, is_plain=is_plain)
+        self.curve.observe(width, seconds, is_plain=is_plain)
         if was_guessed and self.curve.is_scaled:
             for cost in self.drafts.values():
-                cost.scale(self.curve.at(1, context))
+                cost.scale(self.curve.at(1))
 
     def observe_round(self, num_tokens: int, seconds: float) -> float:
         """A round of `num_tokens` took `seconds` besides drafting and its pass; returns the part due to speculation."""
@@ -216,19 +224,14 @@ class Accounts:
         self._was_wide = False  # the previous pass
         self._prefill_s = 0.0
 
-    def begin(self, num_tokens: int, prefill_s: float) -> None:
-        """A generation begins after a prompt of `num_tokens`, which was read in `prefill_s`."""
+    def begin(self, prefill_s: float) -> None:
+        """A generation begins after a prompt that was read in `prefill_s`."""
         self._was_wide, self._prefill_s = False, prefill_s
-        self._open_bank(self.costs.curve.at(1, num_tokens))
+        self._open_bank(self.costs.curve.at(1))
 
     def _open_bank(self, plain_s: float) -> None:
         self.bank.open(c.MOST_PASSES * plain_s)
         self.bank.waited(self._prefill_s)  # so that a draft model can read a long prompt
-
-    def rested(self, num_rounds: int, context: int) -> None:
-        """`num_rounds` plain rounds went by without a decision."""
-        self.bank.decoded(num_rounds * self.costs.plain_s(context), 0.0)
-        self._was_wide = False
 
     def charge(
         self, record: RoundRecord, plain_s: float, *, is_plain: bool, expected_s: float = 0.0
@@ -239,7 +242,7 @@ class Accounts:
         unknown, so that all of it is charged.
         """
         costs, bank = self.costs, self.bank
-        pass_s = min(record.verify_s, c.LATE * costs.pass_s(record.width, record.position))
+        pass_s = min(record.verify_s, c.LATE * costs.pass_s(record.width))
         was_wide, self._was_wide = self._was_wide and not costs.is_shared, not is_plain
         if is_plain:
             costs.choosing_s = moved(costs.choosing_s, record.judge_s)
@@ -254,7 +257,7 @@ class Accounts:
         if is_telling or not costs.curve.is_sure_of_plain:
             costs.observe_pass(record)
         if costs.curve.is_sure_of_plain and bank.is_guessed:
-            scaled_s = costs.curve.at(1, record.position)
+            scaled_s = costs.curve.at(1)
             bank.scale(c.START_PASSES * scaled_s)
             self._open_bank(scaled_s)
         return work_s, pass_s

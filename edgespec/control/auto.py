@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -61,15 +60,26 @@ class PaidDraft:
         return self.cost.of(self.draft.num_tokens, self.num_uncached) if is_known else math.inf
 
 
+class Trial(NamedTuple):
+    """What a free drafter drafted, the confidence in each token, and how many of them to verify."""
+
+    draft: Draft
+    confidences: Sequence[float]
+    length: int
+
+    def proposal(self, name: str, length: int) -> Proposal:
+        """Its first `length` tokens."""
+        return Proposal(self.draft.first(length, self.confidences), name) if length else NOTHING
+
+
 @dataclass(slots=True)
 class Round:
     """The round in progress: what the free drafters drafted, how much of that pays, and what each drafter gains."""
 
     prices: Prices
-    trials: dict[str, Draft]
-    lengths: dict[str, int]
-    gains: dict[str, float]
-    uncached: dict[str, int]  # tokens that each paid drafter would have to read first
+    trials: dict[str, Trial] = field(default_factory=dict)
+    gains: dict[str, float] = field(default_factory=dict)
+    uncached: dict[str, int] = field(default_factory=dict)  # tokens that each paid drafter would have to read first
     paid: PaidDraft | None = None
 
     @property
@@ -91,26 +101,18 @@ class AutoController(Controller):
     ) -> None:
         self.drafters = dict(drafters)
         self._accounts, self._kinds = accounts, kinds
+        self.costs, self.bank = accounts.costs, accounts.bank
         self._clock = self._own_clock = clock
-        self._states = kinds.of("greedy")
+        self._states, self._paid = kinds.of("greedy"), list[DrafterState]()  # of this kind of text; of paid drafters
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._dropped = set[str]()  # who was closed
-        self._rest = 0  # rounds before the next decision, since the bank could pay for no draft
-        self._rested = 0  # plain rounds since the last one that was decided
         self._predicted = self._came_true = 0  # tokens drafted from the caller's prediction of this answer; accepted
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
         self._prompt_tokens = 0
-        self._prompt_passes = 0.0  # plain passes that reading the prompt took, until they count
-
-    @property
-    def costs(self) -> RunCosts:
-        return self._accounts.costs
-
-    @property
-    def bank(self) -> TimeBank:
-        return self._accounts.bank
+        self._prompt_passes = 0.0  # plain passes that reading the prompt took
+        self._is_new = True  # no round of this answer was decided yet
 
     @classmethod
     def of(
@@ -143,10 +145,9 @@ class AutoController(Controller):
         self._unused.clear()
         self._predicted = self._came_true = 0
         self._left_out &= self._dropped
-        self._count_rested(self._context_ids.size)  # the end of the last answer cut a rest short
-        self._round, self._rest = None, 0
-        self._accounts.begin(prompt_ids.size, prefill_s)
-        self._prompt_passes = prefill_s / self.costs.curve.at(1)
+        self._round = None
+        self._accounts.begin(prefill_s)
+        self._prompt_passes, self._is_new = prefill_s / self.costs.curve.at(1), True
 
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)
@@ -158,13 +159,6 @@ class AutoController(Controller):
     def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int) -> None:
         self.costs.share_passes(num_sequences, other_rows, prompt_rows)
         self.bank.at_load(num_sequences)
-
-    def rest(self) -> int:
-        self._rested, self._rest = self._rest, 0
-        return self._rested
-
-    def wake(self, num_left: int) -> None:
-        self._rested -= num_left
 
     def leave_out(self) -> str:
         self._left_out.add(self._asked)
@@ -178,29 +172,27 @@ class AutoController(Controller):
     # -- deciding
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
-        context = request.token_ids.size
+        costs = self.costs
         self._context_ids = request.token_ids
-        self._count_rested(context)
-        self.costs.follow_threads()
-        self._states = self._kinds.of(kind_of(request, self._prompt_tokens))
-        if self._prompt_passes:
+        costs.follow_threads()
+        if self._is_new:  # a request tells the kind of the whole answer
+            self._is_new = False
+            self._states = self._kinds.of(kind_of(request, self._prompt_tokens))
+            self._paid = [self._states[name] for name, drafter in self.drafters.items() if not drafter.is_free]
             self._allow(self._prompt_passes)
-            self._prompt_passes = 0.0
-        prices = self.costs.prices(context)
-        most = min(request.max_tokens, c.MAX_AUTO_LENGTH, self.costs.most_rows - 1)
-        if not self.costs.curve.is_sure_of_plain:
+        if not costs.curve.is_sure_of_plain:
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
-        least_s, plain_s = prices.pass_s[2], prices.pass_s[1]
+        prices = costs.prices()
+        most = min(request.max_tokens, c.MAX_AUTO_LENGTH, costs.most_rows - 1)
         trusts = self._trusts_prediction(request)
-        if most < 1 or (not self.bank.can_pay(least_s, plain_s) and not trusts):
-            # The bank cannot pay for any draft, so no time is spent on deciding until it can.
-            self._rest = min(self.bank.rounds_until(least_s, plain_s), c.LONGEST_REST)
+        if most < 1 or not (trusts or self.bank.can_pay(prices.pass_s[2], prices.pass_s[1])):
             return NOTHING
         request = request.at_most(most)
         self._round = decided = self._expected(request, prices)
         chosen = max(decided.gains, key=decided.gains.__getitem__, default=None)
         if trusts and chosen == PREDICTION and decided.gains[chosen] > 0:
-            return self._kept(decided, PREDICTION, decided.lengths[PREDICTION])
+            trial = decided.trials[PREDICTION]
+            return trial.proposal(PREDICTION, trial.length)
         chosen = self._due(decided, most) or (chosen if chosen is not None and decided.gains[chosen] > 0 else None)
         if chosen is None:
             return NOTHING
@@ -212,28 +204,23 @@ class AutoController(Controller):
         """Whether a caller predicts the answer, and most of it came true: he asks for drafts that the bank may lose."""
         return request.predicted_ids is not None and 2 * self._came_true >= self._predicted
 
-    def _count_rested(self, context: int) -> None:
-        """Account for the rounds since the last decision."""
-        if self._rested:
-            self._accounts.rested(self._rested, context)
-            for state in self._states.values():
-                state.probe_in -= self._rested
-            self._rested = 0
-
     def _expected(self, request: DraftRequest, prices: Prices) -> Round:
         """What each drafter is expected to gain: free ones draft, of paid ones it is known from earlier drafts."""
-        found = Round(prices, {}, {}, {}, {})
+        found = Round(prices)
         for name, drafter in self.drafters.items():
             if name in self._left_out or not drafter.serves(request):
                 continue
-            self._asked, state = name, self._states[name]
-            if drafter.is_free:
-                trial = request._replace(should_continue=while_it_may_pay(state.calibrator.predictor(), prices))
-                found.trials[name] = draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
-                confidences = state.confidences(draft) if draft.num_tokens else ()
-                found.lengths[name], found.gains[name] = best_length(confidences, prices, draft.num_tokens)
-            else:
+            self._asked = name
+            if not drafter.is_free:
                 self._consider(found, name, request)
+                continue
+            state, asked = self._states[name], list[float]()
+            trial = request._replace(should_continue=while_it_may_pay(state.calibrator.predictor(), prices, asked))
+            draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
+            if draft.num_tokens:
+                confidences = state.confidences(draft, asked)
+                length, found.gains[name] = best_length(confidences, prices, draft.num_tokens)
+                found.trials[name] = Trial(draft, confidences, length)
         return found
 
     def _consider(self, found: Round, name: str, request: DraftRequest) -> None:
@@ -273,15 +260,10 @@ class AutoController(Controller):
 
     def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:
         """The part of a free drafter's draft that pays and that the bank can afford after `spent_s` of the round."""
-        pass_s = decided.prices.pass_s
-        length = self.bank.longest(decided.lengths[name], lambda count: pass_s[count + 1] + spent_s, pass_s[1])
-        return self._kept(decided, name, length)
-
-    def _kept(self, decided: Round, name: str, length: int) -> Proposal:
-        """The first `length` tokens of a free drafter's draft."""
-        draft = decided.trials[name]
-        confidences = list(islice(self._states[name].confidences(draft), length))
-        return Proposal(draft.first(length, confidences), name) if length else NOTHING
+        pass_s, trial = decided.prices.pass_s, decided.trials[name]
+        return trial.proposal(
+            name, self.bank.longest(trial.length, lambda count: pass_s[count + 1] + spent_s, pass_s[1])
+        )
 
     def _paid_proposal(self, decided: Round, name: str, request: DraftRequest) -> Passes[Proposal]:
         """A paid drafter's draft, as far as it pays, or a free one's that is expected to gain more."""
@@ -321,7 +303,7 @@ class AutoController(Controller):
         )
         seconds = self._own_clock() - started_s
         asked_each = draft.is_chain and len(found) == draft.num_tokens
-        confidences = found if asked_each else list(state.confidences(draft))
+        confidences = found if asked_each else state.confidences(draft)
         length, gain = best_nodes(draft, confidences, prices, most)
         return PaidDraft(name, cost, decided.uncached[name], draft, confidences, length, gain, seconds)
 
@@ -334,7 +316,7 @@ class AutoController(Controller):
             self._came_true += record.accepted_tokens
         decided, self._round = self._round, None
         paid = None if decided is None else decided.paid
-        plain_s, is_plain = self.costs.plain_s(record.position), proposal.drafter is None
+        plain_s, is_plain = self.costs.plain_s(), proposal.drafter is None
         expected_s = 0.0 if paid is None else paid.expected_s
         work_s, pass_s = self._accounts.charge(record, plain_s, is_plain=is_plain, expected_s=expected_s)
         if paid is not None and decided is not None:
@@ -347,7 +329,6 @@ class AutoController(Controller):
             self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
         if decided is not None:
             self._learn_unused(decided, proposal, verdict, record.position)
-        self.costs.prices(record.position + record.accepted_tokens + 1)  # made now, so that the next decision is quick
         self._accounts.learning_s = self._clock() - started_s
 
     def _learn_paid(self, paid: PaidDraft, decided: Round, *, is_disturbed: bool) -> None:
@@ -360,7 +341,7 @@ class AutoController(Controller):
 
     def _allow(self, num_tokens: float) -> None:
         """The bank's share of what plain decoding does in `num_tokens` passes may be lost on each paid drafter."""
-        for state in self._states.values():
+        for state in self._paid:
             state.allow(self.bank.share * num_tokens)
 
     def _account(self, paid: PaidDraft, decided: Round, proposal: Proposal, accepted: int, rows_s: float) -> None:
@@ -376,15 +357,14 @@ class AutoController(Controller):
 
     def _learn_unused(self, decided: Round, proposal: Proposal, verdict: Verdict, start: int) -> None:
         """Keep the drafts that were not verified, and learn from those that the text decides by now."""
-        for name, draft in decided.trials.items():
+        for name, trial in decided.trials.items():
             if name != proposal.drafter:
-                self._unused.add(name, start, draft)
+                self._unused.add(name, start, trial.draft)
         paid = decided.paid
         if paid is not None and paid.drafter != proposal.drafter and paid.draft.distributions is None:
             self._unused.add(paid.drafter, start, paid.draft.main_chain)
         new_ids = *proposal.draft.token_ids[list(verdict.accepted_nodes)].tolist(), verdict.next_token_id
-        text_ids = np.append(self._context_ids, np.array(new_ids, np.int32))
-        for name, draft, agreed in self._unused.resolved(text_ids):
+        for name, draft, agreed in self._unused.resolved(self._context_ids, new_ids):
             self._states[name].learn(draft, agreed)
 
     # -- kept between runs

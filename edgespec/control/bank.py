@@ -78,11 +78,6 @@ class TimeBank:
                 return count
         return 0
 
-    def rounds_until(self, round_s: float, plain_s: float) -> int:
-        """Plain rounds to wait until `can_pay`; a very large number when they save nothing."""
-        missing_s = round_s - (1.0 + self.share) * plain_s - self.balance_s
-        return int(min(missing_s / (self.share * plain_s), 1e6)) if self.share * plain_s else 1_000_000
-
     def own_work(self, seconds: float, expected_s: float, plain_s: float) -> float:
         """What to charge for `seconds` of drafting, deciding and judging that were expected to take `expected_s`.
 

@@ -47,13 +47,6 @@ class Controller(ABC):
         Asks for the passes of draft models.
         """
 
-    def rest(self) -> int:
-        """Plain rounds to decode before the next `proposing`; called before every one."""
-        return 0
-
-    def wake(self, num_left: int) -> None:
-        """The rest that was asked for last ended with so many rounds left."""
-
     def use_threads(self, threads: int) -> None:
         """Passes and drafts use so many threads from now on, which changes what they cost."""
 

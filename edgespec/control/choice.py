@@ -6,7 +6,7 @@ Acceptance differs between the kinds: how the text is sampled, and whether its p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -39,11 +39,16 @@ class DrafterState:
         """The initial state."""
         return cls(Logistic(drafter.prior))
 
-    def confidences(self, draft: Draft) -> Iterator[float]:
-        """The confidence in each token of a draft: calibrated, or the drafter's own if it gives no evidence."""
+    def confidences(self, draft: Draft, known: Sequence[float] = ()) -> list[float]:
+        """The confidence in each token of a draft: calibrated, or the drafter's own if it gives no evidence.
+
+        `known`: those of its first tokens, or more.
+        """
         if not draft.evidence:
-            return iter(draft.confidences.tolist())
-        return map(self.calibrator.predictor(), draft.evidence)
+            own: list[float] = draft.confidences.tolist()
+            return own
+        missing = draft.evidence[len(known) :]
+        return [*known[: draft.num_tokens], *(map(self.calibrator.predictor(), missing) if missing else ())]
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """The first `accepted` tokens of a chain were accepted and the next one, if there is one, was rejected."""
@@ -109,10 +114,15 @@ class UnusedDrafts:
         if draft.num_tokens:
             self._pending.append((drafter, draft, draft.token_ids.tolist(), 0, start))
 
-    def resolved(self, token_ids: TokenIds) -> Iterator[tuple[str, Draft, int]]:
-        """(drafter, draft, number of its first tokens that agree) of each that the committed `token_ids` [n] decide."""
-        begin = min((place for *_, place in self._pending), default=token_ids.size)
-        text = token_ids[begin:].tolist()
+    def resolved(self, token_ids: TokenIds, new_ids: Sequence[int]) -> Iterator[tuple[str, Draft, int]]:
+        """(drafter, draft, number of its first tokens that agree) of each that the text decides by now.
+
+        The text: the committed `token_ids` [n], and `new_ids` behind them.
+        """
+        if not self._pending:
+            return
+        begin = min(place for *_, place in self._pending)
+        text = [*token_ids[begin:].tolist(), *new_ids]
         for _ in range(len(self._pending)):
             drafter, draft, drafted, agreed, place = self._pending.popleft()
             while agreed < len(drafted) and place - begin < len(text) and drafted[agreed] == text[place - begin]:

@@ -21,7 +21,6 @@ MAX_AUTO_LENGTH = 32  # tokens; no wider pass ever paid in measurements
 FORESIGHT = 4  # tokens that a draft looks ahead, since costs rise in steps
 LEAST_SHARED_ROWS = 9  # rows that one sequence may have in a shared pass, however many rows the others have
 RATE_MEMORY = 0.95  # decay per round of the running rate of tokens
-LONGEST_REST = 64  # most rounds without a decision: texts change
 
 # -- choosing among drafters (choice, auto, pool)
 LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text

@@ -1,4 +1,4 @@
-"""What passes of the target and drafts cost, by rows and context: guessed or known before, corrected by every pass.
+"""What passes of the target and drafts cost, by rows: guessed or known before, corrected by every pass.
 
 On a CPU a pass over several tokens costs more than one over a single token, in steps that differ from kernel to
 kernel, so the only assumption about the curve is that it does not fall: a narrow pass can always be padded to a wider
@@ -12,6 +12,7 @@ there; what single widths take beside it is learnt too, for kernels whose costs 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 
 from edgespec.control import constants as c
 
-WIDEST = 65
-ROWS = np.arange(WIDEST + 1)  # of a pass: every width that has a price
-_CONTEXT_STEP, _MOST_STALE = 64, 0.01  # a table is made anew after so many tokens, or so much learnt (in logarithms)
+WIDEST = 65  # rows of the widest pass that has a price
+_WIDTHS = np.arange(WIDEST + 1)
+_MOST_STALE = 0.01  # how much may change, in logarithms, until a table is made anew
 _FIRST_PLAIN, _MOST_ROW_PASSES = 2, 24.0
 _BEND = 8  # rows from which on another one costs another share
 _BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
@@ -31,23 +32,12 @@ _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class ContextCost:
-    """Seconds that each cached token adds to a pass: `fixed_s` whatever its width, `row_s` for every row."""
-
-    fixed_s: float = 0.0
-    row_s: float = 0.0
-
-    def at(self, width: int, context_tokens: int) -> float:
-        return context_tokens * (self.fixed_s + width * self.row_s)
-
-
 def _likenesses() -> Array:
     """[WIDEST + 1, WIDEST + 1]: how much a pass of one width says about another one; 0 on the diagonal.
 
     0 to and from plain passes (row and column 1): all others are measured against them.
     """
-    octaves = np.log2(np.maximum(ROWS, 1))
+    octaves = np.log2(np.maximum(_WIDTHS, 1))
     found: Array = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / c.LIKENESS)
     np.fill_diagonal(found, 0.0)
     found[:, :2] = found[:2, :] = 0.0
@@ -58,14 +48,16 @@ _LIKENESSES = _likenesses()
 
 
 class CostCurve:
-    """t(width, context) in seconds, from known times of a few widths, or guessed (`guessed`)."""
+    """t(width) in seconds, from known times of a few widths, or guessed (`guessed`).
 
-    def __init__(self, measured: Mapping[int, float], context: ContextCost = ContextCost()) -> None:
+    What a pass costs behind a longer text is not known apart: it is learnt as a change of the machine's pace is.
+    """
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
         if not measured or min(measured) < 1 or min(measured.values()) <= 0:
             raise ValueError(f"a cost curve needs positive times of positive widths, got {dict(measured)}")
-        self.context = context
         self.is_scaled = True  # its times are in seconds of this machine, and not a guess
-        self._base = _interpolated(never_falling(measured))
+        self._base = _interpolated(measured)
         self._passes = np.zeros(WIDEST + 1)  # of each width
         self._own = np.zeros(WIDEST + 1)  # mean logarithm over the base that they took, drift aside
         self._local = np.zeros(WIDEST + 1)  # the same, smoothed over similar widths
@@ -76,9 +68,8 @@ class CostCurve:
         # What another row costs, in plain passes, up to _BEND rows and beyond, where the base is a line; their weights.
         self._rows: list[float] | None = None
         self._weights, self._low = [c.ROW_WEIGHT, c.ROW_WEIGHT], 1
-        self._stale = 0.0  # how much has been learnt since the table was made, in logarithms
+        self._stale, self._table_drift = 0.0, 0.0  # how far widths moved since the table was made; the drift in it
         self._table: list[float] = []
-        self._table_step = -1
 
     @classmethod
     def guessed(cls, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> Self:
@@ -92,17 +83,15 @@ class CostCurve:
         curve._redraw(plain_s)
         return curve
 
-    def table(self, context_tokens: int) -> list[float]:
-        """Seconds of a pass of width 0 (nothing) to WIDEST, never falling, with `context_tokens` in the cache."""
-        step = context_tokens // _CONTEXT_STEP
-        if step != self._table_step or self._stale > _MOST_STALE:
-            self._table_step, self._stale = step, 0.0
-            self._table = self._made(step * _CONTEXT_STEP)
+    def table(self) -> list[float]:
+        """Seconds of a pass of width 0 (nothing) to WIDEST, never falling; another list when they have changed."""
+        if max(self._stale, abs(self._drift - self._table_drift)) > _MOST_STALE or not self._table:
+            self._stale, self._table_drift, self._table = 0.0, self._drift, self._made()
         return self._table
 
-    def at(self, width: int, context_tokens: int = 0) -> float:
+    def at(self, width: int) -> float:
         """Seconds of one pass."""
-        return self.table(context_tokens)[width]
+        return self.table()[width]
 
     @property
     def is_sure_of_plain(self) -> bool:
@@ -114,7 +103,7 @@ class CostCurve:
         """Whether what a row costs is more than a guess."""
         return self._rows is None or max(self._weights) >= c.ROW_WEIGHT + 2
 
-    def observe(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool = False) -> None:
+    def observe(self, width: int, seconds: float, *, is_plain: bool = False) -> None:
         """Learn from a pass that took `seconds`. `is_plain`: it is the plain pass of as many sequences."""
         if not 1 <= width <= WIDEST or seconds <= 0:
             return
@@ -128,11 +117,11 @@ class CostCurve:
             return
         if self._rows is not None and width > self._low:
             self._learn_row(width, seconds)  # first, so that only the rest counts as this width's own
-        self._follow(width, context_tokens, seconds, is_plain=is_plain or width == 1)
+        self._follow(width, seconds, is_plain=is_plain or width == 1)
 
-    def _follow(self, width: int, context_tokens: int, seconds: float, *, is_plain: bool) -> None:
+    def _follow(self, width: int, seconds: float, *, is_plain: bool) -> None:
         """Move a little towards one pass: a plain one tells mostly of the machine's pace."""
-        ratio = math.log(seconds / (self._base[width] + self.context.at(width, context_tokens)))
+        ratio = math.log(seconds / float(self._base[width]))
         surprise = ratio - self._drift - float(self._local[width])
         if is_plain and (self._is_in_doubt or len(self._plain_s) <= _FIRST_PLAIN):
             self._resolve(surprise)
@@ -140,12 +129,12 @@ class CostCurve:
         self._note(width, surprise, is_plain=is_plain)
         surprise = max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise))
         self._drift += (c.PLAIN_RATE if is_plain else c.DRIFT_RATE) * surprise
-        self._stale += abs(surprise) * c.PLAIN_RATE
         if width > 1:
-            seen = self._local[width] + surprise
+            before = self._local[width]
             self._passes[width] = passes = min(self._passes[width] + 1.0, c.MOST_OWN_PASSES)
-            self._own[width] += (seen - self._own[width]) / passes
+            self._own[width] += (before + surprise - self._own[width]) / passes
             self._smooth()
+            self._stale += abs(self._local[width] - before)
 
     def _note(self, width: int, surprise: float, *, is_plain: bool) -> None:
         """After three large deviations in one direction costs have changed, as behind a longer context.
@@ -196,9 +185,8 @@ class CostCurve:
         """Draw the line anew; widths that were run keep their times."""
         assert self._rows is not None
         before, (first, later) = self._base, self._rows
-        self._base = plain_s * (
-            1.0 + first * np.clip(ROWS - self._low, 0, _BEND - self._low) + later * np.maximum(ROWS - _BEND, 0)
-        )
+        rows = first * np.clip(_WIDTHS - self._low, 0, _BEND - self._low) + later * np.maximum(_WIDTHS - _BEND, 0)
+        self._base = plain_s * (1.0 + rows)
         self._base[0] = 0.0
         self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base[1:] / before[1:]), 0.0)
         self._smooth()
@@ -210,13 +198,12 @@ class CostCurve:
         Drafts have many lengths, so each width is seen rarely. Without smoothing the largest of several noisy times
         would make all wider passes look as expensive, since the curve never falls, and drafts would be too long.
         """
-        of_others = _LIKENESSES @ (self._passes * self._own) / (_LIKENESSES @ self._passes + c.FORMER_PASSES)
-        self._local = (self._passes * self._own + c.FORMER_PASSES * of_others) / (self._passes + c.FORMER_PASSES)
+        own = self._passes * self._own
+        of_others = (_LIKENESSES @ own) / (_LIKENESSES @ self._passes + c.FORMER_PASSES)
+        self._local = (own + c.FORMER_PASSES * of_others) / (self._passes + c.FORMER_PASSES)
 
-    def _made(self, context_tokens: int) -> list[float]:
-        context = context_tokens * (self.context.fixed_s + ROWS * self.context.row_s)
-        times = np.exp(self._local) * (self._base + context)
-        times[0] = 0.0
+    def _made(self) -> list[float]:
+        times = np.exp(self._local) * self._base
         # A width that was never run costs no less than the narrower ones that were.
         is_seen = self._passes > 0
         is_seen[1] = True
@@ -266,35 +253,17 @@ def guessed_plain_s(weight_bytes: int) -> float:
     return _GUESSED_PASS_S + weight_bytes / _GUESSED_BYTES_PER_S
 
 
-def never_falling(measured: Mapping[int, float]) -> dict[int, float]:
-    """The nearest non-decreasing curve, by pooling adjacent violators (Ayer et al. 1955) with equal weights.
-
-    One fast time of a wide pass would otherwise make every narrower one look as cheap.
-    """
-    pools: list[tuple[float, list[int]]] = []
-    for width, seconds in sorted(measured.items()):
-        mean, widths = seconds, [width]
-        while pools and pools[-1][0] > mean:
-            below, members = pools.pop()
-            mean = (below * len(members) + mean * len(widths)) / (len(members) + len(widths))
-            widths = members + widths
-        pools.append((mean, widths))
-    return {width: mean for mean, widths in pools for width in widths}
-
-
 def _interpolated(measured: Mapping[int, float]) -> Array:
     """Seconds by width 0..WIDEST: straight lines between measured widths, the last slope beyond them."""
-    widths, times = np.array(list(measured), np.float64), np.array(list(measured.values()))
-    if widths.size == 1:
-        found = times[0] * np.maximum(ROWS, widths[0]) / widths[0]
-    else:
-        found = np.interp(ROWS, widths, times)
-        slopes = (times[1] - times[0]) / (widths[1] - widths[0]), (times[-1] - times[-2]) / (widths[-1] - widths[-2])
-        found = np.where(widths[0] > ROWS, times[0] + slopes[0] * (ROWS - widths[0]), found)
-        found = np.where(widths[-1] < ROWS, times[-1] + slopes[1] * (ROWS - widths[-1]), found)
-        found = np.maximum(found, times.min())
-    found[0] = 0.0
-    return np.asarray(found, np.float64)
+    known = sorted(measured.items())
+    if len(known) == 1:
+        known.append((2 * known[0][0], 2 * known[0][1]))
+    found = [0.0]
+    for width in range(1, WIDEST + 1):
+        right = min(max(bisect_right(known, (width, math.inf)), 1), len(known) - 1)
+        (low, low_s), (high, high_s) = known[right - 1 : right + 1]
+        found.append(max(low_s + (high_s - low_s) * (width - low) / (high - low), min(measured.values())))
+    return np.array(found)
 
 
 @dataclass(slots=True)

@@ -85,7 +85,7 @@ class ModelCosts:
         times = timed_passes(engine, WIDTHS)
         for turn in zip(*times.values(), strict=True):
             for width, pass_s in zip(times, turn, strict=True):
-                curve.observe(width, _PREFIX, pass_s)
+                curve.observe(width, pass_s)
         costs = self.drafts
         for name, model in self._engines():
             if not costs[name].is_observed:
@@ -213,7 +213,7 @@ def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:
 
 def store_file_curve(files: Sequence[Path | FileVersion], curve: CostCurve) -> None:
     """Store the latest curve of a model under its files alone, for plans that are made without loading it."""
-    disk_cache.put("file curves", _file_curve_key(files), curve.table(0)[1:])
+    disk_cache.put("file curves", _file_curve_key(files), curve.table()[1:])
 
 
 def file_curve(files: Sequence[Path | FileVersion]) -> CostCurve | None:

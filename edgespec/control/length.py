@@ -9,11 +9,10 @@ The search ends where even tokens that were certain could not make up for what t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
-
-import numpy as np
 
 from edgespec.control import constants as c
 from edgespec.control.confidence import Predictor
@@ -37,24 +36,33 @@ def least_ahead(pass_s: Sequence[float]) -> list[float]:
 
     A draft that is accepted so far with a probability below the rate times this cannot gain any more.
     """
-    times, widths = np.array(pass_s), np.arange(len(pass_s))
-    further = widths[None, :] - widths[:, None]
-    each_s = np.where(further > 0, times[None, :] - times[:, None], np.inf) / np.maximum(further, 1)
-    found: list[float] = each_s.min(axis=1).tolist()
+    last = len(pass_s) - 1
+    found, hull = [math.inf] * len(pass_s), [last]  # the lower convex hull of what is wider, the nearest corner last
+    for width in range(last - 1, -1, -1):
+        nearest = hull[-1]
+        least = (pass_s[nearest] - pass_s[width]) / (nearest - width)
+        while nearest != last and least >= found[nearest]:
+            hull.pop()
+            nearest = hull[-1]
+            least = (pass_s[nearest] - pass_s[width]) / (nearest - width)
+        found[width] = least
+        hull.append(width)
     return found
 
 
-def while_it_may_pay(predict: Predictor, prices: Prices) -> Callable[[int, Evidence], bool]:
+def while_it_may_pay(predict: Predictor, prices: Prices, confidences: list[float]) -> Callable[[int, Evidence], bool]:
     """`DraftRequest.should_continue` for a drafter whose tokens are free: until even certain ones would not pay.
 
-    It ends a draft where `best_length` ends its search.
+    It ends a draft where `best_length` ends its search. The confidence in each token is added to `confidences`.
     """
-    reach = 1.0
+    reach, rate, ahead_s = 1.0, prices.rate, prices.ahead_s
 
     def should_continue(count: int, evidence: Evidence) -> bool:
         nonlocal reach
-        reach *= predict(evidence)
-        return reach > prices.rate * prices.ahead_s[count + 1]
+        confidence = predict(evidence)
+        confidences.append(confidence)
+        reach *= confidence
+        return reach > rate * ahead_s[count + 1]
 
     return should_continue
 

@@ -55,36 +55,38 @@ class SuffixAutomaton:
         state = self._link[state]
         return state, self._length[state]
 
-    def occurrences(self, state: int) -> int:
-        """How often the strings of `state` occurred; fewer than that in very repetitive text."""
-        return self._count[state]
-
     def extend(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             self._append(token_id)
 
-    def continuations(self, state: int) -> Iterator[tuple[int, int, int]]:
-        """(token, state after it, how often it occurred) of what followed the strings of `state`.
+    def best_continuation(self, state: int) -> tuple[tuple[int, int, int] | None, int]:
+        """What followed the strings of `state` most often, and how often they were followed at all.
 
-        Of many, which only short strings have, the first and the latest ones: common tokens come early, and looking at
-        all of them would take longer as the text grows.
+        (token, state after it, how often it occurred); None where nothing followed. Of many continuations, which only
+        short strings have, the first and the latest ones are looked at: common tokens come early, and looking at all
+        of them would take longer as the text grows.
         """
-        branches = self._branches.get(state)
-        if branches is not None:
-            found: Iterable[tuple[int, int]] = branches.items()
-            if len(branches) > _LOOKED_AT:
-                latest = islice(reversed(branches.items()), _LOOKED_AT // 2)
-                found = chain(islice(found, _LOOKED_AT // 2), latest)
-            for token_id, following in found:
-                yield token_id, following, self._count[following]
-        elif self._only_token[state] != NONE:
+        branches, count = self._branches.get(state), self._count
+        if branches is None:
+            if (token_id := self._only_token[state]) == NONE:
+                return None, 0
             following = self._only_next[state]
-            yield self._only_token[state], following, self._count[following]
+            return (token_id, following, count[following]), max(count[following], count[state])
+        looked_at: Iterable[tuple[int, int]] = branches.items()
+        if len(branches) > _LOOKED_AT:
+            latest = islice(reversed(branches.items()), _LOOKED_AT // 2)
+            looked_at = chain(islice(looked_at, _LOOKED_AT // 2), latest)
+        best, most, total = (NONE, NONE), -1, 0
+        for one in looked_at:
+            often = count[one[1]]
+            total += often
+            if often > most:
+                best, most = one, often
+        return (*best, most), max(total, count[state])
 
     def _append(self, token_id: int) -> None:
         link, only_token, only_next, branches = self._link, self._only_token, self._only_next, self._branches
-        new = self._new_state(self.num_tokens + 1)
-        state = self._last
+        new, state = self._new_state(self.num_tokens + 1), self._last
         while state != NONE:  # every suffix that lacks this continuation gets it; the loop is written out for speed
             if only_token[state] == NONE and state not in branches:
                 only_token[state], only_next[state] = token_id, new
@@ -127,10 +129,11 @@ class SuffixAutomaton:
 
     def _new_state(self, length: int) -> int:
         self._length.append(length)
-        for part in (self._link, self._only_token, self._only_next):
-            part.append(NONE)
+        self._link.append(NONE)
+        self._only_token.append(NONE)
+        self._only_next.append(NONE)
         self._count.append(0)
-        return len(self._length) - 1
+        return len(self._count) - 1
 
     def _next(self, state: int, token_id: int) -> int:
         if self._only_token[state] == token_id:
@@ -258,11 +261,10 @@ class SuffixDrafter(Drafter):
         chosen: list[int] = []
         evidence: list[Evidence] = []
         while state != ROOT and len(chosen) < request.max_tokens:
-            found = list(self._automaton.continuations(state))
-            if not found:
+            best, total = self._automaton.best_continuation(state)
+            if best is None:
                 break
-            token_id, following, count = max(found, key=lambda one: one[2])
-            total = max(sum(one[2] for one in found), self._automaton.occurrences(state))
+            token_id, following, count = best
             chosen.append(token_id)
             evidence.append(_evidence(length + len(chosen) - 1, count, total, 0.0))
             if request.should_continue is not None and not request.should_continue(len(chosen), evidence[-1]):

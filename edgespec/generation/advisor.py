@@ -134,7 +134,7 @@ class Advisor:
         curve = self._pool.cost_curve
         if not curve.is_scaled or stats.new_tokens < 2:
             return stats.accepted_tokens < stats.target_passes / 2
-        return stats.decode_s / (stats.new_tokens - 1) / curve.at(1, stats.prompt_tokens) > MOST_LOSS
+        return stats.decode_s / (stats.new_tokens - 1) / curve.at(1) > MOST_LOSS
 
 
 def _risen(before: int | None, now: int | None) -> int:

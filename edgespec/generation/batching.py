@@ -455,13 +455,12 @@ def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, i
         return
     widths = [member.asked.batch.width for member in decoding]
     prompt_rows = num_rows - sum(widths)
-    context = sum(member.run.target.length for member in decoding) // len(decoding)
     taught: set[int] = set()  # curves, which controllers of several drafters share
     for costs in known:
         if not prompt_rows and not is_disturbed and id(costs.curve) not in taught:
-            costs.observe_shared(widths, context, seconds)
+            costs.observe_shared(widths, seconds)
             taught.add(id(costs.curve))
-        parts = costs.parts_of(widths, prompt_rows, context)
+        parts = costs.parts_of(widths, prompt_rows)
         scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
         for member, part in zip(decoding, parts, strict=True):
             if member.controller is not None and member.controller.shared_costs is costs:

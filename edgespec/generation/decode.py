@@ -64,15 +64,9 @@ def _first_token(run: Run) -> Steps[int]:
     return pending_id
 
 
-def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: bool = False) -> Steps[int]:
-    """One pass per token, for `most` rounds (None: until the end); returns the pending token.
-
-    With `wakes` it ends earlier where a grammar forces what comes next.
-    """
-    done = 0
-    while run.stats.finish_reason is None and done != most:
-        if wakes and run.is_forced(pending_id):
-            break  # a draft that is nearly certain is worth a decision
+def _plain_rounds(run: Run, pending_id: int) -> Steps[None]:
+    """One pass per token, until the end."""
+    while run.stats.finish_reason is None:
         run.keep_within_memory()
         logits, pass_s, is_disturbed = yield from _score(run, pending_id, EMPTY_DRAFT)
         run.target.keep(pending_id, EMPTY_DRAFT, ())
@@ -81,21 +75,12 @@ def _plain_rounds(run: Run, pending_id: int, most: int | None = None, *, wakes: 
         pending_id = run.sampler.pick(run.sampler.distribution(logits[0], run.target.token_ids), position)
         yield from run.emit(pending_id, position, logits[0])
         run.look_again(logits, pass_s)
-        done += 1
-    return pending_id
 
 
 def _speculative_rounds(run: Run, controller: Controller, rule: Rule, pending_id: int) -> Steps[None]:
     """Draft, verify, accept, until the end."""
     controller.begin(run.prompt_ids, run.reading_s, run.clock)
     while run.stats.finish_reason is None:
-        rest, begun = controller.rest(), run.stats.rounds
-        try:
-            pending_id = yield from _plain_rounds(run, pending_id, rest, wakes=True)
-        finally:
-            controller.wake(rest - (run.stats.rounds - begun))
-        if run.stats.finish_reason is not None:
-            return
         run.keep_within_memory()
         context_ids = run.target.with_pending(pending_id)
         position = context_ids.size

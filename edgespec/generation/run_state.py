@@ -122,10 +122,6 @@ class Run:
         finally:
             self._tick()
 
-    def is_forced(self, pending_id: int) -> bool:
-        """Whether a grammar forces what follows the pending token."""
-        return self.sampler.constraint is not None and bool(self.sampler.forced(self.target.with_pending(pending_id)))
-
     def count(self, record: RoundRecord) -> None:
         """Add a round to `stats` and tell `on_round`."""
         stats = self.stats

@@ -28,7 +28,6 @@ ASSUMED_ACCEPTANCE = 0.7
 LENGTHS = range(1, 13)
 MOST_SHARE = 0.6  # of the target's bytes: a larger draft cannot gain
 _MOST_NEIGHBOURS = 20
-_CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFil
 def _forecast(aim: Aim, size: int, file: ModelFile | None) -> tuple[float, int]:
     """The best expected speedup over draft lengths, and that length; 1 and 0 where no length gains."""
     curve = _known_curve(aim.file) or CostCurve.guessed(guessed_plain_s(aim.bytes))
-    pass_s = curve.table(_CONTEXT)
+    pass_s = curve.table()
     own = _known_curve(file)
     token_s = own.at(1) if own is not None else DraftCost.guessed(size / aim.bytes).token_s * pass_s[1]
     lengths = [length for length in LENGTHS if length < WIDEST]

@@ -65,18 +65,6 @@ def test_half_of_it_is_risked_where_that_pays_for_a_draft_and_else_all() -> None
     assert TimeBank(share=0.0, balance_s=8.0).longest(0, round_s, plain_s=1.0) == 0
 
 
-def test_how_many_rounds_must_be_saved_up() -> None:
-    bank = TimeBank(share=0.02, balance_s=-1.0)
-    rounds = bank.rounds_until(2.0, plain_s=0.5)
-    for _ in range(rounds):
-        assert not bank.can_pay(2.0, plain_s=0.5)
-        bank.decoded(0.5, 0.0)
-    bank.decoded(0.5, 1e-9)
-    bank.decoded(0.5, 0.0)
-    assert bank.can_pay(2.0, plain_s=0.5)
-    assert TimeBank(share=0.0, balance_s=0.0).rounds_until(2.0, plain_s=0.5) >= 1000
-
-
 def test_what_rounds_do_to_the_balance() -> None:
     bank = TimeBank(share=0.1, balance_s=0.0)
     bank.speculated(num_tokens=3, round_s=2.0, plain_s=1.0)

@@ -65,8 +65,8 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
 ) -> None:
     engine = Timed.random(VOCABULARY, seed=1, context_length=900)
     engine.row_s = row_s
-    monkeypatch.setattr("edgespec.generation.run_state.perf_counter", lambda: engine.now_s)
-    monkeypatch.setattr("edgespec.control.threads.perf_counter", lambda: engine.now_s)
+    for module in ("generation.run_state", "generation.decode"):
+        monkeypatch.setattr(f"edgespec.{module}.perf_counter", lambda: engine.now_s)
     model = ModelDrafter(engine.related(sigma=0.8))
     drafters = {each.name: each for each in (model, TreeDrafter(model), LookaheadDrafter(), NgramDrafter())}
     controller = Watched.of(drafters, CostCurve({1: 1.0, 65: 1.0 + 64 * row_s}), {}, clock=lambda: engine.now_s)

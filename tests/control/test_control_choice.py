@@ -24,7 +24,7 @@ def add(drafts: UnusedDrafts, token_ids: list[int], start: int) -> None:
 
 
 def resolved(drafts: UnusedDrafts, text: list[int]) -> list[tuple[list[int], int]]:
-    return [(draft.token_ids.tolist(), agreed) for _, draft, agreed in drafts.resolved(np.array(text, np.int32))]
+    return [(draft.token_ids.tolist(), agreed) for _, draft, agreed in drafts.resolved(np.array(text, np.int32), ())]
 
 
 def test_a_draft_is_judged_at_its_first_difference() -> None:

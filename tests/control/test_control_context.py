@@ -7,7 +7,7 @@ from itertools import repeat
 import pytest
 
 from edgespec.control.auto import AutoController
-from edgespec.control.cost import ContextCost, CostCurve, DraftCost
+from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.reports import RoundRecord
 from simulation import (
     DRAFT_SHARE,
@@ -15,6 +15,7 @@ from simulation import (
     PLAIN_S,
     PREFILL_SHARE,
     READ_SHARE,
+    ContextCost,
     Machine,
     Text,
     World,
@@ -26,7 +27,7 @@ from simulation import (
 SHORT, LONG, ANSWER = 200, 7000, 400
 RIGHT = 0.8  # of the draft's tokens
 # In plain passes per cached token: all that each row reads for itself, or all that a pass reads once.
-BY_ROW, BY_PASS = ContextCost(row_s=5e-4), ContextCost(fixed_s=5e-4)
+BY_ROW, BY_PASS = ContextCost(row=5e-4), ContextCost(fixed=5e-4)
 
 
 def text(prompt_tokens: int, seed: int = 0) -> Text:
@@ -34,11 +35,9 @@ def text(prompt_tokens: int, seed: int = 0) -> Text:
 
 
 def controller(world: World, known: str) -> AutoController:
-    """One that was calibrated, that knows costs of short contexts only, or that starts with guesses."""
-    base = {width: ratio * PLAIN_S for width, ratio in ORT_INT8.items()}
-    seconds = ContextCost(world.machine.context.fixed_s * PLAIN_S, world.machine.context.row_s * PLAIN_S)
-    guessed = CostCurve.guessed(0.3 * PLAIN_S)
-    curves = {"calibrated": CostCurve(base, seconds), "short": CostCurve(base), "guessed": guessed}
+    """One that knows the costs of short contexts, or that starts with guesses."""
+    short = CostCurve({width: ratio * PLAIN_S for width, ratio in ORT_INT8.items()})
+    curves = {"short": short, "guessed": CostCurve.guessed(0.3 * PLAIN_S)}
     cost = DraftCost(DRAFT_SHARE * PLAIN_S, READ_SHARE * PLAIN_S)
     return AutoController.of({"model": world.model()}, curves[known], {"model": cost}, 0.02, world.clock)
 
@@ -60,7 +59,7 @@ def drafted(records: list[RoundRecord]) -> float:
     return sum(record.drafted_tokens > 0 for record in records) / len(records)
 
 
-KNOWN = ("calibrated", "short", "guessed")
+KNOWN = ("short", "guessed")
 
 
 @pytest.mark.parametrize("known", KNOWN)
@@ -100,4 +99,4 @@ def test_a_conversation_between_short_and_long_contexts(known: str) -> None:
     long = [speed for _, _, speed in found[1::2]]
     assert long[0] >= (0.95 if known == "short" else 0.98)
     assert min(long[1:]) >= (0.97 if known == "guessed" else 0.98)
-    assert drafted(found[-1][0]) < (0.5 if known == "guessed" else 0.25)
+    assert drafted(found[-1][0]) < 0.5

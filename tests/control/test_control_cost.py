@@ -15,7 +15,7 @@ from edgespec.control.accounts import RunCosts
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.constants import FIRST_ROW, START_PASSES
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost, moved
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
 from edgespec.control.costs import WIDTHS, cost_key, quick_costs
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.reports import RoundRecord
@@ -30,40 +30,40 @@ def test_measured_widths_are_kept_and_others_lie_between() -> None:
     assert [curve.at(width) for width in STEPS] == pytest.approx(list(STEPS.values()))
     assert curve.at(3) == pytest.approx(1.45)
     assert curve.at(11) == pytest.approx(2.6 + 3 * (2.6 - 2.5) / 3)
-    assert curve.table(0)[0] == 0.0
-    assert len(curve.table(0)) == WIDEST + 1
+    assert curve.table()[0] == 0.0
+    assert len(curve.table()) == WIDEST + 1
 
 
 def late(width: int, times: int, before: int = 8) -> CostCurve:
     """A curve that knows plain passes and `width`, and then saw `times` passes of it take twice as long."""
     curve = CostCurve(STEPS)
     for _ in range(before):
-        curve.observe(1, 0, 1.0)
-        curve.observe(width, 0, STEPS[width])
+        curve.observe(1, 1.0)
+        curve.observe(width, STEPS[width])
     for _ in range(times):
-        curve.observe(width, 0, 2.0 * STEPS[width])
+        curve.observe(width, 2.0 * STEPS[width])
     return curve
 
 
 def test_a_plain_pass_tells_whether_wide_passes_are_late_or_the_machine_is() -> None:
     curve = late(4, 3)
     assert not curve.is_sure_of_plain, "a plain pass is asked for"
-    curve.observe(1, 0, 2.0)
+    curve.observe(1, 2.0)
     assert curve.is_sure_of_plain
     for _ in range(30):
-        curve.observe(1, 0, 1.0)
+        curve.observe(1, 1.0)
     assert curve.at(4) / curve.at(1) == pytest.approx(STEPS[4], rel=0.1)
     curve = late(4, 3)
-    curve.observe(1, 0, 1.0)
+    curve.observe(1, 1.0)
     assert curve.is_sure_of_plain
     assert curve.at(4) / curve.at(1) > 1.5 * STEPS[4]
 
 
 def test_a_wide_pass_in_time_ends_the_doubt_about_its_width() -> None:
     curve = late(4, 3)
-    curve.observe(4, 0, STEPS[4])
+    curve.observe(4, STEPS[4])
     assert curve.is_sure_of_plain
-    curve.observe(1, 0, 1.0)
+    curve.observe(1, 1.0)
     assert curve.at(4) / curve.at(1) < 1.5 * STEPS[4]
 
 
@@ -73,8 +73,8 @@ def test_a_table_never_falls_whatever_was_measured_or_seen() -> None:
     for _ in range(30):
         curve = CostCurve({int(width): float(rng.uniform(0.5, 3.0)) for width in rng.choice(33, 6, replace=False) + 1})
         for _ in range(50):
-            curve.observe(int(rng.integers(1, 40)), int(rng.integers(0, 2000)), float(rng.uniform(0.1, 9.0)))
-            table = curve.table(int(rng.integers(0, 2000)))
+            curve.observe(int(rng.integers(1, 40)), float(rng.uniform(0.1, 9.0)))
+            table = curve.table()
             assert all(low <= high for low, high in pairwise(table))
             assert table[1] > 0
 
@@ -91,17 +91,11 @@ def test_what_is_no_measurement_is_refused(measured: dict[int, float]) -> None:
         CostCurve(measured)
 
 
-def test_context_adds_to_a_pass() -> None:
-    curve = CostCurve(STEPS, ContextCost(fixed_s=0.001, row_s=0.0001))
-    assert curve.at(1, 640) == pytest.approx(1.0 + 640 * 0.0011)
-    assert curve.at(8, 640) == pytest.approx(2.6 + 640 * 0.0018)
-
-
 def test_a_slower_machine_shows_at_every_width() -> None:
     curve = CostCurve(STEPS)
     for _ in range(300):
-        curve.observe(1, 0, 1.5)
-        curve.observe(4, 0, 1.5 * 1.5)
+        curve.observe(1, 1.5)
+        curve.observe(4, 1.5 * 1.5)
     assert curve.at(1) == pytest.approx(1.5, rel=0.02)
     assert curve.at(4) == pytest.approx(2.25, rel=0.02)
     assert curve.at(8) == pytest.approx(2.6 * 1.5, rel=0.25)  # never seen since, but the machine is the same
@@ -110,8 +104,8 @@ def test_a_slower_machine_shows_at_every_width() -> None:
 def test_a_width_that_was_measured_wrongly_is_corrected() -> None:
     curve = CostCurve(STEPS)
     for _ in range(300):
-        curve.observe(1, 0, 1.0)
-        curve.observe(8, 0, 4.0)
+        curve.observe(1, 1.0)
+        curve.observe(8, 4.0)
     assert curve.at(8) == pytest.approx(4.0, rel=0.05)
     assert curve.at(1) == pytest.approx(1.0, rel=0.05)
 
@@ -129,8 +123,8 @@ def test_noise_makes_wide_passes_neither_dearer_nor_alike() -> None:
         )
         for _ in range(60):
             width = int(rng.integers(1, 17))
-            curve.observe(width, 0, true.at(width) * math.exp(0.15 * rng.standard_normal()))
-        table = curve.table(0)
+            curve.observe(width, true.at(width) * math.exp(0.15 * rng.standard_normal()))
+        table = curve.table()
         errors.append([math.log(table[width] / table[1] / true.at(width)) for width in (4, 8, 12, 16)])
     assert np.abs(np.mean(errors, axis=0)).max() < 0.04
     assert np.std(errors, axis=0).max() < 0.12
@@ -142,19 +136,19 @@ def test_outliers_hardly_move_it() -> None:
     for _ in range(2000):
         width = int(rng.choice([1, 2, 4, 8]))
         late = 100.0 if rng.random() < 0.01 else 1.0
-        curve.observe(width, 0, STEPS[width] * late * math.exp(0.05 * rng.standard_normal()))
+        curve.observe(width, STEPS[width] * late * math.exp(0.05 * rng.standard_normal()))
     for width in (1, 2, 4, 8):
         assert curve.at(width) == pytest.approx(STEPS[width], rel=0.1)
     before = curve.at(1)
-    curve.observe(1, 0, 1e6)
+    curve.observe(1, 1e6)
     assert curve.at(1) < 1.06 * before
 
 
-@pytest.mark.parametrize("seen", [(0, 0, 1.0), (WIDEST + 1, 0, 1.0), (1, 0, 0.0), (1, 0, -1.0)])
-def test_what_cannot_have_been_a_pass_is_not_learnt_from(seen: tuple[int, int, float]) -> None:
+@pytest.mark.parametrize("seen", [(0, 1.0), (WIDEST + 1, 1.0), (1, 0.0), (1, -1.0)])
+def test_what_cannot_have_been_a_pass_is_not_learnt_from(seen: tuple[int, float]) -> None:
     curve = CostCurve(STEPS)
     curve.observe(*seen)
-    assert curve.table(0) == CostCurve(STEPS).table(0)
+    assert curve.table() == CostCurve(STEPS).table()
 
 
 def test_a_drafted_token_and_a_read_one_are_told_apart() -> None:
@@ -214,19 +208,19 @@ def fed(row: float, passes: int = 12, plain_s: float = 0.02) -> CostCurve:
     """A prior that saw plain passes and then some of widths 2 to 5, each row taking `row` of a plain pass."""
     curve = CostCurve.guessed(1.0)
     for _ in range(3):
-        curve.observe(1, 0, plain_s)
+        curve.observe(1, plain_s)
     for index in range(passes):
         width = 2 + index % 4
-        curve.observe(width, 0, plain_s * (1 + row * (width - 1)))
+        curve.observe(width, plain_s * (1 + row * (width - 1)))
     return curve
 
 
 def test_nothing_is_risked_before_plain_passes_were_timed() -> None:
     curve = CostCurve.guessed(1.0)
     assert not curve.is_scaled and not curve.is_sure_of_plain
-    curve.observe(1, 0, 0.5)  # the first pass of a run waits for its weights
+    curve.observe(1, 0.5)  # the first pass of a run waits for its weights
     assert not curve.is_sure_of_plain
-    curve.observe(1, 0, 0.02)
+    curve.observe(1, 0.02)
     assert curve.is_sure_of_plain
     assert curve.at(1) == pytest.approx(0.02)
     assert curve.at(5) == pytest.approx(0.02 * (1 + 4 * FIRST_ROW))
@@ -237,15 +231,15 @@ def test_what_rows_cost_is_learnt_for_widths_that_were_not_run(row: float) -> No
     curve = fed(row)
     assert curve.at(4) / curve.at(1) == pytest.approx(1 + 3 * row, rel=0.1)
     assert curve.at(8) / curve.at(1) == pytest.approx(1 + 7 * row, rel=0.2)
-    assert curve.table(0) == sorted(curve.table(0))
+    assert curve.table() == sorted(curve.table())
 
 
 def test_a_width_that_was_run_says_for_itself_what_it_costs() -> None:
     curve = fed(0.2)
     for _ in range(12):
-        curve.observe(6, 0, 0.02 * 4)  # a step in the kernel
+        curve.observe(6, 0.02 * 4)  # a step in the kernel
         if not curve.is_sure_of_plain:
-            curve.observe(1, 0, 0.02)
+            curve.observe(1, 0.02)
     assert curve.at(6) / curve.at(1) == pytest.approx(4, rel=0.1)
     assert curve.at(4) / curve.at(1) == pytest.approx(1.6, rel=0.15)
 
@@ -253,7 +247,7 @@ def test_a_width_that_was_run_says_for_itself_what_it_costs() -> None:
 def test_rows_up_to_the_padding_are_one_pass() -> None:
     curve = CostCurve.guessed(1.0, low=2)
     for width in (1, 2):
-        curve.observe(width, 0, 0.02)
+        curve.observe(width, 0.02)
     assert curve.at(1) == curve.at(2) == pytest.approx(0.02)
     assert curve.at(3) == pytest.approx(0.02 * (1 + FIRST_ROW))
 
@@ -262,7 +256,7 @@ def test_what_was_learnt_goes_on_in_the_next_run() -> None:
     curve = fed(0.1)
     again = CostCurve.from_json(json.loads(json.dumps(curve.to_json())))
     assert again is not None and again.is_scaled
-    assert again.table(0) == pytest.approx(curve.table(0), rel=1e-6)
+    assert again.table() == pytest.approx(curve.table(), rel=1e-6)
     assert not again.is_sure_of_plain  # the machine may be another one today
 
 
@@ -303,10 +297,10 @@ def test_a_late_first_pass_is_believed_in_part_only() -> None:
     """Memory is allocated for a new width; if that passed for its cost, no draft would ever be verified again."""
     curve, sound = fed(0.1, passes=0), fed(0.1, passes=1)
     assert not curve.is_sure_of_rows
-    curve.observe(2, 0, 0.02 * 4)
+    curve.observe(2, 0.02 * 4)
     assert curve.at(3) / curve.at(1) < 1 + 2 * 0.45 and not curve.is_sure_of_rows
     for late in (curve, sound):
-        late.observe(3, 0, 0.02 * 1.2)
+        late.observe(3, 0.02 * 1.2)
     assert curve.is_sure_of_rows and sound.at(4) < curve.at(4) < 0.02 * 2.2
     again = CostCurve.from_json(json.loads(json.dumps(curve.to_json())))
     assert again is not None and again.is_sure_of_rows

@@ -24,18 +24,18 @@ def costs() -> RunCosts:
 
 def test_alone_prices_are_those_of_the_curve() -> None:
     found = costs()
-    before = found.prices(0)
+    before = found.prices()
     found.share_passes(3, 7)
-    assert found.prices(0) != before
+    assert found.prices() != before
     found.share_passes(1, 0)
-    assert found.prices(0) == before
+    assert found.prices() == before
 
 
 @pytest.mark.parametrize("prompt_rows", [0, 20])
 def test_the_parts_of_all_sequences_are_the_whole_pass(prompt_rows: int) -> None:
     """Drafts pay by their rows for all that they add; what a prompt adds is nobody's."""
     found, widths = costs(), [3, 1, 6, 2]
-    parts = found.parts_of(widths, prompt_rows, 0)
+    parts = found.parts_of(widths, prompt_rows)
     at = found.curve.at
     assert parts[1] == at(4) / 4
     assert sum(parts) == pytest.approx(at(4) + at(12 + prompt_rows) - at(4 + prompt_rows))
@@ -49,7 +49,7 @@ def test_drafts_are_shorter_the_more_sequences_run() -> None:
     for others in (0, 1, 3, 7, 15):
         found = costs()
         found.share_passes(others + 1, others)
-        lengths.append(best_length(confidences, found.prices(0), 8)[0])
+        lengths.append(best_length(confidences, found.prices(), 8)[0])
     assert lengths[0] >= 3 and lengths[-1] == 0 and lengths == sorted(lengths, reverse=True)
 
 
@@ -66,8 +66,8 @@ def test_the_chosen_length_maximises_the_tokens_of_all_per_second(others: int) -
     found = costs()
     found.share_passes(others + 1, others)
     for _ in range(200):  # the rate is learnt while it is earned
-        length, _ = best_length([0.8] * 16, found.prices(0), 16)
-        found.earned(1 + reach[:length].sum(), found.pass_s(1 + length, 0))  # type: ignore[arg-type]
+        length, _ = best_length([0.8] * 16, found.prices(), 16)
+        found.earned(1 + reach[:length].sum(), found.pass_s(1 + length))  # type: ignore[arg-type]
     # The others decode plainly here, so that the running rate is this sequence's own and not quite theirs.
     assert rate(length) >= 0.93 * rate(best)
 
@@ -78,7 +78,7 @@ def test_shared_passes_teach_what_plain_ones_cost() -> None:
     found = RunCosts(curve, {}, 1)
     found.share_passes(4, 3)
     for _ in range(40):
-        found.observe_shared([1] * 4, 0, 0.02)
+        found.observe_shared([1] * 4, 0.02)
     assert curve.is_scaled and curve.is_sure_of_plain
     assert curve.at(4) == pytest.approx(0.02, rel=0.15)
     assert 0.004 < curve.at(1) < 0.02
@@ -87,48 +87,48 @@ def test_shared_passes_teach_what_plain_ones_cost() -> None:
 def test_beside_many_rows_a_few_of_its_own_remain() -> None:
     found = costs()
     found.share_passes(2, 500)
-    assert found.most_rows == 9 and np.isfinite(found.prices(0).pass_s[9])
+    assert found.most_rows == 9 and np.isfinite(found.prices().pass_s[9])
 
 
 def test_a_step_that_all_drafts_climb_together_is_paid_by_all() -> None:
     """Rows 5 to 8 of a pass cost what the fifth does: beside three that draft, a draft is not free."""
     found = RunCosts(CostCurve({1: 1.0, 4: 1.7, 5: 2.7, 8: 2.8, 65: 60.0}), {}, 1)
     found.share_passes(4, 3)
-    alone_s = found.pass_s(2, 0) - found.plain_s(0)
+    alone_s = found.pass_s(2) - found.plain_s()
     found.share_passes(4, 6)  # three others draft a token each
-    beside_s = found.pass_s(2, 0) - found.plain_s(0)
+    beside_s = found.pass_s(2) - found.plain_s()
     assert alone_s == pytest.approx(1.0)
     assert beside_s == pytest.approx(1.1 / 4)
     found.share_passes(4, 6, prompt_rows=3)  # what others have there is a prompt, which nobody drafts
-    assert found.pass_s(2, 0) - found.plain_s(0) == pytest.approx(found.curve.at(8) - found.curve.at(7))
+    assert found.pass_s(2) - found.plain_s() == pytest.approx(found.curve.at(8) - found.curve.at(7))
 
 
 def test_where_uneven_rows_are_passes_of_their_own_a_draft_pays_for_a_whole_one() -> None:
     curve = CostCurve({1: 1.0, 2: 1.1, 4: 1.4, 8: 2.0, 65: 12.0})
     found = RunCosts(curve, {}, 1)
     found.share_passes(4, 3)
-    packed_s = found.pass_s(5, 0) - found.plain_s(0)
+    packed_s = found.pass_s(5) - found.plain_s()
     found.splits = True
     found.share_passes(4, 3)
-    assert found.pass_s(5, 0) - found.plain_s(0) == pytest.approx(curve.at(4)) and curve.at(4) > 2 * packed_s
-    parts = found.parts_of([5, 1, 1, 1], 0, 0)
+    assert found.pass_s(5) - found.plain_s() == pytest.approx(curve.at(4)) and curve.at(4) > 2 * packed_s
+    parts = found.parts_of([5, 1, 1, 1], 0)
     assert sum(parts) == pytest.approx(2 * curve.at(4)) and parts[0] == pytest.approx(1.25 * curve.at(4))
     for _ in range(40):  # the second pass, of two rows, takes longer than was known
-        found.observe_shared([3, 1, 1, 1], 0, 1.4 + 1.65)
+        found.observe_shared([3, 1, 1, 1], 1.4 + 1.65)
     assert 1.3 < curve.at(2) < 1.7 and curve.at(6) < 2.2
     found.share_passes(1, 0)  # alone, a draft shares the pass of its own sequence
-    assert found.pass_s(3, 0) < 2 * curve.at(1)
+    assert found.pass_s(3) < 2 * curve.at(1)
 
 
 def test_the_pace_of_all_widths_follows_plain_passes_of_several_sequences() -> None:
     """A growing context slows all passes down, and no pass of one row tells: a draft must not look free for that."""
     found = costs()
-    found.curve.observe(1, 0, 1.0)
+    found.curve.observe(1, 1.0)
     found.share_passes(4, 3)
     for _ in range(40):
-        found.observe_shared([5, 1, 1, 1], 0, 2.4)
+        found.observe_shared([5, 1, 1, 1], 2.4)
     for step in range(60):
-        found.observe_shared([1] * 4, 0, 1.3 * (1 + step / 60))
+        found.observe_shared([1] * 4, 1.3 * (1 + step / 60))
     assert found.curve.at(4) == pytest.approx(2.6, rel=0.1)
     assert found.curve.at(8) - found.curve.at(4) > 1.2
 

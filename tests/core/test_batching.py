@@ -374,7 +374,7 @@ def test_a_later_answer_alone_is_priced_alone(model: Model, ends: str) -> None:
     costs = model._pool._automatic_one("auto").costs
     model.generate([1, 2, 3], Sampling(), replace(drafting, max_tokens=1))
     assert not costs.is_shared
-    assert costs.plain_s(100) == costs.curve.at(1, 100)
+    assert costs.plain_s() == costs.curve.at(1)
 
 
 def test_one_that_is_left_alone_does_not_take_its_share_of_a_pass_for_a_whole_one(

@@ -17,7 +17,7 @@ import numpy as np
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
-from edgespec.control.cost import WIDEST, ContextCost, CostCurve, DraftCost
+from edgespec.control.cost import WIDEST, CostCurve, DraftCost
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
@@ -48,7 +48,6 @@ CURVES = {
     "llamacpp q4_k_m": LLAMA_Q4_K_M,
 }
 PREFILL_SHARE = 0.2  # of a plain pass, that the target takes to read one token of a prompt
-NO_CONTEXT = ContextCost()
 PLAIN_S = 0.05  # a plain pass of a model of 1B
 DRAFT_SHARE = 0.04  # of it, that a token of the draft model takes
 READ_SHARE = 0.004  # of it, that the draft model takes to read a token among others
@@ -62,6 +61,17 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCost:
+    """Plain passes that each cached token adds to a pass: `fixed` whatever its width, `row` for every row."""
+
+    fixed: float = 0.0
+    row: float = 0.0
+
+    def at(self, width: int, context_tokens: int) -> float:
+        return context_tokens * (self.fixed + width * self.row)
 
 
 @dataclass(slots=True)
@@ -83,7 +93,7 @@ class Machine:
     seed: int = 0
     judge_s: float = 0.0
     after: float = 0.0
-    context: ContextCost = NO_CONTEXT
+    context: ContextCost = ContextCost()
     context_tokens: int = 0
     _curve: CostCurve = field(init=False)
     _rng: np.random.Generator = field(init=False)
@@ -210,13 +220,11 @@ def simulate(
     prefill_s = text.prompt_tokens * PREFILL_SHARE * machine.plain_s if reads_prompts else 0.0
     controller.begin(text.token_ids[: text.prompt_tokens], prefill_s)
     records: list[RoundRecord] = []
-    resting = 0
     position = text.prompt_tokens + 1  # the prefill gave the first token
     while position < text.token_ids.size:
         context_ids, left = text.token_ids[:position], int(text.token_ids.size) - position
         started_s, proposal = clock(), NOTHING
-        resting = resting - 1 if resting else controller.rest()
-        if left > 1 and not resting:
+        if left > 1:
             request = DraftRequest(context_ids, min(left - 1, WIDEST - 1), sampler)
             proposal = at_once(controller.proposing(request))
         draft, drafted_s = proposal.draft, clock()
@@ -233,11 +241,9 @@ def simulate(
         confidences = tuple(draft.confidences.tolist())
         seconds = drafted_s - started_s, verify_s, judge_s
         record = RoundRecord(position, proposal.drafter, draft.num_tokens, accepted, confidences, *seconds)
-        if not resting:
-            controller.observe(proposal, verdict, record)
+        controller.observe(proposal, verdict, record)
         records.append(record)
         position += accepted + 1
-    controller.wake(max(resting - 1, 0))  # what the end of the text cut short
     return records
 
 
