@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.cost import CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.costs import file_curve
 from edgespec.control.length import expected_speedup
 from edgespec.errors import ConfigError, EdgespecError
@@ -27,7 +27,6 @@ from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 
 ASSUMED_ACCEPTANCE = 0.7
-LENGTHS = range(1, 13)
 UNKNOWN_HEAD_SHARE = 0.05  # of the target's bytes: a layer or a few, and embeddings
 MOST_SHARE = 0.6  # of the target's bytes: a larger draft cannot gain
 _MOST_NEIGHBOURS = 20
@@ -200,8 +199,7 @@ def _forecast(aim: Aim, size: int, file: ModelFile | None) -> tuple[float, int]:
     pass_s = curve.table(_CONTEXT)
     own = _known_curve(file)
     token_s = own.at(1) if own is not None else DraftCost.guessed(size / aim.bytes).token_s * pass_s[1]
-    lengths = [length for length in LENGTHS if length < WIDEST]
-    found = [(expected_speedup(ASSUMED_ACCEPTANCE, length, pass_s, token_s), length) for length in lengths]
+    found = [(expected_speedup(ASSUMED_ACCEPTANCE, length, pass_s, token_s), length) for length in range(1, 13)]
     return max((1.0, 0), *found)
 
 

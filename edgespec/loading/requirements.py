@@ -266,8 +266,9 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
     """What all models of a run have in common."""
     # Trees need cells that sequences share. Else a row would read what all other chats hold, too: with eight chats of
     # 100 tokens and a draft a 1B model wrote .82 of what it writes plainly, while drafts of several chats in one pass
-    # gain .1 at two.
-    shares_cells = options.sequences == 1 or is_elsewhere or _drafts_trees(options)
+    # gain .1 at two. On the processor rows are too dear for trees that nobody asked for by name.
+    asked = SPECS.get(options.drafter)
+    shares_cells = options.sequences == 1 or is_elsewhere or (asked is not None and asked.cost == "rows")
     return ModelUse(
         threads=options.threads,
         max_sequences=options.sequences,
@@ -275,12 +276,3 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
         kv_offload=options.kv_offload,
         provider=options.provider,
     )
-
-
-def _drafts_trees(options: LoadOptions) -> bool:
-    """Whether there is room for branches of trees on the processor: for drafters asked for by name.
-
-    Rows are too dear there for trees that nobody asked for, and several chats would pay for the room.
-    """
-    asked = SPECS.get(options.drafter)
-    return asked is not None and asked.cost == "rows"
