@@ -84,6 +84,8 @@ class RunCosts:
         self._made_of: tuple[object, object, float] = None, None, 0.0  # what the next two were made of
         self._pass_s: list[float] = []
         self._ahead_s: list[float] = []
+        self._ahead: list[float] = []  # the latter at the usual pace
+        self._ahead_of: list[float] | None = None  # the shape that it was made of
 
     def use_threads(self, threads: int) -> None:
         """Takes effect at the next round, since the outcome of the last one belongs to the old number."""
@@ -150,10 +152,13 @@ class RunCosts:
             widths, plain_s = c.MAX_AUTO_LENGTH + c.FORESIGHT + 2, sharing.plain_s(table)
             if self.is_shared:
                 wider = [plain_s + sharing.added_s(table, width) for width in range(2, widths)]
+                self._ahead_s, self._ahead_of = least_ahead([0.0, plain_s, *wider]), None
             else:
-                wider = table[2:widths]
-            self._pass_s = [0.0, plain_s, *(pass_s + round_s for pass_s in wider)]
-            self._ahead_s = least_ahead([0.0, plain_s, *wider])
+                wider, shape, pace = table[2:widths], self.curve.shape, self.curve.pace
+                if self._ahead_of is not shape:
+                    self._ahead, self._ahead_of = least_ahead(shape[:widths]), shape
+                self._ahead_s = [pace * each_s for each_s in self._ahead]
+            self._pass_s = [0.0, plain_s, *[pass_s + round_s for pass_s in wider]]
             self._made_of = table, sharing, round_s
         return Prices(self._pass_s, self._ahead_s, self.rate(self._pass_s[1]))
 

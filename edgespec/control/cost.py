@@ -68,8 +68,8 @@ class CostCurve:
         # What another row costs, in plain passes, up to _BEND rows and beyond, where the base is a line; their weights.
         self._rows: list[float] | None = None
         self._weights, self._low = [c.ROW_WEIGHT, c.ROW_WEIGHT], 1
-        self._stale, self._table_drift = 0.0, 0.0  # how far widths moved since the table was made; the drift in it
-        self._table: list[float] = []
+        self._stale, self._shape = 0.0, list[float]()  # how far widths moved since it was made
+        self._table, self._table_shape, self._table_drift = list[float](), list[float](), 0.0
 
     @classmethod
     def guessed(cls, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> Self:
@@ -85,9 +85,24 @@ class CostCurve:
 
     def table(self) -> list[float]:
         """Seconds of a pass of width 0 (nothing) to WIDEST, never falling; another list when they have changed."""
-        if max(self._stale, abs(self._drift - self._table_drift)) > _MOST_STALE or not self._table:
-            self._stale, self._table_drift, self._table = 0.0, self._drift, self._made()
+        shape = self.shape
+        if shape is not self._table_shape or abs(self._drift - self._table_drift) > _MOST_STALE:
+            self._table_shape, self._table_drift = shape, self._drift
+            pace = self.pace
+            self._table = [pace * pass_s for pass_s in shape]
         return self._table
+
+    @property
+    def shape(self) -> list[float]:
+        """The table at the machine's usual pace; another list when what a width costs beside others has changed."""
+        if self._stale > _MOST_STALE or not self._shape:
+            self._stale, self._shape = 0.0, self._made()
+        return self._shape
+
+    @property
+    def pace(self) -> float:
+        """How many times as long as usual all passes take now."""
+        return math.exp(self._drift)
 
     def at(self, width: int) -> float:
         """Seconds of one pass."""
@@ -171,7 +186,7 @@ class CostCurve:
         part, before = (0, 0.0) if width <= _BEND else (1, self._rows[0] * (_BEND - self._low))
         count = width - (_BEND if part else self._low)
         row = self._rows[part]
-        seen = (seconds / (float(self._base[1]) * math.exp(self._drift)) - 1.0 - before) / count
+        seen = (seconds / (float(self._base[1]) * self.pace) - 1.0 - before) / count
         seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * row + 0.1)
         self._weights[part] = min(self._weights[part] + 1.0, _MOST_ROW_PASSES)
         row += (seen - row) / self._weights[part]
@@ -210,7 +225,7 @@ class CostCurve:
         np.maximum(times, np.maximum.accumulate(np.where(is_seen, times, 0.0)), out=times, where=~is_seen)
         # Made non-decreasing: midway between the lowest such curve above the times and the highest one below.
         above, below = np.maximum.accumulate(times), np.minimum.accumulate(times[::-1])[::-1]
-        found: list[float] = (0.5 * math.exp(self._drift) * (above + below)).tolist()
+        found: list[float] = (0.5 * (above + below)).tolist()
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -219,7 +234,7 @@ class CostCurve:
             return {}
         widths = np.flatnonzero(self._passes)
         return {
-            "plain": float(self._base[1]) * math.exp(self._drift),
+            "plain": float(self._base[1]) * self.pace,
             "rows": list(zip(self._rows, self._weights, strict=True)),
             "widths": [[int(width), float(self._passes[width]), float(self._own[width])] for width in widths],
         }
