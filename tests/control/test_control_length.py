@@ -58,15 +58,6 @@ def test_more_may_pay_where_some_number_of_further_tokens_does() -> None:
         assert may_pay(start, reach, confidence, prices, token_s, most) == (max(gains) > 0)
 
 
-def test_only_the_end_of_a_step_is_worth_its_pass() -> None:
-    """Widths 2 to 4 cost alike, as do 5 to 8: a draft that is sure ends with a step and never behind its beginning."""
-    passes = [0.0, 1.0, *[1.5] * 3, *[2.5] * 4, *[9.0] * 30]
-    prices = Prices(passes, least_ahead(passes), 1.5)
-    assert best_length([0.95] * 30, prices, 30)[0] == 7
-    assert best_length([0.7] * 30, prices, 30)[0] == 3
-    assert best_length([0.2] * 30, prices, 30)[0] == 0
-
-
 def test_the_least_that_further_rows_take_is_what_brute_force_finds() -> None:
     rng = random.Random(2)
     for _ in range(50):
@@ -86,22 +77,6 @@ def test_confidences_are_asked_for_no_further_than_they_can_pay() -> None:
 
     assert best_length(confidences(), Prices(passes, least_ahead(passes), 1.0), 30)[0] == 1
     assert len(asked) == 2  # 0.3 is more than the 0.2 that a further row takes, 0.09 is less
-
-
-def test_a_higher_rate_asks_for_more() -> None:
-    """Dinkelbach's point: the better a run goes, the less a doubtful token is worth its time."""
-    passes = [0.0, *(1.0 + 0.2 * k for k in range(40))]
-    ahead_s = least_ahead(passes)
-    lengths = [best_length([0.8] * 30, Prices(passes, ahead_s, rate), 30)[0] for rate in (1.0, 1.5, 2.0, 3.0)]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > lengths[-1]
-
-
-def test_nothing_to_draft_is_no_gain() -> None:
-    passes = [0.0, 1.0, 2.0]
-    ahead_s = least_ahead(passes)
-    assert best_length([], Prices(passes, ahead_s, 1.0), 5) == (0, 0.0)
-    assert best_length([0.9], Prices(passes, ahead_s, 0.5), 0) == (0, 0.0)
 
 
 def test_expected_speedup_is_leviathans_where_passes_are_flat() -> None:

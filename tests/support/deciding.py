@@ -1,86 +1,65 @@
-"""How long deciding a round takes (draft model, three lookups): `PYTHONPATH=. python tests/support/deciding.py`.
+"""What a round's decision costs with lookups alone: `PYTHONPATH=. python tests/support/deciding.py`.
 
-The production controller on recorded texts in the simulated world, so that nothing else runs meanwhile. What drafters
-themselves take is left out; how far a draft goes on, which the controller is asked after each token, is counted. So
-are the few clock readings of this file. Not a test: a time says as much of the machine as of the code.
+The production controller on recorded texts in the simulated world, in processor time. Not a test: a time says as much
+of the machine as of the code.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
-from edgespec.control.cost import DraftCost
-from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.cache import CacheDrafter
-from edgespec.drafters.ngram import NgramDrafter
+from edgespec.control.cost import CostCurve
+from edgespec.drafters.base import DraftRequest
+from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.sequence import Passes
 from edgespec.reports import RoundRecord
-from edgespec.types import Draft, Evidence, Verdict
-from simulation import DRAFT_SHARE, ORT_INT8, READ_SHARE, VOCABULARY, Machine, World, recorded, simulate
+from edgespec.types import Draft, Verdict
+from simulation import KERNELS, Machine, World, recorded, simulate
+
+DECIDING_S: list[float] = []
+DRAFTING_S: list[float] = []
+LEARNING_S: list[float] = []
 
 
 class Timed(AutoController):
-    """Keeps how long each decision and each lesson took, in seconds."""
-
-    deciding_s: list[float]
-    learning_s: list[float]
-    drafting_s = 0.0  # of the round in progress
+    """Keeps how long each decision and each lesson took."""
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
-        self.drafting_s, started_s = 0.0, perf_counter()
+        started_s = thread_time()
         proposal = yield from super().proposing(request)
-        self.deciding_s.append(perf_counter() - started_s - self.drafting_s)
+        DECIDING_S.append(thread_time() - started_s)
         return proposal
 
     def observe(self, proposal: Proposal, verdict: Verdict, record: RoundRecord) -> None:
-        started_s = perf_counter()
+        started_s = thread_time()
         super().observe(proposal, verdict, record)
-        self.learning_s.append(perf_counter() - started_s)
-
-    def leave_out_work_of(self, drafter: Drafter) -> None:
-        """Its time is no part of deciding."""
-        draft = drafter.draft
-
-        def timed(request: DraftRequest) -> Draft:
-            ask, started_s, asking_s = request.should_continue, perf_counter(), 0.0
-
-            def timed_ask(count: int, evidence: Evidence) -> bool:
-                nonlocal asking_s
-                asked_s = perf_counter()
-                answer = ask is not None and ask(count, evidence)
-                asking_s += perf_counter() - asked_s
-                return answer
-
-            found = draft(request if ask is None else request._replace(should_continue=timed_ask))
-            self.drafting_s += perf_counter() - started_s - asking_s
-            return found
-
-        drafter.draft = timed  # type: ignore[method-assign]
+        LEARNING_S.append(thread_time() - started_s)
 
 
-def run() -> tuple[list[float], list[float]]:
-    """Microseconds of each decision and of each lesson, over all recorded greedy texts."""
-    world = World(Machine(ORT_INT8))
-    drafters = [NgramDrafter(), SuffixDrafter(), CacheDrafter(VOCABULARY), world.model()]
-    plain_s = world.machine.plain_s
-    costs = {"model": DraftCost(DRAFT_SHARE * plain_s, READ_SHARE * plain_s)}
-    auto = Timed.of({drafter.name: drafter for drafter in drafters}, world.machine.curve(), costs, 0.02, world.clock)
-    auto.deciding_s, auto.learning_s = [], []
-    for drafter in drafters:
-        auto.leave_out_work_of(drafter)
-    for by_temperature in recorded().values():
-        for text in by_temperature[0.0]:
-            simulate(auto, text, world.machine, world.clock)
-    return [1e6 * seconds for seconds in auto.deciding_s], [1e6 * seconds for seconds in auto.learning_s]
+class TimedLookup(SuffixDrafter):
+    """Keeps how long each lookup took; it is part of the decision."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        started_s = thread_time()
+        draft = super().draft(request)
+        DRAFTING_S.append(thread_time() - started_s)
+        return draft
 
 
 if __name__ == "__main__":
     for _ in range(5):
-        for name, times in zip(("deciding", "learning"), run(), strict=True):
-            low, middle, high = np.percentile(times, [10, 50, 90])
-            print(f"{name}: median {middle:.0f} us ({low:.0f} to {high:.0f} in 8 of 10 rounds), {len(times)} rounds")
+        world = World(Machine(KERNELS, plain_s=0.007, noise=0.05))
+        drafters = {FORCED: ForcedDrafter(), PREDICTION: PredictedDrafter(), "suffix": TimedLookup()}
+        auto = Timed.of(drafters, CostCurve.guessed(0.007, row=0.05), {}, 0.1, world.clock)
+        for by_temperature in recorded().values():
+            for text in by_temperature[0.0]:
+                simulate(auto, text, world.machine, world.clock)
+        for name, seconds in (("deciding", DECIDING_S), ("of it lookups", DRAFTING_S), ("learning", LEARNING_S)):
+            print(f"{name}: {1e6 * np.mean(seconds):.0f} us of {len(seconds)} rounds", end="; ")
+            seconds.clear()
+        print()
