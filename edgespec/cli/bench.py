@@ -19,7 +19,6 @@ from edgespec.bench.prompts import (
     Domains,
     built_in,
     choose,
-    read_data,
     read_prompts,
     with_synthetic,
 )
@@ -47,10 +46,9 @@ _SHOWN_CHARACTERS = 44
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
-@click.option("--prompts", type=_PATH, metavar="FILE", help='Your own prompts: lines of text, or of {"domain", "text"}')
-@click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files  [default: built-in prompts]")
+@click.option("--prompts", type=_PATH, metavar="FILE", help='Lines, plain or {"domain", "text"}  [built-in prompts]')
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
-@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: 4 of --data, else all]")
+@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: all]")
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep, --explain]")
 @click.option("--sweep", is_flag=True, help="Try every drafter and draft length; show the best beside auto")
 @click.option("--explain", is_flag=True, help="Show costs, acceptance, expected beside measured speed, what would help")
@@ -69,7 +67,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         if sweeps:
             raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep and --explain out")
         check_plot(own["plot"])
-    domains = _sources(own["prompts"], own["data"])
+    domains = built_in() if own["prompts"] is None else read_prompts(own["prompts"])
     session = open_session(settings)
     if session.options.max_tokens is None:
         session.options = dataclasses.replace(session.options, max_tokens=SWEEP_TOKENS if sweeps else DEFAULT_TOKENS)
@@ -81,7 +79,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         return _sweep(session, tasks, own) if sweeps else _bench(session, tasks, own)
 
 
-_OWN = ("prompts", "data", "domains", "per_domain", "repeat", "sweep", "explain", "plot", "as_json")
+_OWN = ("prompts", "domains", "per_domain", "repeat", "sweep", "explain", "plot", "as_json")
 
 
 def _checked(settings: Settings) -> Settings:
@@ -95,14 +93,6 @@ def _checked(settings: Settings) -> Settings:
     return settings.below({"seed": 0}, "bench")
 
 
-def _sources(prompts: Path | None, data: Path | None) -> Domains:
-    if prompts is not None and data is not None:
-        raise ConfigError("--prompts and --data both say where prompts come from: keep one")
-    if prompts is not None:
-        return read_prompts(prompts)
-    return built_in() if data is None else read_data(data)
-
-
 def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
     """The prompts of this run: all domains of a user's own file, else generated ones too."""
     model, seed = session.model, session.seed
@@ -112,8 +102,6 @@ def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[Ben
         domains, wanted = {**domains, **sources}, wanted or list(sources)
     elif own["sweep"] or own["explain"]:
         per_domain = per_domain or SWEEP_PER_DOMAIN
-    elif own["data"] is not None:
-        per_domain = per_domain or DEFAULT_PER_DOMAIN
     elif per_domain is None:
         domains.update({name: domains[name][:DEFAULT_PER_DOMAIN] for name in SYNTHETIC})
     most = model.context_length - (session.options.max_tokens or 0)

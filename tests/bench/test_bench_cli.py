@@ -164,8 +164,6 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
         (["--drafter", "none"], "drafter none (the command line) turns speculation off"),
         (["--draft-length", "0"], "draft-length 0"),
         (["--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--data", "nowhere"], "nowhere holds none of"),
-        (["--data", "a", "--prompts", "b"], "keep one"),
         (["--domain", "dialog"], "did you mean 'dialogue'"),
         (["--sweep", "--plot", "x.png"], "leave --sweep and --explain out"),
         (["--repeat", "0"], "0 is not in the range"),
