@@ -36,13 +36,14 @@ def logprobs_of(
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Token counts of a request; the prompt counts once, however many answers it got."""
-    prompt, new = answers[0].stats.prompt_tokens, sum(answer.stats.new_tokens for answer in answers)
+    """Token counts of a request; a prompt counts once, however many answers it got."""
+    of_prompts = {id(answer.ticket.job.prompt_ids): answer.stats for answer in reversed(answers)}.values()
+    prompt, new = sum(each.prompt_tokens for each in of_prompts), sum(answer.stats.new_tokens for answer in answers)
     found = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": answers[0].stats.reused_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in of_prompts)},
     }
     details = {}
     if answers[0].splits_reasoning:

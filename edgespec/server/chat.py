@@ -47,6 +47,11 @@ from edgespec.server.structure import forced_calls, read_structure, structured_b
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_RUN_THERE = re.compile(
+    r"(web_search(_preview)?|web_fetch|code_(execution|interpreter)|file_search|image_generation|mcp|advisor"
+    r"|tool_search(_tool_\w+)?)(_2[\w-]*)?"
+)
+RUNS_NONE = "this server runs no tools itself"
 _PROBE = "Answer in one line."
 TEXT_ONLY = "this server reads text only"
 VERBOSITY: Asked = {"verbosity": ("the model decides how much it writes", ("medium",))}
@@ -162,6 +167,17 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
         for each in numbered(sampling, chat.n or 1)
     ]
     return Work(loaded, jobs, tools, form, parallel, reasoning if splits else None)
+
+
+def can_reason(loaded: Loaded) -> bool:
+    """Whether the chat template has marks of reasoning, or a switch for it."""
+    template = loaded.model.target.vocabulary.chat_template or ""
+    return reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
+
+
+def runs_there(kind: object) -> bool:
+    """Whether a kind of tool is one that OpenAI's or Anthropic's servers run themselves; it may end in a date."""
+    return isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None
 
 
 def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class CompletionExchange(OpenAiExchange):
             _choice(index, answer.text, self._logprobs(answer.tokens, _Offsets()), answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
-        return self.ended(choices, answers, self._usage(answers))
+        return self.ended(choices, answers, usage(answers))
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         for index, answer in enumerate(answers):
@@ -191,7 +191,7 @@ class CompletionExchange(OpenAiExchange):
             end = _choice(index, "", None, answer.finish_reason)
             yield self._chunk(end, timings=answer.timings, seed=answer.ticket.seed)
         if self.includes_usage:
-            yield sse(self.body([], self.kind, usage=self._usage(answers)))
+            yield sse(self.body([], self.kind, usage=usage(answers)))
         yield DONE
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
@@ -210,16 +210,6 @@ class CompletionExchange(OpenAiExchange):
             "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
             "text_offset": [offsets.push(bytes(each["bytes"])) for each in own],
         }
-
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The counts of all prompts; a prompt with several answers counts once."""
-        step = len(answers) // len({id(job.prompt_ids) for job in self.jobs})
-        parts = [usage(answers[begin : begin + step]) for begin in range(0, len(answers), step)]
-        total = {
-            key: sum(part[key] for part in parts) for key in ("prompt_tokens", "completion_tokens", "total_tokens")
-        }
-        cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:

@@ -319,25 +319,6 @@ if sys.platform == "win32":
     _SIGNALS.append(signal.SIGBREAK)  # the only one that a program can send to another one there
 
 
-class Loader:
-    """Runs `load` in a thread that does not keep the process alive; `on_end` is called in it afterwards.
-
-    `failure`: what it raised.
-    """
-
-    def __init__(self, load: Callable[[], None], on_end: Callable[[Loader], object]) -> None:
-        self.failure: BaseException | None = None
-        self._load, self._on_end = load, on_end
-        threading.Thread(target=self._run, name="edgespec-load", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._load()
-        except BaseException as exc:  # raised again by whoever waits for the model
-            self.failure = exc
-        self._on_end(self)
-
-
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Within the block SIGINT and SIGTERM call `handler`. Only the main thread can do that: elsewhere, nothing."""

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import uvicorn
@@ -22,7 +23,8 @@ from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
 from edgespec.server.facts import described
 from edgespec.server.guard import LOOPBACK
-from edgespec.server.residence import Loader, Loading, handling
+from edgespec.server.residence import Loading, handling
+from edgespec.server.scheduler import DaemonThreads
 from edgespec.server.service import Service, Services
 
 logger = logging.getLogger("edgespec")
@@ -114,18 +116,19 @@ def serve(
         loading.load()
         announce(url)
 
-    def on_end(loader: Loader) -> None:
-        server.should_exit = server.should_exit or loader.failure is not None
+    def on_end(done: Future[None]) -> None:
+        server.should_exit = server.should_exit or done.exception() is not None
 
-    loader = Loader(load_and_announce, on_end)
+    loaded = DaemonThreads("edgespec-load").submit(load_and_announce)
+    loaded.add_done_callback(on_end)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()
     try:
         asyncio.run(server.serve(sockets=[bound]))
     finally:
         services.close()
-    if loader.failure is not None:
-        raise loader.failure
+    if loaded.done():
+        loaded.result()
 
 
 def _await_end_of_input(server: uvicorn.Server) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Annotated, Any, Literal
 
@@ -28,7 +29,8 @@ from edgespec.server.exchange import Exchange, compact, prompt_progress
 from edgespec.server.facts import described
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
-from edgespec.server.residence import Loader, Loading, handling
+from edgespec.server.residence import Loading, handling
+from edgespec.server.scheduler import DaemonThreads
 from edgespec.server.service import Loaded, Service, Services
 from edgespec.vocabulary import Vocabulary
 
@@ -110,7 +112,8 @@ class _Sidecar:
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
         self._services.default.may_unload(loading, described)
-        loader = Loader(loading.load, lambda loader: loop.call_soon_threadsafe(self._on_loaded, loader))
+        loaded = DaemonThreads("edgespec-load").submit(loading.load)
+        loaded.add_done_callback(lambda done: loop.call_soon_threadsafe(self._on_loaded, done))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
             while (line := await self._lines.get()) is not None and self._handle(line):
@@ -122,11 +125,11 @@ class _Sidecar:
         await asyncio.to_thread(self._services.close)
         self._events.put(None)
         await asyncio.to_thread(writer.join, 5.0)
-        if loader.failure is not None:
-            raise loader.failure
+        if loaded.done():
+            loaded.result()
 
-    def _on_loaded(self, loader: Loader) -> None:
-        if loader.failure is not None:
+    def _on_loaded(self, done: Future[None]) -> None:
+        if done.exception() is not None:
             self._lines.put_nowait(None)  # `run` raises it
             return
         default = self._services.default
