@@ -163,7 +163,7 @@ def q4_k_m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
     if not has_engine("llamacpp"):
         pytest.skip("quantises with llama.cpp, which is not installed")
-    from edgespec.export.gguf.quantise import export_gguf
+    from edgespec.export.gguf.convert import export_gguf
 
     path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
     export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)

@@ -340,7 +340,7 @@ class GraphCheck:
 
     @contextmanager
     def _float_gguf(self) -> Iterator[Path]:
-        from edgespec.export.gguf.quantise import quantise
+        from edgespec.export.gguf.convert import quantise
 
         assert self.gguf is not None
         path = self.temporary / f"float32-{self.gguf.stem}.gguf"

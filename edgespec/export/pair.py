@@ -239,7 +239,7 @@ def _require(request: ExportRequest) -> None:
         require_packages(request.formats, torch=request.check)
     for role in request.roles:
         if "gguf" in request.formats:
-            from edgespec.export.gguf.quantise import check_quant
+            from edgespec.export.gguf.convert import check_quant
 
             check_quant(request.quant_of(role, "gguf"))
         if "onnx" in request.formats and request.exporter == "edgespec":
@@ -364,7 +364,7 @@ class _Export:
         return Artefact("gguf", role, quant, path.name, (), model.facts.num_parameters)
 
     def _write_gguf(self, role: str, quant: str, path: Path, progress: Progress) -> None:
-        from edgespec.export.gguf.quantise import export_gguf
+        from edgespec.export.gguf.convert import export_gguf
 
         request, model = self.request, self.models[role]
         assert isinstance(model, Checkpoint)
