@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from itertools import count
@@ -22,18 +21,16 @@ from edgespec.bench.prompts import (
     read_prompts,
     with_synthetic,
 )
-from edgespec.bench.report import Report, Setup, report_of
+from edgespec.bench.report import Report, Setup, report_of, shown, table_lines
 from edgespec.bench.runner import Runner, Task, Trial, load_standard, tasks_of
 from edgespec.bench.sweep import Sweep, fixed_choices, sweep_json, sweep_lines
-from edgespec.bench.table import shown, table_lines
 from edgespec.cli import FilePath
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
-from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 
 DEFAULT_TOKENS, SWEEP_TOKENS = 96, 48
@@ -62,15 +59,16 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     """
     own = {name: given.pop(name) for name in _OWN}
     sweeps = own["sweep"] or own["explain"]
-    settings = _checked(resolve_settings(given, model_name, config_file))
+    settings = resolve_settings(given, model_name, config_file)
+    require_speculation(settings, "bench")
     if own["plot"] is not None:
         if sweeps:
             raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep and --explain out")
         check_plot(own["plot"])
     domains = built_in() if own["prompts"] is None else read_prompts(own["prompts"])
-    session = open_session(settings)
-    if session.options.max_tokens is None:
-        session.options = dataclasses.replace(session.options, max_tokens=SWEEP_TOKENS if sweeps else DEFAULT_TOKENS)
+    # The same prompts when the command is given again.
+    usual = {"seed": 0, "max_tokens": SWEEP_TOKENS if sweeps else DEFAULT_TOKENS}
+    session = open_session(settings.below(usual, "bench"))
     with session.model:
         show_configuration(session)
         prompts = _choose(session, domains, own)
@@ -80,17 +78,6 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
 
 
 _OWN = ("prompts", "domains", "per_domain", "repeat", "sweep", "explain", "plot", "as_json")
-
-
-def _checked(settings: Settings) -> Settings:
-    """Settings with seed 0 below them: the same prompts when the command is given again."""
-    for name in ("drafter", "draft_length"):
-        if settings.values.get(name) in ("none", 0):
-            raise ConfigError(
-                f"bench compares speculation with plain decoding, and {name.replace('_', '-')} "
-                f"{settings.values[name]} ({settings.sources[name]}) turns speculation off"
-            )
-    return settings.below({"seed": 0}, "bench")
 
 
 def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[BenchPrompt]:

@@ -20,7 +20,7 @@ KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
     *("max_slowdown", "verify", "reproducible", "baseline", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("max_tokens", "ignore_eos", "complete", "num_trials", "num_planned_trials", "num_prompts", "num_identical"),
-    *("num_as_standard", "padded_plain_speedup", "total", "domains", "drafters", "reliability", "memory", "prompts"),
+    *("num_as_standard", "padded_plain_speedup", "total", "domains", "drafters", "memory", "prompts"),
     *("accepted_lengths", "cost_curve", "observed_passes", "standard_pass_s"),
     "draft_token_s",
 }
