@@ -24,9 +24,9 @@ from starlette.types import ASGIApp
 
 from edgespec import __version__
 from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
+from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
-from edgespec.server.exchange import Exchange
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.native import NativeCompletion

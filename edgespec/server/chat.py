@@ -24,8 +24,7 @@ from edgespec.config.values import ReasoningFormat
 from edgespec.errors import EdgespecError, shown
 from edgespec.generation.inputs import require_writer
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, Piece, logprobs_of, usage
-from edgespec.server.exchange import DONE, Exchange, Work, prompt_progress, sse
+from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import (
     Biases,

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, token_logprob, usage
+from edgespec.server.answer import DONE, Answer, Work, prompt_progress, sse, token_logprob, usage
 from edgespec.server.chat import OpenAiExchange
-from edgespec.server.exchange import DONE, Work, prompt_progress, sse
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     MOST_CHOICES,

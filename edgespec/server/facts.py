@@ -39,13 +39,14 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
     made = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
     found |= {"type": "model", "display_name": name, "created_at": made}  # Anthropic's names
-    loaded, unloaded = service.loaded, service.unloaded
     if with_status:
-        status = "loaded" if loaded is not None else "loading" if service.is_loading else "unloaded"
+        status = "loaded" if service.loaded is not None else "loading" if service.is_loading else "unloaded"
         found["status"] = {"value": status}
-    if loaded is not None:
-        return found | {"meta": {"n_ctx": loaded.model.context_length}}
-    return found if unloaded is None else found | {"meta": {"n_ctx": unloaded.context_length}}
+    if service.is_new:
+        return found
+    told = service.at_rest
+    length = service.require().model.context_length if told is None else told.context_length
+    return found | {"meta": {"n_ctx": length}}
 
 
 def health(services: Services) -> tuple[dict[str, Any], int]:
@@ -72,8 +73,8 @@ def described(loaded: Loaded) -> Described:
 
 def properties(service: Service) -> dict[str, Any]:
     """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
-    loaded, unloaded = service.loaded, service.unloaded
-    return unloaded.properties if loaded is None and unloaded is not None else _properties(loaded or service.require())
+    told = service.at_rest
+    return _properties(service.require()) if told is None else told.properties
 
 
 def shared_properties(
@@ -238,10 +239,11 @@ def listed(services: Services) -> dict[str, Any]:
 
 
 def _listed(service: Service) -> dict[str, Any] | None:
-    loaded, unloaded = service.loaded, service.unloaded
-    found = entry(Known.of(loaded)) if loaded is not None else None if unloaded is None else unloaded.entry
-    written = _written(datetime.fromtimestamp(service.created, UTC))
-    return None if found is None else found | {"modified_at": written}
+    if service.is_new:
+        return None
+    told = service.at_rest
+    found = entry(Known.of(service.require())) if told is None else told.entry
+    return found | {"modified_at": _written(datetime.fromtimestamp(service.created, UTC))}
 
 
 def running(services: Services) -> dict[str, Any]:
@@ -302,12 +304,12 @@ class ShowRequest(Fields):
 
 def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of the model (Ollama)."""
-    loaded, unloaded, request = service.loaded, service.unloaded, read(ShowRequest, values, [])
+    request, told = read(ShowRequest, values, []), service.at_rest
     if request.model is not None and request.name is not None and request.model != request.name:
         raise bad_request("model and name are the same setting: give one", "name")
     name = request.name if request.model is None else request.model
     require_model(service.names, served_name(service.names, name), [])
-    return unloaded.shown if loaded is None and unloaded is not None else shown(Known.of(loaded or service.require()))
+    return shown(Known.of(service.require())) if told is None else told.shown
 
 
 def shown(known: Known) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from edgespec.server.answer import Answer, Event, Part, events
+from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
 from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, check_question, prepare, runs_there
-from edgespec.server.exchange import Exchange, Work, sse
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     JsonSchema,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, Piece, logprobs_of
+from edgespec.server.answer import Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse
 from edgespec.server.completions import (
     Completion,
     check_count,
@@ -24,7 +24,6 @@ from edgespec.server.completions import (
     require_fim,
     require_room,
 )
-from edgespec.server.exchange import Exchange, Work, prompt_progress, sse
 from edgespec.server.options import SAMPLING, Choices, Generated, Logprobs
 from edgespec.server.requests import Asked, Fields, one_of, read, unsupported, wrong
 from edgespec.server.scheduler import Ticket

@@ -14,9 +14,8 @@ from msgspec import Meta
 
 from edgespec.reports import TokenEvent
 from edgespec.server import chat, completions
-from edgespec.server.answer import Answer, logprobs_of
+from edgespec.server.answer import Answer, Exchange, Work, compact, logprobs_of
 from edgespec.server.chat import can_reason
-from edgespec.server.exchange import Exchange, Work, compact
 from edgespec.server.facts import served_name
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import Logprobs, Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off

@@ -16,9 +16,8 @@ from msgspec import Meta
 
 from edgespec.chat.messages import part_text
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, Event, Part, events, usage
+from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
 from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, check_question, prepare, runs_there
-from edgespec.server.exchange import Exchange, Work, sse
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     DRAFT_MODEL,

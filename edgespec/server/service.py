@@ -179,6 +179,11 @@ class Service:
         return self.loaded is None and self.unloaded is None
 
     @property
+    def at_rest(self) -> Described | None:
+        """What is told of the model while it is not loaded; None while it is, and before it is known."""
+        return self.unloaded if self.loaded is None else None
+
+    @property
     def answers_at_once(self) -> bool:
         """Whether a request that comes now need not wait for the model to be loaded."""
         return self.loaded is not None and (self.residence is None or self.residence.is_open)

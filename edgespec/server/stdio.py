@@ -22,10 +22,9 @@ from msgspec import Meta
 from edgespec import __version__
 from edgespec.errors import shown
 from edgespec.reports import Stats
-from edgespec.server.answer import Answer, Piece, logprobs_of, timings, usage
+from edgespec.server.answer import Answer, Exchange, Piece, compact, logprobs_of, prompt_progress, timings, usage
 from edgespec.server.chat import read_chat
 from edgespec.server.completions import read_completion
-from edgespec.server.exchange import Exchange, compact, prompt_progress
 from edgespec.server.facts import described
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported

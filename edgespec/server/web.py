@@ -15,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgespec.errors import shown
 from edgespec.platform.memory import return_freed_memory
-from edgespec.server.answer import Answer
-from edgespec.server.exchange import Exchange, compact
+from edgespec.server.answer import Answer, Exchange, compact
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import parse_object
 from edgespec.server.service import Limits, Loaded, Names, Service, Services
@@ -28,7 +27,7 @@ Read = Callable[[Loaded, Mapping[str, Any], list[str]], Exchange]
 AtRest = Callable[[Names, Mapping[str, Any]], dict[str, Any] | None]
 NOTES = "X-Edgespec-Note"
 _MOST_NOTED, _MOST_NOTE = 64, 2000
-_BODIES, _SMALL_BYTES = 4, 1 << 16  # so many of the largest size at once; those that are not counted
+_LARGE_AT_ONCE, _SMALL_BYTES = 4, 1 << 16  # those that are small are not counted
 _FORGOTTEN_S = 1.0
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
 BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
@@ -47,12 +46,10 @@ def error_response(error: Exception, path: str) -> Response:
 
 
 class Bodies:
-    """The bodies that are read or checked at once: large ones wait until together they have at most so many bytes."""
+    """The bodies that are read or checked: so many large ones at once, and the others wait."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._left = _BODIES * limits.max_body_bytes
-        self._freed = asyncio.Event()
+        self._limits, self._large = limits, asyncio.Semaphore(_LARGE_AT_ONCE)
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Body]:
@@ -60,63 +57,51 @@ class Bodies:
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise HttpError(415, f"a body in Content-Encoding {shown(encoding)} cannot be read: send it as it is")
-        most, body = self._limits.max_body_bytes, bytearray()
+        most, data = self._limits.max_body_bytes, bytearray()
         given = request.headers.get("content-length", "")
-        size = min(int(given), most) if given.isdecimal() else most
-        counted = Body(self, size if size > _SMALL_BYTES else 0)
-        await self._take(counted)
+        body = Body(None if given.isdecimal() and int(given) <= _SMALL_BYTES else await self._taken())
         try:
             try:
                 async with asyncio.timeout(self._limits.body_timeout_s):
                     async for part in request.stream():
-                        body += part
-                        if len(body) > most:
+                        data += part
+                        if len(data) > most:
                             raise HttpError(413, f"the body is too large: at most {most} bytes are allowed")
             except TimeoutError:
                 raise HttpError(408, f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
-            counted.data = bytes(body)
-            del body
-            yield counted
+            body.data = bytes(data)
+            del data
+            yield body
         finally:
-            counted.close()
+            body.close()
 
-    async def _take(self, body: Body) -> None:
-        if not body.size:
-            return
+    async def _taken(self) -> asyncio.Semaphore:
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
-                while self._left < body.size:
-                    self._freed.clear()
-                    await self._freed.wait()
-            self._left -= body.size
+                await self._large.acquire()
         except TimeoutError:
-            body.size = 0
             raise HttpError(503, "too many large requests are being read: try again later", code="busy") from None
-
-    def give_back(self, size: int) -> None:
-        self._left += size
-        self._freed.set()
+        return self._large
 
 
 @dataclass(slots=True)
 class Body:
-    """A request's body. `size`: the bytes that it counts for."""
+    """A request's body. `counted_by`: what a large one is one of."""
 
-    bodies: Bodies
-    size: int
+    counted_by: asyncio.Semaphore | None
     data: bytes = b""
 
-    def let_others(self) -> bool:
-        """Count no longer; whether it did."""
-        size, self.size = self.size, 0
-        if size:
-            self.bodies.give_back(size)
-        return bool(size)
+    def let_others(self) -> None:
+        """Count no longer."""
+        if self.counted_by is not None:
+            self.counted_by.release()
+        self.counted_by = None
 
     def close(self) -> None:
         """It is no longer needed, nor what was read from it."""
-        self.data = b""
-        if self.let_others():
+        is_large, self.data = len(self.data) > _SMALL_BYTES, b""
+        self.let_others()
+        if is_large:
             # Later, when what was read is forgotten too; beside the loop, since it takes its time.
             loop = asyncio.get_running_loop()
             loop.call_later(_FORGOTTEN_S, loop.run_in_executor, None, return_freed_memory)
