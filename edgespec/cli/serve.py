@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from edgespec.config.options import Sampling
     from edgespec.server.residence import Loading, SharedMemory
     from edgespec.server.run import Binding
-    from edgespec.server.service import Described, Limits, Service, Services
+    from edgespec.server.service import Known, Limits, Service, Services
 
 
 API_KEY = "EDGESPEC_API_KEY"
@@ -196,15 +196,9 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     if memory is not None:
         memory.services = [served.service for served in found]
     for served in found[1:]:
-        _wait_for_requests(served)
+        served.service.unloaded = served.known()
+        served.service.may_unload(served.loading)
     return found
-
-
-def _wait_for_requests(served: Served) -> None:
-    from edgespec.server.facts import described
-
-    served.service.unloaded = served.at_rest()
-    served.service.may_unload(served.loading, described)
 
 
 def _names(given: Sequence[str], pairs: Sequence[ModelPair], aliases: Sequence[str]) -> list[tuple[str, ...]]:
@@ -291,16 +285,16 @@ class Served:
         """Whether there is memory for it beside the models that are loaded."""
         return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
 
-    def at_rest(self) -> Described:
+    def known(self) -> Known:
         """What is told of it before the first request for it. Raises as `check`."""
-        from edgespec.server.facts import at_rest
+        from edgespec.server.service import Known
 
         sampling = self._seeded(
             sampling_of(self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}"))
         )
         most = GenerateOptions(**self.settings.part("generate")).max_tokens
         template = read_template(self.options.chat_template_file)
-        return at_rest(self.service.name, self.options, self.pair, sampling, most, template)
+        return Known.read(self.service.name, self.options, self.pair, sampling, most, template)
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         """Where nobody gave a seed, another one for each request."""

@@ -149,9 +149,13 @@ def open_engine(wanted: Format, path: Path, context_length: int, threads: int | 
 
 def compare(reference: Reference, engine: Engine) -> Comparison:
     """Compare an open engine with the reference. Raises ExportRefused if their begin-of-text tokens differ."""
+    return compare_logits(reference, logits_of(reference, engine))
+
+
+def logits_of(reference: Reference, engine: Engine, kept: Kept = np.copy) -> Logits:
+    """What an engine makes of the reference's texts; `kept` copies what is to be compared. Raises as `compare`."""
     check_begin(reference, engine)
-    found = (rows for token_ids in reference.token_ids for rows in blocks_of_logits(engine, token_ids))
-    return _compare_blocks(reference, found)
+    return [_logits_of(engine, token_ids, kept) for token_ids in reference.token_ids]
 
 
 def check_begin(reference: Reference, engine: Engine) -> None:
@@ -165,30 +169,14 @@ def check_begin(reference: Reference, engine: Engine) -> None:
         )
 
 
-def compare_logits(reference: Reference, found: Sequence[NDArray[np.float32]]) -> Comparison:
-    parts = (rows[start : start + BLOCK] for rows in found for start in range(0, len(rows), BLOCK))
-    return _compare_blocks(reference, parts)
-
-
-def blocks_of_logits(engine: Engine, token_ids: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
-    """The logits of a text, BLOCK rows at a time, each valid until the next."""
-    engine.rollback(0)
-    for start in range(0, token_ids.size, BLOCK):
-        yield engine.forward(Batch.chain(token_ids[start : start + BLOCK]))
-
-
-def _compare_blocks(reference: Reference, found: Iterator[NDArray[np.float32]]) -> Comparison:
+def compare_logits(reference: Reference, found: Logits) -> Comparison:
+    """Compare logits of the reference's texts, some rows at a time, which as float64 take room."""
     spread = _spread(reference.logits)
-    wanted = (
-        (rows[start : start + BLOCK], int(start == 0 and len(rows) > 1))
-        for rows in reference.logits
+    blocks = [
+        _compare_rows(rows[start : start + BLOCK], others[start : start + BLOCK], spread, start == 0 and len(rows) > 1)
+        for rows, others in zip(reference.logits, found, strict=True)
         for start in range(0, len(rows), BLOCK)
-    )
-    both = zip(wanted, found, strict=True)
-    return _summed([_compare_rows(rows, others, spread, begins) for (rows, begins), others in both])
-
-
-def _summed(blocks: Sequence[Rows]) -> Comparison:
+    ]
     differences, divergences, agreed = (np.concatenate(part) for part in zip(*blocks, strict=True))
     return Comparison(
         num_tokens=differences.size,
@@ -198,13 +186,15 @@ def _summed(blocks: Sequence[Rows]) -> Comparison:
     )
 
 
-def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float, left_out: int = 0) -> Rows:
-    """Largest difference per row [n]; without the first `left_out` rows KL divergence, and whether the best token is
-    equal, where it has a clear lead."""
+def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float, left_out: bool) -> Rows:
+    """Largest difference per row [n]; KL divergence, and whether the best token is equal, where it has a clear lead.
+
+    `left_out`: the latter two without the first row.
+    """
     width = min(found.shape[1], wanted.shape[1])  # either may be padded
     found, wanted = found[:, :width], wanted[:, :width]
     difference = np.abs(found - wanted).max(axis=1) / spread
-    found, wanted = found[left_out:], wanted[left_out:]
+    found, wanted = found[int(left_out) :], wanted[int(left_out) :]
     divergences = np.array([_divergence(*rows) for rows in zip(wanted, found, strict=True)], np.float64)
     second, best = np.partition(wanted, -2, axis=1)[:, -2:].T
     agrees = found.argmax(axis=1) == wanted.argmax(axis=1)
@@ -325,8 +315,7 @@ class GraphCheck:
             return self._rows(reference, engine)
 
     def _rows(self, reference: Reference, engine: Engine) -> Logits:
-        check_begin(reference, engine)
-        return [_logits_of(engine, token_ids, self._compared) for token_ids in reference.token_ids]
+        return logits_of(reference, engine, self._compared)
 
     def _reference(self, engine: Engine, name: str) -> Reference:
         return engine_reference(engine, name, self._compared)
@@ -382,7 +371,9 @@ def engine_reference(engine: Engine, name: str, kept: Kept = np.copy) -> Referen
 
 
 def _logits_of(engine: Engine, token_ids: NDArray[np.int32], kept: Kept) -> NDArray[np.float32]:
-    return np.concatenate([kept(rows) for rows in blocks_of_logits(engine, token_ids)])
+    engine.rollback(0)
+    starts = range(0, token_ids.size, BLOCK)
+    return np.concatenate([kept(engine.forward(Batch.chain(token_ids[start : start + BLOCK]))) for start in starts])
 
 
 def _refuse(complaint: str, reference: Reference) -> None:

@@ -183,7 +183,7 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
 
 def _reading(services: Services, read: Callable[[Services, Request], Response]) -> Handler:
     async def handle(request: Request) -> Response:
-        is_on_disk = request.url.path in ("/api/tags", "/api/ps")
+        is_on_disk = request.url.path not in ("/health", "/v1/health", "/metrics")  # a model's header, the first time
         return await asyncio.to_thread(read, services, request) if is_on_disk else read(services, request)
 
     return handle

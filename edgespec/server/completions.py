@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import DONE, Answer, Work, prompt_progress, sse, token_logprob, usage
+from edgespec.server.answer import Answer, Work, prompt_progress, token_logprob, usage
 from edgespec.server.chat import OpenAiExchange
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
@@ -177,33 +177,24 @@ def fill_prompt(
 
 
 class CompletionExchange(OpenAiExchange):
-    kind, begins = "text_completion", "cmpl"
+    kind, chunk_kind, begins = "text_completion", "text_completion", "cmpl"
+    nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [
-            _choice(index, answer.text, self._logprobs(answer.tokens, _Offsets()), answer.finish_reason)
-            for index, answer in enumerate(answers)
-        ]
+        choices = []
+        for index, answer in enumerate(answers):
+            logprobs = self._logprobs(answer.tokens, _Offsets())
+            choice = {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+            choices.append(choice)
         return self.ended(choices, answers, usage(answers))
 
-    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
-        for index, answer in enumerate(answers):
-            offsets = _Offsets()
-            async for piece in answer.pieces():
-                logprobs = self._logprobs(piece.tokens, offsets)
-                told: dict[str, Any] = {"timings": answer.timings} if self.per_token else {}
-                if piece.progress is not None:
-                    told = {"prompt_progress": prompt_progress(piece.progress)}
-                yield self._chunk(_choice(index, piece.text, logprobs, None), **told)
-            end = _choice(index, "", None, answer.finish_reason)
-            yield self._chunk(end, timings=answer.timings, seed=answer.ticket.seed)
-        if self.includes_usage:
-            yield sse(self.body([], self.kind, usage=usage(answers)))
-        yield DONE
-
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        empty: dict[str, Any] = {"usage": None} if self.includes_usage else {}
-        return sse(self.body([choice], self.kind, **empty, **more))
+    async def chunks(self, index: int, answer: Answer) -> AsyncIterator[bytes]:
+        offsets = _Offsets()
+        async for piece in answer.pieces():
+            told: dict[str, Any] = {"timings": answer.timings} if self.per_token else {}
+            if piece.progress is not None:
+                told = {"prompt_progress": prompt_progress(piece.progress)}
+            yield self.chunk(index, {"text": piece.text}, self._logprobs(piece.tokens, offsets), **told)
 
     def _logprobs(self, tokens: Sequence[TokenEvent], offsets: _Offsets) -> dict[str, Any] | None:
         """OpenAI's older shape: lists that run in step. `offsets`: those of the answer, `tokens` come next in it."""
@@ -217,10 +208,6 @@ class CompletionExchange(OpenAiExchange):
             "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
             "text_offset": [offsets.push(bytes(each["bytes"])) for each in own],
         }
-
-
-def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 class _Offsets:

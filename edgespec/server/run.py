@@ -21,7 +21,6 @@ import uvicorn
 
 from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
-from edgespec.server.facts import described
 from edgespec.server.guard import LOOPBACK
 from edgespec.server.residence import Loading, handling
 from edgespec.server.scheduler import DaemonThreads
@@ -110,7 +109,7 @@ def serve(
     server = _Server(config, services, binding.drain_s)
 
     loading = Loading.of(load)
-    services.default.may_unload(loading, described)
+    services.default.may_unload(loading)
 
     def load_and_announce() -> None:
         loading.load()

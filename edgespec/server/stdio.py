@@ -25,7 +25,6 @@ from edgespec.reports import Stats
 from edgespec.server.answer import Answer, Exchange, Piece, compact, logprobs_of, prompt_progress, timings, usage
 from edgespec.server.chat import read_chat
 from edgespec.server.completions import read_completion
-from edgespec.server.facts import described
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
 from edgespec.server.residence import Loading, handling
@@ -110,7 +109,7 @@ class _Sidecar:
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        self._services.default.may_unload(loading, described)
+        self._services.default.may_unload(loading)
         loaded = DaemonThreads("edgespec-load").submit(loading.load)
         loaded.add_done_callback(lambda done: loop.call_soon_threadsafe(self._on_loaded, done))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()

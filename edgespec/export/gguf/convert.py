@@ -333,27 +333,11 @@ def _write_softcapping(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: A
 
 # -- quantising, by llama.cpp. Types that it writes with an importance matrix only are left to its own programs
 
-# Name -> llama.cpp's file type number (llama_ftype).
-FILE_TYPES = {
-    "q8_0": 7,
-    "q6_k": 18,
-    "q5_k_m": 17,
-    "q5_k_s": 16,
-    "q5_1": 9,
-    "q5_0": 8,
-    "q4_k_m": 15,
-    "q4_k_s": 14,
-    "q4_1": 3,
-    "q4_0": 2,
-    "iq4_nl": 25,
-    "iq4_xs": 30,
-    "q3_k_l": 13,
-    "q3_k_m": 12,
-    "q3_k_s": 11,
-    "iq3_m": 27,
-    "iq3_s": 26,
-    "q2_k": 10,
-}
+_QUANTISED = (
+    *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
+    *("q3_k_l", "q3_k_m", "q3_k_s", "iq3_m", "iq3_s", "q2_k"),
+)
+FILE_TYPES = {name: int(gguf.LlamaFileType[f"MOSTLY_{name.upper()}"]) for name in _QUANTISED}
 GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
 _TENSOR_LINE = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
 
