@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening, uninterrupted
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.tokenizer import write_tokenizer
+from edgespec.export.placement import placed
 from edgespec.formats.architectures import (
     TRANSPOSE,
     Architecture,
@@ -35,7 +36,6 @@ from edgespec.formats.architectures import (
     apply,
     architecture_of,
     attention_factor,
-    canonical_name,
     layer_kinds,
     layer_number,
     llama3_frequency_factors,
@@ -43,7 +43,7 @@ from edgespec.formats.architectures import (
     window_frequency_base,
     window_of,
 )
-from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights, settings_of
+from edgespec.formats.checkpoint import Checkpoint, Weights, settings_of
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header
 from edgespec.platform.files import atomic_file
@@ -175,55 +175,15 @@ def write_gguf(
 
 
 def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> dict[str, Planned]:
-    """The tensors to write by GGUF name, in the checkpoint's order.
-
-    Raises ModelFileError for a tensor that is missing, unknown, or has another shape than config.json implies.
-    """
-    is_tied = found.is_tied(checkpoint.config)
-    if found.head_is_tied and not is_tied:
+    """The tensors to write by GGUF name, in the checkpoint's order. Raises ModelFileError as `placed`."""
+    if found.head_is_tied and not found.is_tied(checkpoint.config):
         raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} needs tied embeddings, but they are not")
     plan: dict[str, Planned] = {}
-    for source in checkpoint.names():
-        if source.endswith(BUFFERS) or (is_tied and source == "lm_head.weight"):
-            continue
-        name, tensor = _place(checkpoint, found, sizes, source)
-        expected = sizes.shape(tensor.shape)
-        if checkpoint.shape(source) != expected:
-            raise ModelFileError(
-                f"{checkpoint.tensors[source].file}: tensor {source} has the shape {checkpoint.shape(source)}, "
-                f"config.json implies {expected}"
-            )
-        plan[name] = Planned(source, tensor, expected[::-1] if tensor.change == TRANSPOSE else expected)
-    _check_complete(checkpoint, found, sizes, plan, is_tied)
+    for name, (source, tensor) in placed(checkpoint, found, sizes).items():
+        place, shape = layer_number(found, name), checkpoint.shape(source)
+        own = tensor.name if place is None else f"blk.{place[0]}.{tensor.name}"
+        plan[own] = Planned(source, tensor, shape[::-1] if tensor.change == TRANSPOSE else shape)
     return plan
-
-
-def _place(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, source: str) -> tuple[str, Tensor]:
-    """(GGUF name, row of the architecture's table) of a checkpoint's tensor."""
-    name = canonical_name(found, source)
-    if name in found.outer:
-        return found.outer[name].name, found.outer[name]
-    place = layer_number(found, name)
-    if place is not None and place[1] in found.layer and place[0] < sizes.layers:
-        tensor = found.layer[place[1]]
-        return f"blk.{place[0]}.{tensor.name}", tensor
-    file = checkpoint.tensors[source].file
-    raise ModelFileError(f"{file}: tensor {source} has no place in a {found.name} GGUF of {sizes.layers} layers")
-
-
-def _check_complete(
-    checkpoint: Checkpoint, found: Architecture, sizes: Sizes, plan: dict[str, Planned], is_tied: bool
-) -> None:
-    needed = {tensor.name: source for source, tensor in found.outer.items() if not tensor.is_optional}
-    if not is_tied:
-        needed["output.weight"] = "lm_head.weight"
-    for layer in range(sizes.layers):
-        for rest, tensor in found.layer.items():
-            if not tensor.is_optional:
-                needed[f"blk.{layer}.{tensor.name}"] = f"{found.layer_prefix}{layer}.{rest}"
-    missing = [source for name, source in needed.items() if name not in plan]
-    if missing:
-        raise ModelFileError(f"{checkpoint.folder} lacks {len(missing)} tensors, the first is {missing[0]}")
 
 
 def rotary_tensors(checkpoint: Checkpoint, sizes: Sizes) -> Tensors:
@@ -297,8 +257,6 @@ def _context_length(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, w
 
 def _write_rotary(writer: gguf.GGUFWriter, checkpoint: Checkpoint, sizes: Sizes) -> None:
     settings = rotary_settings(checkpoint.config)
-    if float(settings.get("partial_rotary_factor", checkpoint.config.get("partial_rotary_factor")) or 1.0) != 1.0:
-        raise ModelFileError(f"{checkpoint.folder} has partial_rotary_factor below 1, which is not supported")
     writer.add_rope_dimension_count(sizes.head_dim)
     writer.add_rope_freq_base(float(settings["rope_theta"]))
     if settings["rope_type"] == "linear":
