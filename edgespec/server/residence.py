@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import Settings
@@ -118,21 +118,17 @@ class Places:
         self._beside = beside
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How a model comes into memory. `load` calls `Residence.has_loaded`; `check` raises what can be known before.
+class Loading(Protocol):
+    """How a model comes into memory."""
 
-    `fits`: whether there is memory for it beside the models that are loaded.
-    """
+    def load(self) -> None:
+        """Calls `Residence.has_loaded`."""
 
-    load: Callable[[], None]
-    check: Callable[[], None] = lambda: None
-    fits: Callable[[], bool] = lambda: True
+    def check(self) -> None:
+        """Raises what can be known before."""
 
-    @classmethod
-    def of(cls, given: Callable[[], None] | Loading) -> Loading:
-        """`given`, or it as the load of a model that is alone."""
-        return given if isinstance(given, Loading) else cls(given)
+    def fits(self) -> bool:
+        """Whether there is memory for it beside the models that are loaded. Takes its time."""
 
 
 class Residence:

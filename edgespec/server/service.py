@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -203,13 +203,13 @@ class Service:
         if self.residence is not None:
             self.residence.has_loaded()
 
-    def may_unload(self, load: Callable[[], None] | Loading) -> None:
-        """Unload the model when it is not used, and `load` it when it is needed then.
+    def may_unload(self, loading: Loading) -> None:
+        """Unload the model when it is not used, and load it when it is needed then.
 
         The first time that is up to the caller, unless it is known what to tell of it before (`unloaded`).
         """
         self.residence = Residence(
-            Loading.of(load),
+            loading,
             self._unload,
             self.idle_unload_s,
             self.places,

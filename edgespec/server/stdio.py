@@ -29,7 +29,7 @@ from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
 from edgespec.server.residence import Loading, handling
 from edgespec.server.scheduler import DaemonThreads
-from edgespec.server.service import Loaded, Service, Services
+from edgespec.server.service import Loaded, Services
 from edgespec.vocabulary import Vocabulary
 
 PROTOCOL = 1
@@ -42,16 +42,14 @@ class _Line(Fields, kw_only=True):
     id: Annotated[str, Meta(max_length=128)] | None = None
 
 
-def serve_stdio(
-    served: Service | Services, load: Callable[[], None] | Loading, source: IO[bytes], sink: IO[bytes]
-) -> None:
-    """Serve the lines of `source` until it ends or `close` is asked for; `load` gives the first service its model
+def serve_stdio(services: Services, loading: Loading, source: IO[bytes], sink: IO[bytes]) -> None:
+    """Serve the lines of `source` until it ends or `close` is asked for; `loading` gives the first service its model
     meanwhile.
 
     If it ends before the model is loaded, it returns without a model in the service, and loading goes on: native code
-    cannot be interrupted, so end the process. Raises what `load` raises.
+    cannot be interrupted, so end the process. Raises what loading raises.
     """
-    asyncio.run(_Sidecar(Services.of(served), sink).run(Loading.of(load), source))
+    asyncio.run(_Sidecar(services, sink).run(loading, source))
 
 
 @dataclass(slots=True)

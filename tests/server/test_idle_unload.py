@@ -29,7 +29,7 @@ class Host(Served):
 
     def __init__(self, idle_s: float | None = None) -> None:
         super().__init__(GGUF, Service(GGUF, idle_unload_s=idle_s))
-        self.service.may_unload(self.load)
+        self.service.may_unload(self)
         self.load()
         self.client = TestClient(create_app(self.service), base_url=BASE_URL)
 
