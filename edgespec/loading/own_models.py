@@ -44,7 +44,7 @@ from edgespec.loading.registry import folder_of, found_elsewhere, model_in, mode
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.platform.memory import free_memory
 
-_LOCKS, UNFINISHED = ".locks", ".unfinished"
+_LOCKS, UNFINISHED = ".locks", ".unfinished"  # the latter is in a folder whose files are still to come
 
 
 @contextlib.contextmanager
@@ -92,13 +92,6 @@ def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
     if file.parts:
         made["parts"] = [_entry(root, part) for part in file.parts]
     return made
-
-
-def begin_folder(folder: Path) -> None:
-    """Make the folder of a model whose files are still to come, if it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not is_file(folder / MANIFEST):
-        (folder / UNFINISHED).touch()
 
 
 def replace_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
