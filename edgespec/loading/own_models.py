@@ -292,8 +292,9 @@ def list_known(here: set[str]) -> Iterator[Listed]:
     """Models of the catalogue that are not `here`; the size and whether it fits are those with its draft."""
     for entry in entries().values():
         if entry.name not in here:
-            size = entry_bytes(entry)
-            yield Listed(entry.name, "to pull", size, not entry.known_bytes, fits(size), entry.draft, entry.description)
+            size, heads = entry_bytes(entry), (f"{head.kind} head" for head in entry.heads if head.gguf)
+            draft, is_guess = entry.draft or next(heads, ""), not entry.known_bytes
+            yield Listed(entry.name, "to pull", size, is_guess, fits(size), draft, entry.description)
 
 
 def drafted_from(pair: ModelPair) -> str:
