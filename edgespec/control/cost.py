@@ -24,7 +24,7 @@ from edgespec.control import constants as c
 
 WIDEST = 65  # rows of the widest pass that has a price
 _WIDTHS = np.arange(WIDEST + 1)
-_MOST_STALE = 0.01  # how much may change, in logarithms, until a table is made anew
+_MOST_STALE, _MOST_DRIFTED = 0.01, 0.002  # how much widths, and the pace, may move until a table is made anew
 _FIRST_PLAIN, _MOST_ROW_PASSES = 2, 24.0
 _BEND = 8  # rows from which on another one costs another share
 _BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
@@ -86,7 +86,7 @@ class CostCurve:
     def table(self) -> list[float]:
         """Seconds of a pass of width 0 (nothing) to WIDEST, never falling; another list when they have changed."""
         shape = self.shape
-        if shape is not self._table_shape or abs(self._drift - self._table_drift) > _MOST_STALE:
+        if shape is not self._table_shape or abs(self._drift - self._table_drift) > _MOST_DRIFTED:
             self._table_shape, self._table_drift = shape, self._drift
             pace = self.pace
             self._table = [pace * pass_s for pass_s in shape]
