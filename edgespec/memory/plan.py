@@ -219,7 +219,7 @@ def _device(options: LoadOptions) -> str | None:
 
 
 def _other_devices() -> tuple[str, ...]:
-    from edgespec.engines.onnx.plugins import possible_devices
+    from edgespec.engines.onnx.library import possible_devices
 
     return possible_devices()
 

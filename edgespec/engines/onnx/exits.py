@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit
-from edgespec.engines.onnx.caches import SeparateCaches
-from edgespec.engines.onnx.edge import end_of_pass, rows_before
+from edgespec.engines.onnx.caches import Caches, end_of_pass, rows_before
 from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph
 from edgespec.engines.onnx.head import LOGITS, producers
 from edgespec.engines.onnx.library import Device
-from edgespec.engines.onnx.passes import ELEMENTS, Cells, Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.passes import ELEMENTS, Passes, PassRows, SharedPasses
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.engines.onnx.waiting import open_sessions
@@ -200,11 +199,11 @@ class Drafted:
 
 
 class ExitPasses(Passes):
-    """`least_rows` of every pass of the first layers, as in `SeparateCaches`; `bytes_used` by states."""
+    """`least_rows` of every pass of the first layers, as in `Caches`; `bytes_used` by states."""
 
     def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
         cut = partition(graph, source.path, layers)
-        self.capacity = settings.cells(graph)
+        self.capacity = settings.cells
         self.least_rows, self.edge = 1, settings.edge
         self._parts: list[Part] = []
         self.device: Device
@@ -280,23 +279,23 @@ class ExitPasses(Passes):
         for part in self._parts:
             part.copy(source, destination, length)
 
-    def read(self, cache: int, cells: Cells) -> bytes:
-        return b"".join(part.read(cache, cells) for part in self._parts)
+    def read(self, cache: int, length: int) -> bytes:
+        return b"".join(part.read(cache, length) for part in self._parts)
 
-    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
+    def write(self, cache: int, payload: bytes | memoryview) -> None:
         self._drafted = Drafted()
         length = len(payload) // self.bytes_per_token
         start = 0
         for part in self._parts[:2]:
             end = start + length * part.bytes_per_token
-            part.write(cache, cells, payload[start:end])
+            part.write(cache, payload[start:end])
             start = end
 
 
 class OnnxExit(EarlyExit):
     """The exit of sequence 0. `lengths` and `caches` are the engine's own; `widest`: most rows of a pass."""
 
-    def __init__(self, passes: ExitPasses, lengths: list[int], caches: SeparateCaches, widest: int) -> None:
+    def __init__(self, passes: ExitPasses, lengths: list[int], caches: Caches, widest: int) -> None:
         self._passes, self._lengths, self._caches, self._widest = passes, lengths, caches, widest
         self._ids = np.zeros(passes.capacity, np.int32)
         self._end = 0

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.cuda import without_kernels
-from edgespec.engines.onnx.edge import without_flash
+from edgespec.engines.onnx.graph import ATTENTION
 from edgespec.engines.onnx.library import (
     ERRORS_ONLY,
     PROVIDERS,
     Device,
+    failures,
     failures_of_library,
     installed_providers,
     is_hardware,
     library,
     load_cuda,
+    plugin_devices,
 )
-from edgespec.engines.onnx.plugins import failures, plugin_devices
-from edgespec.engines.onnx.unsigned import Weights, make_unsigned
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tiles import PRODUCT
@@ -37,11 +35,18 @@ from edgespec.kernels.library import library_path
 from edgespec.kernels.tiles import held
 from edgespec.platform.machine import products_saturate
 
-_TRIED_SIZE = 64
 Arrays = Mapping[str, NDArray[Any]]
 NO_ARRAYS: Arrays = MappingProxyType({})
 _made: WeakSet[Any] = WeakSet()
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
+
+# Operators of our exports and conversions that have a kernel on CUDA for what they get: float32, float16, int64, uint8
+# codes. Not Shape and what computes with its result, which ONNX Runtime keeps on the processor.
+_STANDARD = "Add AveragePool Cast Concat Div Gather Gelu Gemm MatMul Mul Pad Reshape Sigmoid Split Sub Tanh"
+_OTHERS = "GatherBlockQuantized MatMulNBits SimplifiedLayerNormalization SkipSimplifiedLayerNormalization Transpose"
+WITH_KERNELS = frozenset({ATTENTION, *_STANDARD.split(), *_OTHERS.split()})
+FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+_lock, _num_without = threading.Lock(), 0
 
 
 def providers_for(provider: str) -> tuple[str, ...]:
@@ -77,7 +82,7 @@ def open_session(
 ) -> tuple[Any, Device]:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
-    `spins`: see `waiting`; `flash` False: without flash attention on the CPU, see `edge`.
+    `spins`: see `waiting`; `flash` False: without flash attention on the CPU.
 
     Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
     """
@@ -85,9 +90,29 @@ def open_session(
         return _open(graph, folder, threads, provider, arrays, spins=spins), Device(provider, PROVIDERS[provider][1])
 
 
+@contextmanager
+def without_flash() -> Iterator[None]:
+    """No flash attention in the sessions for the CPU that are made here, nor in others that are made meanwhile.
+
+    ONNX Runtime has no option for that but a variable of the environment. It is set for good, and only its value
+    changes later: another thread may read the environment, which must not move then.
+    """
+    global _num_without
+    with _lock:
+        _num_without += 1
+        os.environ[FLASH_OFF] = "1"
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_without -= 1
+            if not _num_without:
+                os.environ[FLASH_OFF] = "0"
+
+
 def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *, spins: bool = True) -> Any:
     ort = library()
-    options, graph, weights = _options(graph, folder, threads, name)
+    options, graph = _options(graph, folder, threads, name)
     if arrays:  # a GGUF. Else a second pass of one width gets a block for all results, beside those of the first.
         options.enable_mem_pattern = False
     if not spins:
@@ -100,9 +125,8 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *
         providers = None if device else [PROVIDERS[name][0]]
         with _given(graph, arrays, options) if arrays else nullcontext(graph) as made:
             session = ort.InferenceSession(made, options, providers=providers)
-        if arrays or (weights and not reads_packed_weights()):
-            # It reads them as long as it lives, and holds no reference to them.
-            session.edgespec_weights = weights, arrays
+        if arrays:  # it reads them as long as it lives, and holds no reference to them
+            session.edgespec_weights = arrays
         _made.add(session)
         return session
     except failures_of_library() as exc:
@@ -156,6 +180,14 @@ def reason(name: str, graph: bytes, said: str) -> str:
     )
 
 
+def without_kernels(serialised: bytes) -> tuple[str, ...]:
+    """Operators of a graph that are not known to run on CUDA, by name."""
+    from onnx import ModelProto
+
+    found = {node.op_type for node in ModelProto.FromString(serialised).graph.node}
+    return tuple(sorted(found - WITH_KERNELS))
+
+
 def _keep_in_fork() -> None:
     """A session that is freed waits for its threads to end, and in a fork they do not exist: it stays for ever."""
     for session in list(_made):
@@ -202,37 +234,6 @@ def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
     return model.SerializeToString(), place
 
 
-@cache
-def reads_packed_weights() -> bool:
-    """Whether a session, once made, no longer reads the weights of integer products that it was given.
-
-    Tried on a small product: its weights are overwritten after the session is made.
-    """
-    from onnx import TensorProto, helper
-
-    weights = np.random.default_rng(0).integers(0, 256, (_TRIED_SIZE, _TRIED_SIZE), np.uint8)
-    given = TensorProto(name="weights", data_type=TensorProto.UINT8, dims=weights.shape)
-    given.data_location = TensorProto.EXTERNAL
-    given.external_data.add(key="location", value="weights")
-    sums = helper.make_tensor_value_info("sums", TensorProto.FLOAT, ["rows", _TRIED_SIZE])
-    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", _TRIED_SIZE])
-    one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])
-    middle = helper.make_tensor("middle", TensorProto.UINT8, [], [128])
-    product = helper.make_node(
-        WHOLE_PRODUCT, ["codes", "weights", "one", "one", "middle", "middle"], ["sums"], domain="com.microsoft"
-    )
-    graph = helper.make_graph([product], "packing", [codes], [sums], [given, one, middle])
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = _plain_options(1)
-    options.add_external_initializers(["weights"], [library().OrtValue.ortvalue_from_numpy(weights)])
-    session = library().InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    exact = weights.astype(np.int64) - 128
-    weights[:] = 0
-    rows = (np.arange(count * _TRIED_SIZE, dtype=np.uint8).reshape(count, -1) for count in (1, 2, 5, 16, 64))
-    return all((session.run(None, {"codes": x})[0] == (x.astype(np.int64) - 128) @ exact).all() for x in rows)
-
-
 def _plain_options(threads: int) -> Any:
     """Options of every session."""
     options = library().SessionOptions()
@@ -246,21 +247,15 @@ def _plain_options(threads: int) -> Any:
     return options
 
 
-def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
-    """Options of a session, its graph, and weights that must be kept at least until it is made."""
-    ort = library()
-    weights: Weights = {}
+def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes]:
+    """Options of a session, and its graph."""
     options = _plain_options(threads)
     if name != "cpu":
         # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
-        # Unsigned weights have exact kernels on every processor.
-        graph, weights, is_left = make_unsigned(graph, folder)
-        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
-        options.add_external_initializers(list(weights), values)
-        if is_left:
-            options.add_session_config_entry("session.x64quantprecision", "1")
+        # ONNX Runtime makes signed weights unsigned, for which every processor has exact kernels.
+        options.add_session_config_entry("session.x64quantprecision", "1")
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
-    return options, graph, weights
+    return options, graph
