@@ -148,9 +148,8 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
     """The devices that compute layers other than the CPU's; empty if there are none."""
     if not settings.gpu_layers or settings.devices == ():
         return ()
-    seen = tuple((device.name, device.description) for device in gpus())
-    servers = tuple(server.identity for server in settings.servers)
-    return seen, settings.devices, servers, settings.kv_offload
+    seen = tuple((device.name, device.description, device.total_bytes) for device in gpus())
+    return seen, settings.devices, settings.servers, settings.kv_offload
 
 
 def pooling_of(model: Any) -> str:
