@@ -152,7 +152,7 @@ class ContinuousBatch:
         """Begin one that its handle reads with `next_event`; nothing else runs. Raises as `begin`."""
         self.end_all()  # a handle that was dropped gave its turn back, but could not end its generation
         ended, advisor = WeakMethod(generation.ended), self._executor.advisor
-        request, stats = generation.request, generation.stats  # the handle is not kept, so that it can be dropped
+        stats = generation.stats  # the handle is not kept, so that it can be dropped
 
         def end(failure: Exception | None) -> None:
             if line := advisor.judged(stats):
@@ -161,8 +161,7 @@ class ContinuousBatch:
                 method(failure)
 
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
-        member.run.on_round = request.on_round
-        advisor.begin(request.options)
+        advisor.begin(generation.request.options)
         self._look_around(member)
 
     def _joined(

@@ -13,8 +13,7 @@ from edgespec.engines.onnx import waiting as session_waiting
 from edgespec.engines.onnx.waiting import Sessions
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.relief import Relief
-from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch
+from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch, Relief
 from edgespec.platform.memory import own_bytes, return_freed_memory, spare_memory
 from table_engine import TableEngine
 from waiting import until

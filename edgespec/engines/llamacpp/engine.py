@@ -104,7 +104,7 @@ class LlamaCppEngine(BookedEngine):
     def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> Self:
         """Load `path` and measure what it can do; `changes`: of `use`.
 
-        RPC servers, whose devices this process must have (see `RemoteEngine`), hold all layers unless `gpu_layers` tells
+        RPC servers, whose devices this process must have (see `RemoteEngine`), hold all layers unless `gpu_layers` says
         how many. The widest pass of a width class limits `facts.max_batch`, so that prompts are read inside it.
         Where reproducible mode would pad single tokens with keys in f16, and no type was asked for, they are cached in
         q8_0.

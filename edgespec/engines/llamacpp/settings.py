@@ -49,9 +49,9 @@ class ContextSettings:
 
     `devices`: names of those that the `gpu_layers` are placed on; None: RPC servers first, then all GPUs; none: the
     processor. `servers`: endpoints of RPC servers, whose devices this process has. `kv_offload`: whether the KV cache
-    of these layers lies on their devices. `streams`: every sequence has cells of its own, so that attention reads no others' and
-    adds in the order of its tokens whatever the others hold; there are no branches then, and a pass with different
-    numbers of rows of several sequences becomes several. Otherwise all share their cells.
+    of these layers lies on their devices. `streams`: every sequence has cells of its own, so that attention reads no
+    others' and adds in the order of its tokens whatever the others hold; there are no branches then, and a pass with
+    different numbers of rows of several sequences becomes several. Otherwise all share their cells.
     `keeps_state`: the model keeps a running state, of which there are `snapshots` copies for each sequence.
     """
 
