@@ -2,8 +2,8 @@
 
 Each generation is the loop of `decode`, which asks for its passes. Every `step` packs the waiting rows - a chunk of a
 prompt, plain rows, drafts - into one pass, as many as fit, longest waiting first. Generations that use a draft model
-first share its passes, one token each, until their drafts are complete. If an engine cannot pack, or packing would
-change bits in reproducible mode, each gets its own pass in turn. Controllers are told what another row costs at the
+first share its passes, one token each, until their drafts are complete. If an engine cannot pack, as those of other
+kernels in reproducible mode, each gets its own pass in turn. Controllers are told what another row costs at the
 width that the pass already has.
 """
 
@@ -251,7 +251,7 @@ class ContinuousBatch:
     def _beside(self, first: Member, waiting: Sequence[Member]) -> list[Member]:
         """`first`, which runs even if it would never fit beside others, and those that fit into the same pass."""
         engine = first.asked.cache.engine
-        if len(waiting) == 1 or not engine.facts.can_pack or first.asked.is_alone:
+        if len(waiting) == 1 or not engine.facts.can_pack:
             return [first]
         room = PassRoom.of(engine, gives_states=any(member.asked.hidden for member in waiting))
         if not first.is_drafting and any(not member.is_reading for member in waiting):
@@ -259,7 +259,7 @@ class ContinuousBatch:
         found = [first]
         room.takes(first, at_least=True)
         for member in waiting:
-            if member is first or member.asked.is_alone or member.asked.cache.engine is not engine:
+            if member is first or member.asked.cache.engine is not engine:
                 continue
             if room.takes(member):
                 found.append(member)

@@ -29,7 +29,7 @@ from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.engines.widths import fastest_facts, packs_alike, pinned_facts
+from edgespec.engines.widths import fastest_facts, pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
@@ -117,25 +117,13 @@ class OnnxEngine(SessionEngine):
         widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if reproducible:
-            engine._pin(key, widest)
+            advice = "Use --no-reproducible, or another export (w8a8, int8, int4)"
+            engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
+            assert engine.facts.pinned_class is not None
+            engine._pad_to(engine.facts.pinned_class[0])
         elif reproducible is None:
             engine.facts = fastest_facts(engine, key)
         return engine
-
-    def _pin(self, key: str, widest: int) -> None:
-        """Keep to a width class, where there is one. Raises CapabilityError where one was asked for and there is none.
-
-        Sequences then share passes where a test finds that each has the bits that it has alone.
-        """
-        advice, shares = "Use --no-reproducible, or another export (w8a8, int8, int4)", self.facts.can_pack
-        self.facts = replace(self.facts, can_pack=False)
-        self.facts = pinned_facts(self, key, widest=widest, advice=advice)
-        if self.facts.pinned_class is None:
-            self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
-            return
-        self._pad_to(self.facts.pinned_class[0])
-        shares = shares and self._caches.has_batches and packs_alike(self, key)
-        self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
 
     def drop_class(self) -> None:
         super().drop_class()
