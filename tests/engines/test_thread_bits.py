@@ -177,9 +177,9 @@ def test_a_model_closes_while_its_other_session_is_made(onnx_path: Path) -> None
 def test_without_room_for_a_second_session_passes_go_on_in_the_first(
     onnx_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgespec.engines.onnx import OnnxEngine, waiting
+    from edgespec.engines.onnx import OnnxEngine, sessions
 
-    monkeypatch.setattr(waiting, "spare_memory", lambda: 1 << 20)
+    monkeypatch.setattr(sessions, "spare_memory", lambda: 1 << 20)
     with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
         expected = engine.forward(Batch.chain([1, 2, 3])).copy()
         engine.rollback(0)
@@ -189,9 +189,9 @@ def test_without_room_for_a_second_session_passes_go_on_in_the_first(
 
 
 def test_the_session_that_is_not_used_is_freed(onnx_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgespec.engines.onnx import OnnxEngine, waiting
+    from edgespec.engines.onnx import OnnxEngine, sessions
 
-    monkeypatch.setattr(waiting, "KEPT_S", 0.0)
+    monkeypatch.setattr(sessions, "KEPT_S", 0.0)
     with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
         first = weakref.ref(engine._sessions[0].current())
         settle(engine, 1, spins=False)

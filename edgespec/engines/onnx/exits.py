@@ -23,9 +23,9 @@ from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph
 from edgespec.engines.onnx.head import LOGITS, producers
 from edgespec.engines.onnx.library import Device
 from edgespec.engines.onnx.passes import ELEMENTS, Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.sessions import open_sessions
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source
-from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.errors import CapabilityError, ConfigError, ContextFull, ModelFileError
 from edgespec.types import Logits, TokenIds
 

@@ -16,11 +16,10 @@ from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
 from edgespec.engines.onnx.library import Device, device_identity, run_options, version
 from edgespec.engines.onnx.passes import ConcatenatedPasses, Passes, PassRows, SharedPasses
-from edgespec.engines.onnx.sessions import providers_for, try_graph
+from edgespec.engines.onnx.sessions import open_sessions, providers_for, try_graph
 from edgespec.engines.onnx.settings import CONFIGS, OnnxSettings
 from edgespec.engines.onnx.source import ExportFolder, Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.engines.proof import PREFIX
 from edgespec.engines.rows import fault_of
 from edgespec.engines.widths import METHOD

@@ -23,8 +23,8 @@ from edgespec.engines.onnx.graph import LENGTHS, MASK, POSITIONS, TOTAL, CacheEn
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.pages import untouched_zeros
+from edgespec.engines.onnx.sessions import Sessions
 from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.engines.onnx.waiting import Sessions
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits, TokenIds
 
