@@ -33,11 +33,6 @@ START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
 
 
-def check_model_file(path: Path) -> None:
-    """`check_model_files` of one file without known checksums."""
-    check_model_files({path: False})
-
-
 def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
     """Check the models of a pair before they are loaded. Raises ModelNotFound and ModelFileError.
 

@@ -239,11 +239,11 @@ def test_the_models_of_a_pair_share_one_child(tmp_path, started):
 def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
     path = tmp_path / "model.gguf"
     path.write_bytes(sound.read_bytes())
-    trial.check_model_file(path)
-    trial.check_model_file(path)
+    trial.check_model_files({path: False})
+    trial.check_model_files({path: False})
     assert started == [[path]]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
-    trial.check_model_file(path)
+    trial.check_model_files({path: False})
     assert started == [[path], [path]]
 
 

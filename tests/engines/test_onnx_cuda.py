@@ -17,9 +17,7 @@ from edgespec.engines.onnx.footprint import footprint
 from edgespec.engines.onnx.graph import FLOAT16, read_graph
 from edgespec.engines.onnx.sessions import without_kernels
 from edgespec.engines.onnx.source import open_source
-from edgespec.engines.parked import ParkedStates
-from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, StateError
+from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Logits
 from half import as_for_cuda
 from plain_demo import plain_demo
@@ -91,44 +89,6 @@ def test_an_int8_cache_stays_one(onnx_path):
 def test_heads_that_the_attention_does_not_take_are_named(onnx_path, size):
     with pytest.raises(CapabilityError, match=rf"at most 256 values, in multiples of 8.* have {size}"):
         devices.adapted(read_graph(open_source(onnx_path)), "cuda", size)
-
-
-def scored_behind(engine: OnnxEngine, sequence: int = 0) -> Logits:
-    parts = (IDS[40:41], IDS[41:48])
-    return np.concatenate([engine.forward(Batch.chain(part, sequence=sequence)).copy() for part in parts])
-
-
-def test_texts_that_are_rolled_back_saved_or_copied_go_on_as_they_were(onnx_path):
-    with load_half(onnx_path, reproducible=True) as engine:
-        wanted = scored(engine)[40:]
-        engine.rollback(40)
-        state = engine.save_state()
-        np.testing.assert_array_equal(scored_behind(engine), wanted)
-        engine.rollback(0)
-        engine.load_state(state, 1)
-        engine.fork(1, 0)
-        for sequence in (0, 1):
-            np.testing.assert_array_equal(scored_behind(engine, sequence), wanted)
-
-
-def test_a_parked_text_goes_on_as_it_was(onnx_path):
-    other = np.roll(IDS, 7)
-    with load_half(onnx_path, reproducible=True) as engine:
-        live, parked = CachedSequence(engine), ParkedStates()
-        wanted = live.feed(IDS)[-1].copy()
-        for text in (other, IDS):
-            parked.make_way(live, text)
-            live.reuse(text)
-            scored = live.feed(text[live.length :])[-1].copy()
-        assert parked.num_bytes > 0
-        np.testing.assert_array_equal(scored, wanted)
-
-
-def test_a_state_of_another_precision_is_refused(onnx_path):
-    with load(onnx_path, reproducible=True) as exported, load_half(onnx_path, reproducible=True) as engine:
-        scored(exported)
-        with pytest.raises(StateError, match="cache type"):
-            engine.load_state(exported.save_state())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
