@@ -92,19 +92,17 @@ class OnnxEngine(SessionEngine):
         use = replace(use or ModelUse(), **changes)
         try:
             source = open_source(path)
-            graph = read_graph(source, hidden_states=use.hidden_states, state_layers=use.state_layers)
-            config = source.config()
+            read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
+            graph, config = read(), source.config()
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
         settings = OnnxSettings.checked(graph, config, use)
         if graph.head_sizes:
+            if source.max_positions is not None:  # its rotary tables are made as long as they are needed
+                graph = read(cells=settings.context_length)
             return _load_on_kernels(source, graph, settings, config, use)
-        widest, reproducible = settings.measured_widths, use.reproducible
-        gives = use.state_layers or use.hidden_states
-        cells = settings.cells
-        read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
-        is_short = graph.max_positions is not None and graph.max_positions < cells
-        if is_short or source.max_positions is not None:
+        cells, reproducible = settings.cells, use.reproducible
+        if graph.max_positions is not None and graph.max_positions < cells:
             graph = read(cells=cells)
         if settings.cache_type == "int8":
             graph = read(cache_scales(source, graph, settings), cells)
@@ -114,7 +112,8 @@ class OnnxEngine(SessionEngine):
         if engine.facts.splits_passes and not batches_work(engine):
             engine._caches.never_batch()
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
-        widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
+        gives = use.state_layers or use.hidden_states
+        widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if reproducible:
             advice = "Use --no-reproducible, or another export (w8a8, int8, int4)"
@@ -192,10 +191,6 @@ def _load_on_kernels(
         raise CapabilityError(
             f"this model cannot run on {settings.provider}: {reason(settings.provider, graph.serialised, '')}. Use "
             "--provider cpu"
-        )
-    if source.max_positions is not None:  # its rotary tables are made as long as they are needed
-        graph = read_graph(
-            source, cells=settings.context_length, hidden_states=use.hidden_states, state_layers=use.state_layers
         )
     kind = HybridEngine if graph.states else KernelEngine
     engine = kind(source, graph, replace(settings, provider="cpu"), config)

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.graph import ATTENTION, Graph
+from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import (
     ERRORS_ONLY,
     PROVIDERS,
@@ -43,12 +43,6 @@ Arrays = Mapping[str, NDArray[Any]]
 NO_ARRAYS: Arrays = MappingProxyType({})
 _made: WeakSet[Any] = WeakSet()
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
-
-# Operators of our exports and conversions that have a kernel on CUDA for what they get: float32, float16, int64, uint8
-# codes. Not Shape and what computes with its result, which ONNX Runtime keeps on the processor.
-_STANDARD = "Add AveragePool Cast Concat Div Gather Gelu Gemm MatMul Mul Pad Reshape Sigmoid Split Sub Tanh"
-_OTHERS = "GatherBlockQuantized MatMulNBits SimplifiedLayerNormalization SkipSimplifiedLayerNormalization Transpose"
-WITH_KERNELS = frozenset({ATTENTION, *_STANDARD.split(), *_OTHERS.split()})
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
 ROOM = 1.5  # times the weights: what nobody may have planned for before they are held twice
 FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
@@ -264,21 +258,11 @@ def reason(name: str, graph: bytes, said: str) -> str:
         return f"{missing} ({said})"
     if NO_FALLBACK not in said:
         return said
-    lacking = without_kernels(graph)
-    which = f"these operators of it may have none: {', '.join(lacking)}" if lacking else said
     return (
-        f"not all of it has a kernel for CUDA ({which}). edgespec export writes graphs that have; GGUF files run on "
+        f"not all of it has a kernel for CUDA ({said}). edgespec export writes graphs that have; GGUF files run on "
         f"NVIDIA's GPUs through llama.cpp (run.py install llamacpp --backend cuda), ONNX models through WebGPU "
         f"({install_command('webgpu')})"
     )
-
-
-def without_kernels(serialised: bytes) -> tuple[str, ...]:
-    """Operators of a graph that are not known to run on CUDA, by name."""
-    from onnx import ModelProto
-
-    found = {node.op_type for node in ModelProto.FromString(serialised).graph.node}
-    return tuple(sorted(found - WITH_KERNELS))
 
 
 def _keep_in_fork() -> None:
