@@ -279,17 +279,18 @@ def _widen_logits(graph: Any) -> None:
 
 
 def drop_dead(graph: Any) -> None:
-    """Remove what is no longer used: the operators that counted the attention mask, and the mask."""
-    while True:
-        used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-        dead = [node for node in graph.node if not any(name in used for name in node.output if name)]
-        if not dead:
-            break
-        for node in dead:
-            graph.node.remove(node)
-    inputs = [value for value in graph.input if value.name in used]
-    del graph.input[:]
-    graph.input.extend(inputs)
+    """Remove operators, weights and inputs that no output needs, such as those that counted the attention mask."""
+    wanted = {value.name for value in graph.output}
+    for place in reversed(range(len(graph.node))):  # each after those whose results it reads
+        node = graph.node[place]
+        if wanted.isdisjoint(node.output):
+            del graph.node[place]
+        else:
+            wanted.update(filter(None, node.input))  # what is optional has no name
+    for values in (graph.initializer, graph.input):
+        for place in reversed(range(len(values))):
+            if values[place].name not in wanted:
+                del values[place]
 
 
 def _lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -> None:
