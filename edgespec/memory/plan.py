@@ -38,6 +38,7 @@ _SURVEYED_ROWS = 63
 # Bytes in memory for a weight of 8 bits in the file. Medusa's heads are float32; of EAGLE's layer there are 8 bits and
 # scales; its vocabulary is there like that, too, and in half precision, from which inputs are looked up.
 _FLOAT, _LAYER, _VOCABULARY = 4.0, 1.25, 3.25
+_OPENING = 9.0  # the same while EAGLE's are opened: in float32, as they are kept, and copies; measured on SmolLM2's
 
 
 class Part(NamedTuple):
@@ -78,7 +79,7 @@ class Plan:
 
     `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
     Runtime, None for the CPU; `other_devices`: what it may choose instead. `shares_device`: what lies on a GPU takes
-    this machine's memory.
+    this machine's memory. `heads_opening`: of `heads`, while they are opened.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Plan:
     device: str | None = None
     other_devices: tuple[str, ...] = ()
     shares_device: bool = False
+    heads_opening: int = 0
 
     @property
     def parts(self) -> list[Part]:
@@ -124,13 +126,15 @@ class Plan:
         return sum(model.footprint.read_once for model in self.models)
 
     def _openings(self) -> Iterator[tuple[int, int]]:
-        """(own, mapped) bytes while each model is opened after the ones before it, and while its tokenizer is read."""
+        """(own, mapped) bytes while each model is opened after others and its tokenizer is read, and heads at last."""
         before = self.process.own
         for model in self.models:
             need = model.footprint
             yield before + need.packed + need.loading, self.mapped_bytes + need.loading_mapped
             yield before + need.packed + need.vocabulary + need.reading, self.mapped_bytes
             before += self._own(model)
+        loaded = sum(model.footprint.packed + model.footprint.vocabulary for model in self.models)
+        yield self.process.own + loaded + self.heads_opening, self.mapped_bytes
 
     def _own(self, model: ModelNeed) -> int:
         need = model.footprint
@@ -187,17 +191,19 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         if role != "target"
     ]
     engines = {pair.files[role].engine for role in roles}
-    heads = head_paths(options, pair, is_cut=chosen.is_cut)
+    paths = head_paths(options, pair, is_cut=chosen.is_cut)
+    heads, heads_opening = heads_bytes(paths, context, options.sequences)
     return Plan(
         pair.name,
         _without_shared((target, *drafts), pair, roles),
         _table_bytes(options, context),
-        heads_bytes(heads, context, options.sequences),
+        heads,
         _process(engines),
         _threads(options, engines, len(roles)),
         _device(options),
         _other_devices() if "onnx" in engines and options.provider == "auto" else (),
         _shares_device(options, engines),
+        heads_opening,
     )
 
 
@@ -275,12 +281,14 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
     return tables * options.sequences
 
 
-def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> int:
-    """Of the heads files in `paths`, for several `texts` at once of at most `context_length` tokens each."""
-    return sum(_bytes_of(path, context_length, texts) for path in paths)
+def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> tuple[int, int]:
+    """Of the heads files in `paths`, for several `texts` at once of at most `context_length` tokens each; and of them
+    while they are opened."""
+    found = [_bytes_of(path, context_length, texts) for path in paths]
+    return sum(kept for kept, _ in found), sum(opening for _, opening in found)
 
 
-def _bytes_of(path: Path, context_length: int, texts: int) -> int:
+def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     from edgespec.engines.features import WINDOW  # imports numpy
     from edgespec.engines.onnx.eagle import FIRST_POSITIONS
     from edgespec.formats.head_file import read_head_manifest
@@ -289,18 +297,20 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> int:
     try:
         sizes = read_head_manifest(path)
     except EdgespecError:  # reading the heads says best what is wrong
-        return stored
+        return stored, 0
+    opening = 0
     if sizes.kind == "medusa":
         weights = _FLOAT * stored
     elif sizes.generation == 3:  # its embedding stays as it is stored
         weights = _LAYER * stored
     else:
         layer = min(sum(map(math.prod, sizes.shapes().values())), stored)
-        weights = _LAYER * layer + _VOCABULARY * (stored - layer)
+        weights, opening = _LAYER * layer + _VOCABULARY * (stored - layer), int(_OPENING * stored)
     # Both keep two windows; the cache has room for a draft, too, and for the pairs that are read before it.
     rows = min(2 * WINDOW, context_length)
     pairs = 3 * WINDOW * 2 * sizes.kv_heads * sizes.head_dim
-    return int(weights) + 4 * (texts * (rows * sizes.feature_size + pairs) + FIRST_POSITIONS * sizes.head_dim)
+    kept = int(weights) + 4 * (texts * (rows * sizes.feature_size + pairs) + FIRST_POSITIONS * sizes.head_dim)
+    return kept, opening
 
 
 def file_bytes(path: Path) -> int:
