@@ -16,7 +16,7 @@ from types import MappingProxyType
 from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
-from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
+from edgespec.formats.gguf.check import gives_only_embeddings
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair, sha256_of
@@ -69,6 +69,10 @@ def _with_engine(options: LoadOptions, role: str, file: ModelFile, pair: ModelPa
 
 def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) -> str:
     """Why the kernels do not run a GGUF; empty where they do."""
+    if _is_head(file.path):
+        if role == "target":
+            return "it only drafts for another model"
+        return _why_not(options, "target", pair.files["target"], pair)  # whose states it reads
     found = _asked_of_llamacpp(options, role)
     if not found and role == "target":
         found = _heads_in_gguf(options, pair)
@@ -78,9 +82,16 @@ def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) 
 def _is_no_news(path: Path) -> bool:
     """Whether nobody expects the kernels to run a file: heads, models that only give embeddings, what is no GGUF."""
     try:
-        return head_kind_of(path) is not None or gives_only_embeddings(read_header(path))
+        return _is_head(path) or gives_only_embeddings(read_header(path))
     except (EdgespecError, OSError):
         return True
+
+
+def _is_head(path: Path) -> bool:
+    try:
+        return head_kind_of(path) is not None
+    except (EdgespecError, OSError):  # opening the file says what is wrong with it
+        return False
 
 
 def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
@@ -108,13 +119,10 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
 
 
 def _heads_in_gguf(options: LoadOptions, pair: ModelPair) -> str:
-    """The head in GGUF that drafts for the target, if one does: it reads llama.cpp's states."""
-    if options.drafter == "none":
+    """The head in GGUF that drafts for the target, if one does that the kernels lack: it reads llama.cpp's states."""
+    if options.drafter == "none" or pair.draft is None or not head_kind_of(pair.draft):
         return ""
-    if pair.draft is not None and head_kind_of(pair.draft):
-        return f"{pair.draft.name} reads its states there"
-    # In `auto` they would gain less there than the kernels do: with llama.cpp two rows cost 1.7 of one.
-    return "its own layers draft for it there" if options.drafter == "mtp" and has_mtp(read_header(pair.target)) else ""
+    return f"{pair.draft.name} reads its states there" if _why_unreadable(pair.draft) else ""
 
 
 def has_fast_kernels() -> bool:

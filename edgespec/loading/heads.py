@@ -18,7 +18,7 @@ from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.head import HeadLayer
+from edgespec.engines.head import DraftHead, HeadLayer
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HEAD_NAMES
 from edgespec.formats.gguf.heads import HeadForm, head_kind_of
@@ -97,10 +97,21 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
 
 def open_own_layers(options: LoadOptions, target: Engine) -> MtpDrafter:
     """A drafter with the multi-token prediction layer of `target`, which was loaded with it. Raises CapabilityError."""
+    if target.facts.name == "onnx":
+        return MtpDrafter(_on_kernels(options, target), WINDOW)
     from edgespec.engines.llamacpp import LlamaCppEngine
 
     assert isinstance(target, LlamaCppEngine)
     return MtpDrafter(target.load_mtp(context_length=options.draft_context_length), WINDOW)
+
+
+def _on_kernels(options: LoadOptions, target: Engine, path: Path | None = None) -> DraftHead:
+    """The target's own layer, or that in `path`."""
+    from edgespec.engines.onnx.kernel_engine import KernelEngine
+    from edgespec.engines.onnx.kernel_head import load_nextn
+
+    assert isinstance(target, KernelEngine)  # the table of drafters leaves GGUFs on kernels only
+    return load_nextn(target, path, options.draft_context_length)
 
 
 def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Drafter:
@@ -109,6 +120,8 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
 
     kind = head_kind_of(file.path)
     assert kind is not None  # the pair's requirements have asked
+    if target.facts.name == "onnx":
+        return MtpDrafter(_on_kernels(options, target, file.path), WINDOW)
     if not isinstance(target, LlamaCppEngine):  # the table of drafters leaves this one only
         raise CapabilityError(
             f"{file.path.name} is {HEAD_NAMES[kind]}, which reads the target's states in this process: with --rpc use "

@@ -77,14 +77,15 @@ def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
 def target_has_mtp(pair: ModelPair) -> bool:
     """Whether the target's own file has a layer that drafts for it."""
     target = pair.files["target"]
-    return target.engine == "llamacpp" and has_mtp(read_header(target.path))
+    return target.is_gguf and has_mtp(read_header(target.path))
 
 
 def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
     """Whether the target's own layer drafts: by name, and in `auto` where having it ready costs plain passes little."""
     if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
         return False
-    return options.drafter == "mtp" or auto_takes_mtp(read_header(pair.files["target"].path))
+    target = pair.files["target"]
+    return options.drafter == "mtp" or target.engine == "onnx" or auto_takes_mtp(read_header(target.path))
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:

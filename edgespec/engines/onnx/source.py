@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -28,13 +28,15 @@ from edgespec.engines.onnx.settings import ModelConfig
 from edgespec.engines.onnx.tokenizer import tokenizer_file
 from edgespec.engines.onnx.weights import check_weight_files
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
-from edgespec.formats.gguf.check import check_gguf, model_files
-from edgespec.formats.gguf.header import once
+from edgespec.formats.gguf.check import check_gguf, head_kind, model_files
+from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import KINDS, GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.graph import MemoryWriter
+from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
-from edgespec.formats.onnx.tiles import Tiles
+from edgespec.formats.onnx.tiles import Tiles, tiles_name
 from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
 from edgespec.kernels import tiles
 from edgespec.platform.disk_cache import cache_folder, file_key, key_of
@@ -55,7 +57,7 @@ class Source(ABC):
     """`path` as the user gave it; `folder`: of the tokenizer and its settings; `files` hold the graph and its weights.
 
     `mapped`: those of them that are read while the model is in use. `max_positions`: of a graph that is made for any
-    number of them; None: the graph's tables say.
+    number of them; None: the graph's tables say. `is_layer`: it drafts for another model, whose tokenizer it uses.
     """
 
     path: Path
@@ -63,6 +65,7 @@ class Source(ABC):
     files: tuple[Path, ...]
     mapped: tuple[Path, ...] = ()
     max_positions: int | None = None
+    is_layer: bool = False
 
     @abstractmethod
     def graph(self, cells: int = 0) -> Any:
@@ -90,6 +93,10 @@ class Source(ABC):
 
     def rotary_bytes(self, cells: int) -> int:
         """Size of rotary tables that are made for so many `cells`."""
+        return 0
+
+    def reused_bytes(self) -> int:
+        """Of the weights of its graph, what is in memory anyway."""
         return 0
 
 
@@ -141,55 +148,96 @@ class ExportFolder(Source):
 
 
 class GgufFile(Source):
-    """A GGUF on our kernels. Raises as `open_source`."""
+    """A GGUF on our kernels, or the layer in it that predicts a further token (`nextn`). Raises as `open_source`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, nextn: bool = False) -> None:
         self.path, self.files = path, (path,)
-        self._model = readable_model(path)
-        self.max_positions = self._model.config.max_positions
+        self.model = readable_model(path, nextn=nextn)
+        config = self.model.config
+        self.max_positions, self.is_layer = config.max_positions, isinstance(config, HybridConfig) and config.is_nextn
         self._version = file_key(path)
         self._packed: dict[str, NDArray[np.uint8]] = {}
+        self._given: dict[int, NDArray[np.uint8]] = {}  # tiles of the model's, by the place of a tensor in the file
         self._folder: Path | None = None
 
     @property
     def folder(self) -> Path:  # type: ignore[override]
         """Where its tokenizer is; written when it is first asked for."""
         if self._folder is None:
-            self._folder = _tokenizer_folder(self._model)
+            self._folder = _tokenizer_folder(self.model)
         return self._folder
 
+    def nextn(self, path: Path | None = None) -> GgufFile:
+        """The layer that predicts a further token, in this file or that of `path`.
+
+        Embeddings and head in this file stay this model's own arrays.
+        """
+        found = GgufFile(path or self.path, nextn=True)
+        found._folder = self._folder
+        if path is not None:
+            return found
+        nothing = np.empty(0, np.uint8)  # before anything is packed, as in a plan
+        found._given = {info.offset: self._packed.get(tiles_name(name), nothing) for name, info in self._ends()}
+        return found
+
+    def _ends(self) -> Iterator[tuple[str, TensorInfo]]:
+        tensors = self.model.tensors
+        return ((name, tensors[name][0]) for name in (EMBEDDING, HEAD) if name in tensors)
+
+    def _reused(self) -> dict[str, int]:
+        """Where the embeddings or the head are that have tiles already: the model's, or those of the embeddings."""
+        known, found = set(self._given), {}
+        for name, info in self._ends():
+            if info.offset in known:
+                found[name] = info.offset
+            known.add(info.offset)
+        return found
+
+    def reused_bytes(self) -> int:
+        weights = GgufTiles(self.model)
+        return sum(map(weights.num_bytes, self._reused()))
+
     def config(self) -> ModelConfig:
-        found = self._model
+        found = self.model
         return ModelConfig(found.kind.model_type, found.config.max_positions, found.config.head_dim)
 
     def graph(self, cells: int = 0) -> Any:
         return self._write(cells)[0]
 
     def _write(self, cells: int) -> tuple[Any, MemoryWriter]:
-        config = replace(self._model.config, max_positions=max(cells, 1))
-        data, weights = MemoryWriter(), GgufTiles(self._model)
+        config = replace(self.model.config, max_positions=max(cells, 1))
+        data, weights = MemoryWriter(), GgufTiles(self.model)
         return llama_graph(config, data, lambda nodes: Tiles(weights, nodes)), data
 
     def weight_bytes(self, graph: Graph) -> int:
-        return sum(tensor.num_bytes for tensor in self._model.header.tensors)
+        reused = self._reused()
+        return sum(tensor.num_bytes for name, (tensor, _) in self.model.tensors.items() if name not in reused)
 
     def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
         _, data = self._write(cells)
         if not self._packed:
-            self._packed = _packed(data)
+            self._packed = self._pack(data)
             if file_key(self.path) != self._version:
                 raise ModelFileError(f"{self.path} was changed while it was read: load it again")
         return {**data.arrays, **self._packed}
 
+    def _pack(self, data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
+        reused = {tiles_name(name): place for name, place in self._reused().items()}
+        sizes = {name: data.later.pop(name)[0] for name in reused}
+        made = _packed(data)
+        own = {info.offset: made[tiles_name(name)] for name, info in self._ends() if tiles_name(name) in made}
+        whole = {**self._given, **own}
+        return {**made, **{name: whole[place][: sizes[name]] for name, place in reused.items()}}
+
     def rotary_bytes(self, cells: int) -> int:
-        return rotary_bytes(replace(self._model.config, max_positions=cells))
+        return rotary_bytes(replace(self.model.config, max_positions=cells))
 
     def reading_bytes(self) -> int:
-        largest = max(tensor.num_bytes for tensor in self._model.header.tensors)
+        largest = max(tensor.num_bytes for tensor in self.model.header.tensors)
         return usable_processors() * 2 * min(CHUNK_BYTES, largest)
 
     def tokenizer_bytes(self) -> int:
-        return self._model.header.data_start * JSON_BYTES
+        return self.model.header.data_start * JSON_BYTES
 
 
 class GgufTiles(GgufTensors):
@@ -216,15 +264,15 @@ class GgufTiles(GgufTensors):
         return [partial(fill, start, stop) for start, stop in self.spans(name, CHUNK_BYTES, TILE_ROWS)]
 
 
-def readable_model(path: Path) -> GgufModel:
-    """The model of a GGUF that our kernels run, from its header.
+def readable_model(path: Path, *, nextn: bool = False) -> GgufModel:
+    """The model of a GGUF that our kernels run, from its header; `nextn`: the layer that predicts a further token.
 
     Raises ModelNotFound and ModelFileError for a damaged file, CapabilityError for one that llama.cpp has to run.
     """
-    return once("on kernels", path, lambda: _readable_model(path))
+    return once(f"on kernels {nextn}", path, lambda: _readable_model(path, nextn))
 
 
-def _readable_model(path: Path) -> GgufModel:
+def _readable_model(path: Path, nextn: bool) -> GgufModel:
     header = check_gguf(path)
     if len(model_files(path)) > 1:
         raise CapabilityError("it is one of several files of a model")
@@ -232,7 +280,7 @@ def _readable_model(path: Path) -> GgufModel:
         known = ", ".join(KINDS)
         raise CapabilityError(f"the kernels have no architecture {header.architecture!r}, only {known}")
     try:
-        model = read_model(path, header)
+        model = read_model(path, header, nextn=nextn or head_kind(header) == "mtp")
         splitter_of(header)
     except ModelFileError as exc:
         raise CapabilityError(str(exc).removeprefix(f"{path} cannot be converted to ONNX: ")) from exc

@@ -28,6 +28,12 @@ EXPERT_BIASES = {
     "mlp.experts.up.bias": Tensor("ffn_up_exps.bias", "e x"),
     "mlp.experts.down.bias": Tensor("ffn_down_exps.bias", "e d"),
 }
+SHARED_EXPERT = {
+    "mlp.shared_gate.weight": Tensor("ffn_gate_inp_shexp.weight", "d"),
+    "mlp.gate_proj.weight": Tensor("ffn_gate_shexp.weight", "f d"),
+    "mlp.up_proj.weight": Tensor("ffn_up_shexp.weight", "f d"),
+    "mlp.down_proj.weight": Tensor("ffn_down_shexp.weight", "d f"),
+}
 QWEN3_MOE = Architecture("qwen3moe", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS})
 GPT_OSS = Architecture(
     "gpt-oss",
@@ -83,4 +89,5 @@ GEMMA4 = Architecture("gemma4", GEMMA4_OUTER, GEMMA4_LAYER)
 
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
+QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
 LFM2 = Architecture("lfm2", {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}, {})

@@ -93,7 +93,7 @@ class Gemma4Graph(ExpertsGraph):
         if self._config.experts:
             self._dense_and_experts(layer)
         else:
-            super(ExpertsGraph, self)._feed_forward(layer)
+            super()._feed_forward(layer)
         config, here, there = self._config, f"/model/layers.{layer}", f"model.layers.{layer}"
         if not (config.per_layer_size or config.has_scales):
             return

@@ -64,10 +64,10 @@ def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
     from edgespec.formats.onnx.experts import ExpertsGraph
     from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Graph
-    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph
+    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
-        return HybridGraph
+        return NextnGraph if config.is_nextn else HybridGraph
     if isinstance(config, Gemma4Config):
         return Gemma4Graph
     return ExpertsGraph if config.experts else KernelGraph
