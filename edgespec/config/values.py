@@ -187,9 +187,11 @@ def as_draft_length(name: str, value: object) -> object:
 
 
 def as_context_length(name: str, value: object) -> object:
-    if isinstance(value, str) and value != "auto":
-        raise ConfigError(f"{name} must be a number, 0 for the model's own, or auto, got {shown(value)}")
-    if value == "auto" or whole(name, value) == 0:
+    if isinstance(value, str):
+        if value != "auto":
+            raise ConfigError(f"{name} must be a number, 0 for the model's own, or auto, got {shown(value)}")
+        return value
+    if whole(name, value) == 0:
         return value
     return at_least(16, "0 or max is the model's own, auto the largest that fits into memory")(name, value)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edgespec.config.habits import did_you_mean
 from edgespec.config.options import SETTINGS, GenerateOptions, LoadOptions, Sampling, ServeOptions, SessionOptions
 from edgespec.config.sources import find, resolve
-from edgespec.errors import ConfigError
+from edgespec.config.table import settings_of
+from edgespec.errors import ConfigError, EdgespecError
 
 OWNERS = {
     "load": LoadOptions,
@@ -234,3 +237,27 @@ def test_a_limit_of_minus_one_is_none() -> None:
     assert GenerateOptions(max_tokens=-1) == GenerateOptions()
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, got -2"):
         GenerateOptions(max_tokens=-2)
+
+
+ODD_VALUES = [
+    np.zeros((2, 2)),
+    np.array("auto"),
+    np.float32("nan"),
+    math.inf,
+    10**400,
+    b"\xff",
+    "\ud800",
+    "\0",
+    {1: 2},
+    [[1]],
+    1j,
+]
+
+
+@pytest.mark.parametrize("options", [LoadOptions, Sampling, GenerateOptions, SessionOptions, ServeOptions])
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: type(value).__name__)
+def test_no_value_whatever_its_type_gets_past_a_check_with_an_error_of_another_kind(options, value):
+    for setting in settings_of(options):
+        if setting.check is not None:
+            with contextlib.suppress(EdgespecError):
+                setting.check(setting.name, value)
