@@ -23,7 +23,7 @@ from edgespec.engines.llamacpp.running_state import RunningState, auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
-from edgespec.engines.onnx.kernel_head import load_nextn
+from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import GgufHeader, read_header
@@ -48,7 +48,7 @@ def alone_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(engine: Engine, path: Path | None) -> DraftHead:
     if isinstance(engine, KernelEngine):
-        return load_nextn(engine, path, context_length=40)
+        return load_drafter(engine, path, context_length=40)
     assert isinstance(engine, LlamaCppEngine)
     if path is None:
         return engine.load_mtp(context_length=40)

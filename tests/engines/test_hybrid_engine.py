@@ -20,7 +20,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
-from edgespec.engines.onnx.kernel_head import load_nextn
+from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
 from edgespec.formats.gguf.header import read_header
 from edgespec.installation import has_engine
@@ -264,7 +264,7 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
     both = write_qwen35(tmp_path / "both.gguf", has_mtp=True, tensors=tensors_of(plain))
     assert not auto_takes_mtp(read_header(both))
     planned, without = (footprint(both, ModelUse(400, threads=1, has_mtp=each)) for each in (True, False))
-    with opened(both) as engine, load_nextn(engine) as head:
+    with opened(both) as engine, load_drafter(engine) as head:
         assert planned.cache - without.cache == head._engine._cache._chunks.nbytes
         layer, whole = (list(each.source.arrays(400).values()) for each in (head._engine, engine))
         own = sum(each.nbytes for each in layer if not any(np.shares_memory(each, other) for other in whole))

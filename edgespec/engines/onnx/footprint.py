@@ -93,7 +93,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     found = _of_source(source, use)
     if not use.has_mtp or not isinstance(source, GgufFile):
         return found
-    layer = _of_source(source.nextn(), replace(use, context_length=min(found.context_length, DEFAULT_CONTEXT)))
+    layer = _of_source(source.drafter(), replace(use, context_length=min(found.context_length, DEFAULT_CONTEXT)))
     return replace(
         found,
         packed=found.packed + layer.packed,
@@ -105,12 +105,12 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 
 
 def _of_source(source: Source, use: ModelUse) -> Footprint:
-    graph, products = once(f"onnx products {source.is_layer}", source.path, lambda: _read(source))
+    graph, products = once(f"onnx products {source.is_drafter}", source.path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
-    cells, cache = settings.cells(graph), _cache_bytes(graph, settings)
+    cells, cache = settings.cells(graph), 0 if source.reads_cache else _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
@@ -126,9 +126,9 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
         packed = graph.weight_bytes - source.reused_bytes() + source.rotary_bytes(cells)
     elif graph.has_tiles and graph.max_positions:
         mapped -= int(products.rotary * max(1 - cells / graph.max_positions, 0))  # positions that never occur
-    vocabulary, reading = (0, 0) if source.is_layer else _tokenizer_bytes(source, graph.vocabulary_size)
-    encoded = 0 if source.is_layer else _ENCODED_BYTES * settings.context_length
-    if source.is_layer:  # its branches ask for a few rows, and the target keeps states for it
+    vocabulary, reading = (0, 0) if source.is_drafter else _tokenizer_bytes(source, graph.vocabulary_size)
+    encoded = 0 if source.is_drafter else _ENCODED_BYTES * settings.context_length
+    if source.is_drafter:  # its branches ask for a few rows, and the target keeps states for it
         outputs = min(outputs, MOST_SCORED)
         results += products.width * (4 * settings.max_rows + use.max_sequences * BYTES_PER_FEATURE * WINDOW)
     found = Footprint(
@@ -229,7 +229,7 @@ def _products(graph: Graph) -> Products:
             routed = max(routed, _routed_bytes(node))
             tiles |= tensors.keys() & set(node.input[6:])
         if node.op_type == PRODUCT:
-            sizes += _tiled_sizes(node)
+            sizes.append(_tiled_size(node, graph.vocabulary_size))
             tiles |= tensors.keys() & set(node.input[2:])
             continue
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
@@ -280,10 +280,15 @@ def _sizes(node: Any, weights: Any) -> tuple[int, int]:
     return (dims[-2], dims[-1]) if len(dims) > 1 else (1, 1)
 
 
-def _tiled_sizes(node: Any) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each matrix of our kernels' operator."""
-    outputs = next(item.ints for item in node.attribute if item.name == "outputs")
-    return [(attribute(node, "K", 1), int(size)) for size in outputs]
+def _tiled_size(node: Any, vocabulary: int) -> tuple[int, int]:
+    """(inputs, outputs) of our kernels' operator, as large as what is in memory at once is beside a feed-forward's.
+
+    Of that there are a gate, as much beside it, and the inputs of the last product. Attention has queries, keys and
+    values side by side, and then its result.
+    """
+    outputs = sum(next(item.ints for item in node.attribute if item.name == "outputs"))
+    inputs = attribute(node, "K", 1)
+    return (inputs, outputs) if outputs == vocabulary else (2 * inputs // 3, outputs // 2)
 
 
 def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:

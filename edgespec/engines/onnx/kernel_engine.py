@@ -27,7 +27,7 @@ from edgespec.errors import CapabilityError, StateError
 from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS
 from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
 from edgespec.kernels.tiles import path
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch, Logits, TokenIds
 
 MAX_BINDINGS = 512
 # Where plain decoding was measured to be 1.2 times as fast as llama.cpp's and more (docs/kernels.md), speculation may
@@ -121,6 +121,17 @@ class KernelEngine(SessionEngine):
                 self._place(rows[start : start + count], sequence, part, start)
                 start += count
         return self._run(batch.width, outputs)
+
+    def score(self, token_ids: TokenIds, rows: NDArray[np.int32]) -> Logits:
+        """Logits of all `rows` [n, 4] of a draft head that reads another engine's cache and adds nothing to it."""
+        self._require_open()
+        count = len(rows)
+        self._ids[:count], self._rows[:count] = token_ids, rows
+        return self._run(count, np.arange(count))
+
+    def read_cache_of(self, other: KernelEngine) -> None:
+        """Attend to keys and values of another engine's cache, which lives as long."""
+        self._named[CACHE] = other._named[CACHE]
 
     def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows, start: int) -> None:
         """Fill in `rows` [n, 4] of a sequence, the first of which is row `start` of the pass."""

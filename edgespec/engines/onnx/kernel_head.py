@@ -1,7 +1,8 @@
-"""The layer of a model that predicts a further token, on our kernels: an engine of one layer with states as an input.
+"""Draft heads on our kernels: an engine of a layer that predicts a further token, with states as an input.
 
 Its passes take rows of several texts and trees at little more than the cost of one row, as the target's do. It has
-keys and values of its own, which stay behind when the target drops a draft: those of guesses are never kept.
+keys and values of its own, which stay behind when the target drops a draft: those of guesses are never kept. Gemma 4's
+drafter has none, and reads those of its target.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.source import GgufFile
 from edgespec.errors import BatchError, CapabilityError, ContextFull, VocabularyMismatch
-from edgespec.formats.gguf.heads import read_head
+from edgespec.formats.gguf.check import is_gemma4_drafter
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import check_cache, read_head
 from edgespec.types import Batch, Logits, TokenIds
 
 
 class KernelHead(DraftHead):
-    """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_nextn`."""
+    """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_drafter`."""
 
     def __init__(self, engine: KernelEngine, slot: int = 0) -> None:
         width, facts = engine.features.shape[1], engine.facts
@@ -118,22 +121,44 @@ class KernelHead(DraftHead):
             self._engine.close()
 
 
-def load_nextn(target: KernelEngine, path: Path | None = None, context_length: int | None = None) -> KernelHead:
-    """The layer that predicts a further token of `target`, in its own file or in that of `path`.
+class CacheHead(KernelHead):
+    """Gemma 4's drafter: all steps of a draft are at the place behind the text, and read the target's cache alone."""
 
-    It attends to `context_length` pairs of each text. Raises ModelNotFound, ModelFileError, VocabularyMismatch, and
-    CapabilityError for a layer of another model.
+    def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
+        if state.shape != (self.facts.width,):
+            raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
+        engine, last = self._engine, position - 1
+        if not 0 <= token_id < engine.vocabulary.size or not 0 <= last < self.facts.context_length:
+            raise BatchError(f"token {token_id} at {position} is outside the head's vocabulary or context")
+        engine.features[0] = state
+        logits = engine.score(np.array([token_id]), np.array([[sequence, last, last, -1]], np.int32))
+        return logits[0], engine.hidden_states()[0]
+
+
+def load_drafter(target: KernelEngine, path: Path | None = None, context_length: int | None = None) -> KernelHead:
+    """The layer of `target` that predicts a further token, in its own file or in `path`, or Gemma 4's drafter.
+
+    It attends to `context_length` pairs of each text, or to the target's cache. Raises ModelNotFound, ModelFileError,
+    VocabularyMismatch, and CapabilityError for a drafter of another model.
     """
     whole, vocabulary = target.source, target.vocabulary
     if not isinstance(whole, GgufFile):
-        raise CapabilityError("multi-token prediction layers draft for a model in GGUF: run the file it was made from")
-    source = whole.nextn(path)
+        raise CapabilityError("this draft head reads a model in GGUF: run the file that the export was made from")
     if path is not None:
-        config = whole.model.config
+        config, header = whole.model.config, read_header(path)
+        if is_gemma4_drafter(header):
+            check_cache(path.name, header, whole.model.header)
         read_head(path).check_fits(path.name, config.hidden_size, config.num_layers, vocabulary.size)
-        if list(source.model.header.tokens) != list(whole.model.header.tokens):
+        if list(header.tokens) != list(whole.model.header.tokens):
             raise VocabularyMismatch(f"{path.name} has other tokens than its target: give the file made for this model")
+    source = whole.drafter(path)
     length = min(context_length or DEFAULT_CONTEXT, target.facts.context_length)
-    settings = replace(target.settings, context_length=length)
+    if source.reads_cache:
+        length = target.facts.context_length
     graph = read_graph(source, cells=length, hidden_states=True)
-    return KernelHead(KernelEngine(source, graph, settings, source.config(), vocabulary))
+    settings = replace(target.settings, context_length=length)
+    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    if not source.reads_cache:
+        return KernelHead(engine)
+    engine.read_cache_of(target)
+    return CacheHead(engine)

@@ -33,6 +33,7 @@ from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import KINDS, GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
+from edgespec.formats.onnx.gemma4 import Gemma4Config
 from edgespec.formats.onnx.graph import MemoryWriter
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
@@ -57,7 +58,8 @@ class Source(ABC):
     """`path` as the user gave it; `folder`: of the tokenizer and its settings; `files` hold the graph and its weights.
 
     `mapped`: those of them that are read while the model is in use. `max_positions`: of a graph that is made for any
-    number of them; None: the graph's tables say. `is_layer`: it drafts for another model, whose tokenizer it uses.
+    number of them; None: the graph's tables say. `is_drafter`: for another model, whose tokenizer it uses, and whose
+    keys and values where it `reads_cache`.
     """
 
     path: Path
@@ -65,7 +67,8 @@ class Source(ABC):
     files: tuple[Path, ...]
     mapped: tuple[Path, ...] = ()
     max_positions: int | None = None
-    is_layer: bool = False
+    is_drafter: bool = False
+    reads_cache: bool = False
 
     @abstractmethod
     def graph(self, cells: int = 0) -> Any:
@@ -154,10 +157,12 @@ class GgufFile(Source):
         self.path, self.files = path, (path,)
         self.model = readable_model(path, nextn=nextn)
         config = self.model.config
-        self.max_positions, self.is_layer = config.max_positions, isinstance(config, HybridConfig) and config.is_nextn
+        self.max_positions = config.max_positions
+        self.reads_cache = isinstance(config, Gemma4Config) and bool(config.target_width)
+        self.is_drafter = self.reads_cache or (isinstance(config, HybridConfig) and config.is_nextn)
         self._version = file_key(path)
         self._packed: dict[str, NDArray[np.uint8]] = {}
-        self._given: dict[int, NDArray[np.uint8]] = {}  # tiles of the model's, by the place of a tensor in the file
+        self._given: dict[str, NDArray[np.uint8]] = {}  # tiles of the model that it drafts for
         self._folder: Path | None = None
 
     @property
@@ -167,31 +172,49 @@ class GgufFile(Source):
             self._folder = _tokenizer_folder(self.model)
         return self._folder
 
-    def nextn(self, path: Path | None = None) -> GgufFile:
-        """The layer that predicts a further token, in this file or that of `path`.
+    def drafter(self, path: Path | None = None) -> GgufFile:
+        """What drafts for this model: the layer in its file that predicts a further token, or what `path` holds.
 
-        Embeddings and head in this file stay this model's own arrays.
+        Embeddings and head that both have are this model's own arrays. Raises as `open_source`.
         """
-        found = GgufFile(path or self.path, nextn=True)
+        found = GgufFile(path or self.path, nextn=path is None)
         found._folder = self._folder
-        if path is not None:
-            return found
-        nothing = np.empty(0, np.uint8)  # before anything is packed, as in a plan
-        found._given = {info.offset: self._packed.get(tiles_name(name), nothing) for name, info in self._ends()}
+        if path is None:
+            found._lend(self, {info.offset: name for name, info in self._ends()})
+        elif isinstance(found.model.config, Gemma4Config):
+            found._read_cache_of(self)
         return found
+
+    def _lend(self, model: GgufFile, names: Mapping[int, str]) -> None:
+        """Use tiles of `model`, whose tensors have these `names` by their place."""
+        nothing = np.empty(0, np.uint8)  # before anything is packed, as in a plan
+        for name, info in self._ends():
+            if info.offset in names:
+                self._given[name] = model._packed.get(tiles_name(names[info.offset]), nothing)
+
+    def _read_cache_of(self, model: GgufFile) -> None:
+        """Let the layers of Gemma 4's drafter read the keys and values of the last two layers, and its embeddings."""
+        config, whole = self.model.config, model.model.config
+        assert isinstance(config, Gemma4Config)
+        assert isinstance(whole, Gemma4Config)
+        heads = [layer.first_head for layer in whole.layers[-2:]]  # of the windowed one, then of the full one
+        layers = (
+            replace(layer, first_head=heads[number not in config.windowed_layers])
+            for number, layer in enumerate(config.layers)
+        )
+        self._given[EMBEDDING] = model._packed[tiles_name(EMBEDDING)]
+        tensors = {**self.model.tensors, EMBEDDING: model.model.tensors[EMBEDDING]}
+        self.model = replace(self.model, config=replace(config, layers=tuple(layers)), tensors=tensors)
 
     def _ends(self) -> Iterator[tuple[str, TensorInfo]]:
         tensors = self.model.tensors
         return ((name, tensors[name][0]) for name in (EMBEDDING, HEAD) if name in tensors)
 
-    def _reused(self) -> dict[str, int]:
-        """Where the embeddings or the head are that have tiles already: the model's, or those of the embeddings."""
-        known, found = set(self._given), {}
-        for name, info in self._ends():
-            if info.offset in known:
-                found[name] = info.offset
-            known.add(info.offset)
-        return found
+    def _reused(self) -> set[str]:
+        """The embeddings or the head, where these are tiles of the model's, or the first ones of the embeddings."""
+        infos = dict(self._ends())
+        is_tied = not self._given and HEAD in infos and infos[HEAD].offset == infos[EMBEDDING].offset
+        return {*self._given, *([HEAD] if is_tied else [])}
 
     def reused_bytes(self) -> int:
         weights = GgufTiles(self.model)
@@ -222,12 +245,12 @@ class GgufFile(Source):
         return {**data.arrays, **self._packed}
 
     def _pack(self, data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
-        reused = {tiles_name(name): place for name, place in self._reused().items()}
-        sizes = {name: data.later.pop(name)[0] for name in reused}
+        sizes = {name: data.later.pop(tiles_name(name))[0] for name in self._reused()}
         made = _packed(data)
-        own = {info.offset: made[tiles_name(name)] for name, info in self._ends() if tiles_name(name) in made}
-        whole = {**self._given, **own}
-        return {**made, **{name: whole[place][: sizes[name]] for name, place in reused.items()}}
+        for name, size in sizes.items():
+            whole = self._given[name] if name in self._given else made[tiles_name(EMBEDDING)]
+            made[tiles_name(name)] = whole[:size]
+        return made
 
     def rotary_bytes(self, cells: int) -> int:
         return rotary_bytes(replace(self.model.config, max_positions=cells))

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Architecture, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
-from edgespec.formats.gguf.tables import GEMMA4, GEMMA4_KEYS, GPT_OSS, LFM2, QWEN3_MOE, QWEN35, QWEN35_MOE
+from edgespec.formats.gguf.tables import (
+    GEMMA4,
+    GEMMA4_DRAFTER,
+    GEMMA4_KEYS,
+    GPT_OSS,
+    LFM2,
+    QWEN3_MOE,
+    QWEN35,
+    QWEN35_MOE,
+)
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
 
@@ -85,6 +94,12 @@ KINDS = {
     "gpt-oss": Kind("GptOssForCausalLM", "gpt_oss", window_every=2, table=GPT_OSS, keys=(*EXPERT_KEYS, *YARN_KEYS)),
     "gemma4": Kind(
         "Gemma4ForCausalLM", "gemma4_text", has_head_norms=True, table=GEMMA4, keys=(*EXPERT_KEYS, *GEMMA4_KEYS)
+    ),
+    "gemma4-assistant": Kind(
+        *("Gemma4AssistantForCausalLM", "gemma4_assistant"),
+        has_head_norms=True,
+        table=GEMMA4_DRAFTER,
+        keys=(*GEMMA4_KEYS, "embedding_length_out", "nextn_predict_layers"),
     ),
     "qwen35": Kind(
         "Qwen3_5ForCausalLM", "qwen3_5_text", has_head_norms=True, table=QWEN35, keys=QWEN35_KEYS, is_hybrid=True
@@ -175,14 +190,14 @@ def read_model(path: Path, header: GgufHeader, *, nextn: bool = False) -> GgufMo
 
 def _reader(path: Path, header: GgufHeader, *, nextn: bool) -> Reader:
     """What reads a file. Gemma 4 has sizes that differ by layer, hybrids layers of two kinds."""
-    from edgespec.formats.gguf.gemma4 import Gemma4Reader
+    from edgespec.formats.gguf.gemma4 import Gemma4DrafterReader, Gemma4Reader
     from edgespec.formats.gguf.hybrid import hybrid_reader
 
     kind = KINDS[header.architecture]
     if kind.is_hybrid:
         return hybrid_reader(path, header, kind, nextn=nextn)
-    reader = Gemma4Reader if header.architecture == "gemma4" else Reader
-    return reader(path, header, kind)
+    readers: dict[str, type[Reader]] = {"gemma4": Gemma4Reader, "gemma4-assistant": Gemma4DrafterReader}
+    return readers.get(header.architecture, Reader)(path, header, kind)
 
 
 class Reader:

@@ -86,6 +86,13 @@ GEMMA4_LAYER = {
     "mlp.experts.scale": Tensor("ffn_down_exps.scale", "e", is_optional=True),
 }
 GEMMA4 = Architecture("gemma4", GEMMA4_OUTER, GEMMA4_LAYER)
+# Its drafter reads embeddings and states of its target, which are P wide here.
+GEMMA4_DRAFTER_OUTER = {
+    **LLAMA_OUTER,
+    "model.pre_projection.weight": Tensor("nextn.pre_projection.weight", "d 2P"),
+    "model.post_projection.weight": Tensor("nextn.post_projection.weight", "P d"),
+}
+GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, GEMMA4_LAYER)
 
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})

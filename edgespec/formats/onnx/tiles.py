@@ -19,6 +19,7 @@ DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLook
 DELTA_NET, SHORT_CONV, EXPERTS = "DeltaNet", "ShortConv", "Experts"
 # Inputs of a graph: slot, position, cell, parent of rows; a cache; running states; states of another model.
 ROWS, CACHE, STATES, FEATURES = "edgespec.rows", "edgespec.cache", "edgespec.states", "edgespec.features"
+NEXT_STATES = "hidden_states"  # an output: what takes the place of the latter behind a row
 LAYOUT_VERSION = 2  # of tiles and operators, which exports keep in files: increase it when they change
 GATES = {"silu": 1, "gelu": 2, "clamped": 3}  # of the input of a product: the first half through this, times the second
 
