@@ -16,7 +16,7 @@ from types import MappingProxyType
 from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
-from edgespec.formats.gguf.check import gives_only_embeddings
+from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair, sha256_of
@@ -74,7 +74,7 @@ def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) 
     found = _asked_of_llamacpp(options, role)
     if not found and role == "target":
         found = _heads_in_gguf(options, pair)
-    return found or _why_unreadable(file.path)
+    return found or why_unreadable(file.path)
 
 
 def _is_no_news(path: Path) -> bool:
@@ -120,9 +120,13 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
 
 def _heads_in_gguf(options: LoadOptions, pair: ModelPair) -> str:
     """The head in GGUF that drafts for the target, if one does that the kernels lack: it reads llama.cpp's states."""
-    if options.drafter == "none" or pair.draft is None or not head_kind_of(pair.draft):
+    if options.drafter == "none":
         return ""
-    return f"{pair.draft.name} reads its states there" if _why_unreadable(pair.draft) else ""
+    if pair.draft is not None and head_kind_of(pair.draft):
+        return f"{pair.draft.name} reads its states there" if why_unreadable(pair.draft) else ""
+    if options.drafter == "mtp" and has_mtp(read_header(pair.target)):
+        return why_unreadable(pair.target, nextn=True)
+    return ""
 
 
 def has_fast_kernels() -> bool:
@@ -134,7 +138,7 @@ def has_fast_kernels() -> bool:
 
 def runs_on_kernels(path: Path) -> bool:
     """Whether the kernels run a model where nothing else is asked for."""
-    return path.suffix == ".gguf" and not _why_unreadable(path)
+    return path.suffix == ".gguf" and not why_unreadable(path)
 
 
 def main(names: list[str]) -> int:
@@ -147,7 +151,8 @@ def main(names: list[str]) -> int:
         return 1
 
 
-def _why_unreadable(path: Path) -> str:
+def why_unreadable(path: Path, *, nextn: bool = False) -> str:
+    """Why the kernels do not run a GGUF, or the layer in it that predicts a further token; empty where they do."""
     if library_path() is None:
         return why_missing()
     if not has_engine("onnx"):
@@ -162,7 +167,7 @@ def _why_unreadable(path: Path) -> str:
     if not has_fast_kernels() and has_engine("llamacpp"):
         return "this processor has none of the instructions that the kernels are made for"
     try:
-        readable_model(path)
+        readable_model(path, nextn=nextn)
     except CapabilityError as exc:
         return str(exc)
     except EdgespecError:

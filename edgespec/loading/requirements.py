@@ -20,7 +20,7 @@ from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
-from edgespec.loading.engine_choice import with_engines
+from edgespec.loading.engine_choice import why_unreadable, with_engines
 from edgespec.loading.registry import resolve
 from edgespec.platform.files import expanded
 
@@ -85,7 +85,9 @@ def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
     if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
         return False
     target = pair.files["target"]
-    return options.drafter == "mtp" or target.engine == "onnx" or auto_takes_mtp(read_header(target.path))
+    if target.engine == "onnx":
+        return not why_unreadable(target.path, nextn=True)
+    return options.drafter == "mtp" or auto_takes_mtp(read_header(target.path))
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:

@@ -114,9 +114,10 @@ def run_child(options: dict[str, Any]) -> None:
         words = model.encode(text[: most * MOST_CHARACTERS])  # as long as such a prompt: encoding takes memory too
         prompt = (words * (most // len(words) + 1))[:most]
         chosen = edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True)
+        if model.target.vocabulary.chat_template:  # which a child process renders
+            question = [{"role": "user", "content": "Hello"}]
+            model.chat(question, options=edgespec.GenerateOptions(max_tokens=1)).result()
         model.generate(prompt, options=chosen)
-        if model.vocabulary.chat_template:  # which a child process renders
-            model.chat("Hello", options=edgespec.GenerateOptions(max_tokens=1)).result()
         plan = memory.plan
         planned = {"own": plan.own_bytes, "mapped": plan.mapped_bytes, "planned": plan.total_bytes}
         print(json.dumps({**planned, "peak": memory.peak_rss_bytes}))
