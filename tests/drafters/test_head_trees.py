@@ -19,9 +19,9 @@ from edgespec.control.cost import CostCurve
 from edgespec.control.length import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.growth import evidence_of
+from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.drafters.states import MAX_ROW_COST, StateDrafter
+from edgespec.drafters.states import StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
