@@ -557,6 +557,12 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.system and not self.chat_template:
+            raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
+        if self.thinking is not None and not self.chat_template:
+            raise ConfigError(
+                "--thinking and --no-thinking need the chat template, which --no-chat-template switches off"
+            )
 
 
 @refuses_unknown(ConfigError)

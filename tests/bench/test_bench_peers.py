@@ -5,11 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-import stat
 import subprocess
 import sys
-import textwrap
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
@@ -65,37 +62,6 @@ def test_protocol_answers_and_refusals():
     assert answer.tokens_per_second == 6
     assert refusal == {"refused": "no such variant"}
     assert "open, generate, encode" in unknown["refused"]
-
-
-@pytest.fixture
-def stand_in(tmp_path):
-    """Makes a PeerProcess whose interpreter runs the given lines once it has been opened."""
-
-    def make(body: str) -> PeerProcess:
-        program = tmp_path / "python"
-        lines = textwrap.indent(textwrap.dedent(body), "    ")
-        program.write_text(
-            f"#!{sys.executable}\nimport json, os, sys, time\nprint(json.dumps({{'ok': 'stand-in 1'}}), flush=True)\n"
-            f"sys.stdin.readline()\nfor line in sys.stdin:\n{lines}\n"
-        )
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        peer = PeerProcess("stand-in", {}, tmp_path / "log", str(program))
-        made.append(peer)
-        return peer
-
-    made: list[PeerProcess] = []
-    yield make
-    for peer in made:
-        peer.close()
-
-
-@posix_only
-def test_crash_is_reported_and_the_next_order_starts_anew(stand_in):
-    peer = stand_in("print('out of luck', file=sys.stderr); sys.exit(3)")
-    for start in (1, 2):
-        with pytest.raises(EngineError, match="stand-in died with 3: out of luck"):
-            peer.generate(REQUEST, 30)
-        assert peer.starts == start
 
 
 class FakePeer:
@@ -197,18 +163,6 @@ def test_race_reports_losses_and_who_is_out(tmp_path):
     assert first[0] != first[4], "the order rotates from prompt to prompt"
 
 
-def test_an_interrupted_run_goes_on(tmp_path):
-    _, _, rows, _ = raced(tmp_path)
-    path = tmp_path / "journal.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]) + lines[-1][:40])  # killed while it wrote the last prompt
-    path.write_text("".join(lines[:-1]))
-    _, journal, again, own = raced(tmp_path)
-    assert again == rows
-    assert {call.prompt_ids for call in own.calls if call.max_tokens == 8} == {(2,)}
-    assert sorted(journal.answers) == [0, 1, 2]
-
-
 def test_the_field_of_the_demo_pair(tmp_path):
     pair = find_files(DEMO, "q8_0", "int8", DEMO)
     field = make_field(pair, (1,), 512, tmp_path, None)
@@ -251,22 +205,6 @@ def test_llama_cpp_python_and_edgespec_agree_on_the_demo_pair(tmp_path):
     assert own.token_ids[:4] == plain.token_ids[:4]
     assert plain.decode_tokens == 15
     assert 0 < plain.decode_s < plain.total_s
-
-
-@pytest.mark.skipif(find_spec("onnxruntime_genai") is None, reason="onnxruntime-genai is not installed")
-def test_genai_drafts_on_the_demo_pair(tmp_path):
-    pair = find_files(DEMO, "q8_0", "int8", DEMO)
-    library = make_field(pair, (1,), 256, tmp_path, None).libraries["onnxruntime-genai"]
-    peer = PeerProcess(library.peer, library.files, tmp_path / "log")
-    draft = {"variant": "draft", "threads": 1, "max_draft_tokens": 4, "min_adaptive_k": 0}
-    try:
-        plain = peer.generate(Request((0, 3, 300), 16, settings=PLAIN), 120)
-        drafted = peer.generate(Request((0, 3, 300), 16, settings=draft), 120)
-    finally:
-        peer.close()
-    assert len(plain.token_ids) == len(drafted.token_ids) == 16, "it goes on after the end token"
-    assert drafted.drafted_tokens
-    assert not plain.drafted_tokens
 
 
 @pytest.mark.skipif(which("llama-server") is None, reason="llama.cpp's server is not on the search path")

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.gguf.convert import convert
-from edgespec.export.gguf.quantise import FILE_TYPES, quantise
+from edgespec.export.gguf.convert import FILE_TYPES, convert, quantise
 from edgespec.export.onnx.weights import GgufWeights
 from edgespec.export.onnx.writer import open_gguf
 from edgespec.export.request import DEFAULT_GROUP_SIZES
