@@ -177,7 +177,10 @@ def _show_entry(entry: Entry) -> None:
     if entry.draft:
         say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
-        say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), convert it with: {head.command}")
+        how = "get it with" if head.gguf else "convert it with"
+        say(
+            f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {how}: {head.command(entry.name)}"
+        )
     if entry.advice:
         say(f"advice: {entry.advice}")
     say(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")

@@ -110,7 +110,8 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
 
 
 def _taken_by_auto(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
-    named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
+    last = {name: spec.needs[-1] for name, spec in SPECS.items() if spec.roles}
+    named = (name for name, need in last.items() if need.must_be_asked and getattr(options, need.option) is not None)
     wanted = tuple(dict.fromkeys((*own, *named)))
     return ("mtp",) if not wanted and _takes_mtp(options, pair) else wanted
 
@@ -120,13 +121,9 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
     name = options.drafter
     if name not in SPECS:
         return ()
-    if name == "mtp" and "mtp" not in own:
-        return _only_mtp(pair, can_mtp=_takes_mtp(options, pair))
-    return (name,) if name in own or SPECS[name].roles else ()
-
-
-def _only_mtp(pair: ModelPair, *, can_mtp: bool) -> tuple[DrafterName, ...]:
-    if not can_mtp:
+    if name != "mtp" or "mtp" in own:
+        return (name,) if name in own or SPECS[name].roles else ()
+    if not _takes_mtp(options, pair):
         raise CapabilityError(
             f"drafter 'mtp' needs {MTP_LAYERS.what}, in this process, and {pair.name!r} has none: give a file that was "
             f"converted with them, such as one of Qwen3.5, or use --drafter {FALLBACK}"
@@ -134,22 +131,15 @@ def _only_mtp(pair: ModelPair, *, can_mtp: bool) -> tuple[DrafterName, ...]:
     return ("mtp",)
 
 
-def _is_named(need: Need, options: LoadOptions) -> bool:
-    """Whether the options name something that `auto` does not open on its own."""
-    return need.must_be_asked and getattr(options, need.option) is not None
-
-
-def _no_exit(pair: ModelPair) -> str:
-    where = "" if pair.files["target"].engine == "onnx" else ", for a target in ONNX"
-    return f"drafter 'early-exit' needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
-
-
 def _check_files(wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
     """Raises CapabilityError for a drafter whose files the pair lacks."""
     for name in wanted:
         for need in _needs(name, pair):
             if need is EXIT and not has_exit:
-                raise CapabilityError(_no_exit(pair))
+                where = "" if pair.files["target"].engine == "onnx" else ", for a target in ONNX"
+                raise CapabilityError(
+                    f"drafter {name!r} needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
+                )
             by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
             if not (need is EXIT or by_exit or need.role in pair.files):
                 raise CapabilityError(
@@ -247,6 +237,7 @@ def target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
         cache_type_v=options.cache_type_v,
         gpu_layers=layers,
         devices=options.target_devices,
+        overrides=options.target_overrides,
         endpoints=endpoints,
         reproducible=options.reproducible if options.verify == "coupled" else False,
         speculates=verifies_drafts(options, chosen.pair),
@@ -275,8 +266,9 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
     """What all models of a run have in common."""
     # Trees need cells that sequences share. Else a row would read what all other chats hold, too: with eight chats of
     # 100 tokens and a draft a 1B model wrote .82 of what it writes plainly, while drafts of several chats in one pass
-    # gain .1 at two.
-    shares_cells = options.sequences == 1 or is_elsewhere or _drafts_trees(options)
+    # gain .1 at two. On the processor rows are too dear for trees that nobody asked for by name.
+    asked = SPECS.get(options.drafter)
+    shares_cells = options.sequences == 1 or is_elsewhere or (asked is not None and asked.cost == "rows")
     return ModelUse(
         threads=options.threads,
         max_sequences=options.sequences,
@@ -284,12 +276,3 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
         kv_offload=options.kv_offload,
         provider=options.provider,
     )
-
-
-def _drafts_trees(options: LoadOptions) -> bool:
-    """Whether there is room for branches of trees on the processor: for drafters asked for by name.
-
-    Rows are too dear there for trees that nobody asked for, and several chats would pay for the room.
-    """
-    asked = SPECS.get(options.drafter)
-    return asked is not None and asked.cost == "rows"

@@ -35,7 +35,18 @@ def test_heads_belong_to_the_weights_of_their_entry(entry: Entry):
     for head in entry.heads:
         converts = f"edgespec export {entry.weights} --draft {head.repo} --to gguf"
         by_llama_cpp = "llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)"
-        assert head.command == {"eagle3": converts, "dspark": by_llama_cpp}[head.kind]
+        ready = f"edgespec pull {entry.name} --draft {head.gguf}"
+        assert head.command(entry.name) == (ready if head.gguf else converts if head.kind == "eagle3" else by_llama_cpp)
+        if head.gguf:
+            group = choose(head.gguf, listing(head.gguf.partition(":")[2] or f"{head.gguf.split('/')[1]}-Q8_0.gguf"))
+            assert group.target.is_head and parse(head.gguf).repo == head.gguf.partition(":")[0]
+
+
+def test_heads_are_taken_with_eight_bits():
+    found = choose("o/r", listing("m-Q4_K_M.gguf", "mtp-small-Q4_0.gguf", "mtp-small-BF16.gguf", "mtp-small-Q8_0.gguf"))
+    assert found.draft and found.draft.files[0].path == "mtp-small-Q8_0.gguf"
+    alone = choose("o/r", listing("m-DSpark-Q4_K_M.gguf", "m-DSpark-F16.gguf", "m-DSpark-Q8_0.gguf"))
+    assert alone.target.files[0].path == "m-DSpark-Q8_0.gguf"
 
 
 def test_every_file_of_the_catalogue_travels_in_the_wheel():

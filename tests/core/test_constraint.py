@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from typing import Any
@@ -532,6 +533,17 @@ def test_an_object_with_a_large_number_gets_no_other_properties_and_a_note_says_
     assert found.facts.notes == ("objects with numbers beyond 2**53 get no properties but those that the schema names",)
     assert followed(grammar, json.dumps({"id": ID})) and followed(grammar, "{}")
     assert not followed(grammar, json.dumps({"id": ID, "a": 1}))
+
+
+@pytest.mark.parametrize(
+    "name", ["type", "properties", "required", "enum", "anyOf", "items", "minItems", "$ref", "$defs"]
+)
+@pytest.mark.parametrize("value", [-1, "a", [1], [[1], "b"], {"a": 1}, None], ids=str)
+def test_a_keyword_of_a_wrong_type_beside_a_large_number_is_refused(name: str, value: Any) -> None:
+    for schema in ({"properties": {"a": {"const": ID}}}, {"items": {"enum": [ID]}}, {"anyOf": [{"const": ID}]}):
+        schema = {"type": "object"} | schema | {name: value, "description": "x"}
+        with contextlib.suppress(ConfigError):
+            Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
 
 
 @pytest.mark.parametrize(

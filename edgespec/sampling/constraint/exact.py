@@ -89,7 +89,10 @@ class _Writer:
         """Add a rule; its name."""
         place = len(self.rules)
         self.rules.append("")
-        self.rules[place] = f"{name}: {self._expression(schema)}"
+        try:
+            self.rules[place] = f"{name}: {self._expression(schema)}"
+        except (AttributeError, KeyError, TypeError):  # the library, which says what is wrong, does not read this part
+            raise ValueError(f"it has {shown(schema)}, which is no JSON schema") from None
         return name
 
     def _rule(self, schema: Any) -> str:
