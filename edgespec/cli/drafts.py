@@ -12,7 +12,6 @@ from edgespec.cli.shell import models, run_command
 from edgespec.cli.status import waiting
 from edgespec.cli.terminal import note
 from edgespec.installation import quoted
-from edgespec.loading.catalogue import Entry
 from edgespec.loading.draft_ranking import ASSUMED_ACCEPTANCE, Aim, Candidate, find_aim, has_run, rank
 from edgespec.loading.own_models import fits
 
@@ -31,7 +30,8 @@ def command(target: str, as_json: bool) -> int:
     with waiting("comparing vocabularies"):
         aim = find_aim(target)
         found = rank(aim)
-    best = next((each for each in found if _is_useful(each)), None)
+    usable = (each for each in found if each.is_same and not each.why_not and each.fits is not False)
+    best = next((each for each in usable if each.speedup >= _WORTH), None)
     commands = _commands(aim, target, best)
     if as_json:
         drafts = [dataclasses.asdict(each) | {"path": each.path and str(each.path)} for each in found]
@@ -54,10 +54,6 @@ def command(target: str, as_json: bool) -> int:
     return 0
 
 
-def _is_useful(draft: Candidate) -> bool:
-    return draft.is_same and not draft.why_not and draft.speedup >= _WORTH and draft.fits is not False
-
-
 def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
     get = [] if aim.file is not None else [f"edgespec pull {target}"]
     run = run_command(target, aim.file)
@@ -66,14 +62,9 @@ def _commands(aim: Aim, target: str, best: Candidate | None) -> list[str]:
     if not get and not best.is_here:
         get = [f"edgespec pull {best.name}"]
     if aim.file is None and aim.entry is not None:
-        is_own = best.name in (aim.entry.drafted_by, *_beside(aim.entry))
+        is_own = best.name == aim.entry.drafted_by  # of heads in its own repository the first one that is listed
         return [f"edgespec pull {target}" + ("" if is_own else f" --draft {best.name}"), run]
     return [*get, f"{run} -md {quoted(best.name)}"]
-
-
-def _beside(entry: Entry) -> list[str]:
-    """Heads in the entry's own repository, the smallest of which is pulled with it: the first one that is listed."""
-    return [head.gguf for head in entry.heads if head.gguf.startswith(f"{entry.repo}:")][:1]
 
 
 def _show(aim: Aim, found: list[Candidate]) -> None:

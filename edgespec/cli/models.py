@@ -128,9 +128,8 @@ def _show_here(name: str) -> int:
     for line in aligned(card(LoadOptions(model=name), pair)):
         say(f"  {printable(line)}")
     for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
-        size = sum(part.bytes or part.path.stat().st_size for part in file.all_files)
         parts = f", {len(file.all_files)} files" if file.parts else ""
-        say(f"{role}: {file.path}, {size / 1e6:.1f} MB{parts}")
+        say(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
     say(
         f"run it: {run_command(name, pair.files['target'])}"
         + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")

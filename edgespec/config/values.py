@@ -221,7 +221,6 @@ def device_names(name: str, text: object) -> tuple[str, ...]:
 
 TensorOverrides = tuple[tuple[str, str], ...]
 """(pattern of tensor names, name of the device that they lie on) pairs, of which the first that matches counts."""
-EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 CPU = "CPU"  # as llama.cpp names it
 
 
@@ -244,7 +243,7 @@ def tensor_overrides(text: object) -> TensorOverrides:
 def experts_on_cpu(layers: int) -> TensorOverrides:
     """The experts of the first `layers` on the processor."""
     numbers = "|".join(map(str, range(layers)))
-    return ((rf"blk\.({numbers}){EXPERTS}", CPU),) if layers else ()
+    return ((rf"blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps", CPU),) if layers else ()
 
 
 def device_of(tensor: str, overrides: TensorOverrides) -> str:

@@ -157,8 +157,7 @@ class Kinds:
 def kind_of(request: DraftRequest, prompt_tokens: int) -> str:
     """The kind of text: temperature, whether the rule compares distributions or a grammar constrains, a long prompt.
 
-    Answers about a long text are of another kind than others: fewer tokens of heads are accepted
-    (docs/benchmarks/heads.md).
+    Answers about a long text are of another kind than others: fewer tokens of heads are accepted.
     """
     temperature = request.sampler.sampling.temperature
     heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"

@@ -20,8 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from edgespec.errors import ModelFileError, ModelNotFound, shown
-from edgespec.formats.gguf.check import HEAD_NAMES
-from edgespec.loading.hub import REPO, endpoint
+from edgespec.loading.hub import REPO, HubFile, endpoint
 from edgespec.platform.files import shipped_models
 
 CATALOGUE_FORMAT = 1
@@ -29,15 +28,6 @@ CONVERTED = "eagle3"  # the kind of published heads that `export` converts; llam
 # Bits per weight of whole files as llama.cpp writes them, embeddings and scales included: a guess of a size, no more.
 _BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
 _BITS |= {"MXFP4": 4.6, "UD-Q4_K_XL": 4.9}
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file of a source whose contents are known: size in bytes and checksum."""
-
-    path: str
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +43,6 @@ class HeadSource:
     target: str
     licence: str = ""
     gguf: str = ""
-
-    @property
-    def name(self) -> str:
-        return dict[str, str](HEAD_NAMES.items()).get(self.kind, "a DSpark head")
 
     def command(self, model: str) -> str:
         """What gets them for the entry `model`, or converts them."""
@@ -85,7 +71,7 @@ class Entry:
     repo: str
     weights: str
     quant: str
-    files: tuple[SourceFile, ...] = ()
+    files: tuple[HubFile, ...] = ()
     version: str = ""
     draft: str = ""
     draft_only: bool = False
@@ -129,7 +115,7 @@ def _read(path: Path) -> Iterator[Entry]:
 
 def _with_tables(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of an entry with its lists of tables as dataclasses."""
-    kinds: dict[str, Any] = {"files": SourceFile, "heads": HeadSource}
+    kinds: dict[str, Any] = {"files": HubFile, "heads": HeadSource}
     made = {key: tuple(kind(**table) for table in values.get(key, ())) for key, kind in kinds.items()}
     return {**values, **made}
 

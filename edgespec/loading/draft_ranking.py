@@ -22,7 +22,7 @@ from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.drafts import Comparison, comparing
-from edgespec.loading.engine_choice import has_fast_kernels
+from edgespec.loading.engine_choice import has_fast_kernels, runs_on_kernels
 from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 
@@ -76,8 +76,8 @@ class Candidate:
     @property
     def why(self) -> str:
         """What speaks for it, in words."""
-        what = "it reads the target's own states, so more of its tokens are accepted than of a small model's"
-        said = [what if self.is_head else f"its vocabulary is {self.vocabulary}" if self.is_here else self.vocabulary]
+        head = "it reads the target's own states, so more of its tokens are accepted than of a small model's"
+        said = [head if self.is_head else f"its vocabulary: {self.vocabulary}"]
         said += [f"a token costs {self.share:.0%} of the target's bytes"] if self.bytes else []
         said += [] if self.keeps_kernels else ["llama.cpp runs the target with it"]
         return "; ".join(said)
@@ -90,7 +90,7 @@ def find_aim(text: str) -> Aim:
         file = pair.files["target"]
         made = file if file.parts else files_of(file.path)
         entry = _entry_like(pair.name) or _entry_like(pair.target.name)
-        return Aim(pair.name, _bytes_of(made), made, entry, pair.draft)
+        return Aim(pair.name, made.all_bytes, made, entry, pair.draft)
     entry = entries()[text.lower()]
     if entry.draft_only:
         raise ConfigError(f"{entry.name} is only useful as a draft: give the target that it is for")
@@ -120,7 +120,7 @@ def _here(aim: Aim) -> Iterator[Candidate]:
         return
     with comparing(aim.file) as compare:
         for name, file in _files_here(aim.file).items():
-            if (size := _bytes_of(file)) <= MOST_SHARE * aim.bytes:
+            if (size := file.all_bytes) <= MOST_SHARE * aim.bytes:
                 found = compare(file)
                 if found.is_same or not _is_built_in(file.path):
                     yield _candidate(aim, name, size, found, file)
@@ -168,7 +168,7 @@ def _heads_to_pull(aim: Aim) -> Iterator[Candidate]:
         return
     for head in aim.entry.heads:
         why_not = "" if head.gguf else f"to be converted first: {head.command(aim.entry.name)}"
-        found = Comparison(f"{head.name} made for {head.target}", is_same=True, why_not=why_not)
+        found = Comparison(f"{head.kind} head made for {head.target}", is_same=True, why_not=why_not)
         yield _candidate(aim, head.gguf or head.repo, 0, found, None, is_head=True)
 
 
@@ -182,7 +182,7 @@ def _candidate(
         bytes=size,
         share=size / aim.bytes,
         is_head=is_head,
-        keeps_kernels=not is_head or not has_fast_kernels(),
+        keeps_kernels=not is_head or not has_fast_kernels() or (file is not None and runs_on_kernels(file.path)),
         vocabulary=found.text,
         is_same=found.is_same,
         why_not=found.why_not,
@@ -210,7 +210,3 @@ def has_run(aim: Aim) -> bool:
 
 def _known_curve(file: ModelFile | None) -> CostCurve | None:
     return None if file is None else file_curve([part.path for part in file.all_files]) or file_curve([file.path])
-
-
-def _bytes_of(file: ModelFile) -> int:
-    return sum(part.bytes or part.path.stat().st_size for part in file.all_files)

@@ -168,7 +168,7 @@ if __name__ == "__main__":
 
 logger = logging.getLogger("edgespec")
 SHIPPED = "eagle.npz"
-# Types of ONNX models for which the shipped heads' drafts were measured to gain (docs/benchmarks/heads.md).
+# Types of ONNX models for which the shipped heads' drafts were measured to gain.
 GAINING = frozenset({"w8a8", "int8", "int4"})
 
 

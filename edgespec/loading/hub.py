@@ -129,28 +129,27 @@ def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
     ConnectionError stands for a failure that may pass: no network, a connection that broke, an overloaded server.
     """
     hub = library()
-    at = endpoint()
+    at, errors = endpoint(), hub.errors
+    missing = {
+        errors.GatedRepoError: f"{repo} at {at} is gated: accept its terms on the hub's page, and {_TOKEN}",
+        errors.RepositoryNotFoundError: f"{at} has no model {repo!r} that this user may read: check the spelling, or "
+        f"{_TOKEN}",
+        errors.RevisionNotFoundError: f"{repo} at {at} has no revision {revision!r}: see its branches on the hub",
+        errors.EntryNotFoundError: f"{repo} at {at} no longer has a file it listed: run the same command again",
+    }
     try:
         yield
-    except hub.errors.GatedRepoError as error:
-        raise ModelNotFound(f"{repo} at {at} is gated: accept its terms on the hub's page, and {_TOKEN}") from error
-    except hub.errors.RepositoryNotFoundError as error:
-        raise ModelNotFound(
-            f"{at} has no model {repo!r} that this user may read: check the spelling, or {_TOKEN}"
-        ) from error
-    except hub.errors.RevisionNotFoundError as error:
-        raise ModelNotFound(f"{repo} at {at} has no revision {revision!r}: see its branches on the hub") from error
-    except hub.errors.EntryNotFoundError as error:
-        raise ModelNotFound(f"{repo} at {at} no longer has a file it listed: run the same command again") from error
-    except hub.errors.OfflineModeIsEnabled as error:
+    except tuple(missing) as error:
+        raise ModelNotFound(next(text for kind, text in missing.items() if isinstance(error, kind))) from error
+    except errors.OfflineModeIsEnabled as error:
         raise DownloadError(
             f"{repo} is not on this machine and HF_HUB_OFFLINE forbids downloads: unset it, or give a local file"
         ) from error
-    except hub.errors.HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise _refusal(error, repo, at) from error
     except _transport_errors(hub) as error:
         raise ConnectionError(f"{at}: {reason_of(error)}") from error
-    except hub.errors.HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ModelNotFound(f"{repo!r} is not a valid repository name ({reason_of(error)}): give ORG/NAME") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DownloadError(
@@ -285,6 +284,18 @@ def _best_draft(drafts: Sequence[Group], target: Group) -> Group | None:
     smallest = min(fitting, key=lambda group: group.bytes).model
     same = [group for group in fitting if group.model == smallest]
     return next((group for group in same if group.quant == target.quant and not group.is_head), _pick("", same, ""))
+
+
+def head_beside(target: str, sizes: Mapping[str, int]) -> str | None:
+    """The head that is named for the GGUF `target`, among the files of a folder and their sizes: mtp-NAME-Q8_0.gguf for
+    NAME-Q4_K_M.gguf, as llama.cpp finds it."""
+    groups = gguf_groups(HubFile(name, size) for name, size in sizes.items())
+    own = next((group for group in groups if any(file.path == target for file in group.files)), None)
+    if own is None or own.is_draft:
+        return None
+    named = [group for group in groups if group.is_head and _HEAD.sub("-", group.model).strip("-_.") == own.model]
+    best = _best_draft(named, own)
+    return None if best is None else best.files[0].path
 
 
 def gguf_groups(files: Iterable[HubFile]) -> list[Group]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from edgespec.engines.trial import check_model_file
+from edgespec.engines.trial import check_model_files
 from edgespec.errors import (
     Busy,
     CapabilityError,
@@ -44,7 +44,7 @@ from edgespec.loading.registry import folder_of, found_elsewhere, model_in, mode
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.platform.memory import free_memory
 
-_LOCKS, UNFINISHED = ".locks", ".unfinished"
+_LOCKS, UNFINISHED = ".locks", ".unfinished"  # the latter is in a folder whose files are still to come
 
 
 @contextlib.contextmanager
@@ -92,13 +92,6 @@ def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
     if file.parts:
         made["parts"] = [_entry(root, part) for part in file.parts]
     return made
-
-
-def begin_folder(folder: Path) -> None:
-    """Make the folder of a model whose files are still to come, if it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not is_file(folder / MANIFEST):
-        (folder / UNFINISHED).touch()
 
 
 def replace_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
@@ -218,7 +211,7 @@ def _name_for(where: Path) -> str:
 def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
     file = files_of(path)
-    check_model_file(path)
+    check_model_files({path: False})
     made = [ModelFile(each.path, each.path.stat().st_size, sha256_of(each.path)) for each in file.all_files]
     for each in made:
         keep_hash(each)
@@ -299,8 +292,9 @@ def list_known(here: set[str]) -> Iterator[Listed]:
     """Models of the catalogue that are not `here`; the size and whether it fits are those with its draft."""
     for entry in entries().values():
         if entry.name not in here:
-            size = entry_bytes(entry)
-            yield Listed(entry.name, "to pull", size, not entry.known_bytes, fits(size), entry.draft, entry.description)
+            size, heads = entry_bytes(entry), (f"{head.kind} head" for head in entry.heads if head.gguf)
+            draft, is_guess = entry.draft or next(heads, ""), not entry.known_bytes
+            yield Listed(entry.name, "to pull", size, is_guess, fits(size), draft, entry.description)
 
 
 def drafted_from(pair: ModelPair) -> str:

@@ -17,11 +17,11 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelN
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
-from edgespec.loading.catalogue import Entry, Reference, entries, parse
+from edgespec.loading.catalogue import Reference, entries, parse
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, choose, describe
-from edgespec.loading.own_models import begin_folder, fits, one_writer, own_folders, replace_manifest
+from edgespec.loading.own_models import UNFINISHED, fits, one_writer, own_folders, replace_manifest
 from edgespec.loading.registry import registered_folders
 from edgespec.platform.files import exists, expanded, is_file
 
@@ -99,18 +99,16 @@ def _parts_of(reference: Reference, role: str, on_note: OnNote) -> tuple[Part, P
             raise CapabilityError(
                 f"{head.repo} holds a head ({head.kind}), {what} its target: {head.command(model.name)}"
             )
-    repo = _package_of(entry) if entry and entry.version else _described(reference.repo, reference.revision or "main")
+    if entry is not None and entry.version:  # of a package: for a network with the Python index and without the hub
+        known = {file.path: file for file in entry.files}
+        repo = HubRepo(entry.repo, entry.version, known, entry.licence, is_package=True)
+    else:
+        repo = _described(reference.repo, reference.revision or "main")
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     if choice.others and not reference.wanted and entry is None:
         on_note(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
     draft = None if choice.draft is None else Part("draft", repo, choice.draft.files)
     return Part(role, repo, choice.target.files), draft
-
-
-def _package_of(entry: Entry) -> HubRepo:
-    """The package that an entry comes in: for a network with the Python index and without the hub."""
-    files = {file.path: HubFile(file.path, file.bytes, file.sha256) for file in entry.files}
-    return HubRepo(entry.repo, entry.version, files, entry.licence, is_package=True)
 
 
 def _described(repo: str, revision: str) -> HubRepo:
@@ -143,7 +141,9 @@ def _check_same(folder: Path, reference: Reference) -> None:
 
 def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: OnBytes, on_note: OnNote) -> None:
     """The files of `parts`, the target first, and then the manifest."""
-    begin_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not is_file(folder / MANIFEST):
+        (folder / UNFINISHED).touch()
     places = {part.role: _places(part, folder) for part in parts}
     _check_names(places)
     pairs = [(path, file) for part in parts for path, file in zip(places[part.role], part.files, strict=True)]

@@ -24,8 +24,8 @@ from edgespec.formats.gguf.check import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
-from edgespec.loading.catalogue import Reference, entries, entry_called, parse, without_hub
-from edgespec.loading.hub import NO_MODEL, REPO, HubFile, choose, gguf_groups
+from edgespec.loading.catalogue import Reference, entries, parse, without_hub
+from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
 from edgespec.platform.files import (
     TEMPORARY,
     absolute,
@@ -106,12 +106,10 @@ def _how_to_get(text: str) -> ModelNotFound | None:
 
 def _reference(text: str) -> Reference | None:
     """What `text` means to `edgespec pull`; None for a path or an unknown name."""
-    text = without_hub(text)
-    base = text.partition(":")[0]
-    is_repo = len(base) <= _LONGEST_REPO and REPO.fullmatch(base) is not None and not base.endswith(SUFFIXES)
-    if not is_repo and base.lower() not in entries() and entry_called(text) is None:
-        return None
-    return parse(text)
+    base = without_hub(text).partition(":")[0]
+    with contextlib.suppress(ModelNotFound):
+        return None if base.endswith(SUFFIXES) or len(base) > _LONGEST_REPO or "://" in text else parse(text)
+    return None
 
 
 def _pulled_name(text: str, folders: Mapping[str, Path]) -> str | None:
@@ -142,11 +140,11 @@ def model_in(path: Path) -> Path:
     if is_file(path / GRAPH):
         return path / GRAPH
     try:
-        names = sorted(
-            each.name for each in path.iterdir() if each.suffix in SUFFIXES and not _is_later_part(each.name)
-        )
+        names = sorted(each.name for each in path.iterdir() if each.suffix in SUFFIXES)
     except OSError as exc:
         raise ModelFileError(f"folder {shown_path(path)} cannot be read: {exc.strerror or exc}") from exc
+    split = {name: SPLIT_NAME.fullmatch(name) for name in names}
+    names = [name for name, parts in split.items() if parts is None or int(parts["number"]) == 1]
     names = [name for name in names if not NO_MODEL.search(name)] or names
     if len(names) == 1:
         return path / names[0]
@@ -169,12 +167,6 @@ def model_in(path: Path) -> Path:
     raise ModelFileError(
         f"folder {shown_path(path)} holds no {MANIFEST} and no .gguf or .onnx file: give one that does"
     )
-
-
-def _is_later_part(name: str) -> bool:
-    """Whether a file is a part of a split GGUF that is not opened itself."""
-    parts = SPLIT_NAME.fullmatch(name)
-    return parts is not None and int(parts["number"]) != 1
 
 
 def name_in(file: Path) -> str:

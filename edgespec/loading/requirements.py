@@ -5,6 +5,7 @@ Memory is planned with it before anything is loaded, so it opens no model.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,20 +16,47 @@ from edgespec.config.values import MAX_DRAFT_LENGTH, DrafterName
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.engine_choice import with_engines
+from edgespec.loading.hub import head_beside
 from edgespec.loading.registry import resolve
-from edgespec.platform.files import expanded
+from edgespec.platform.files import expanded, is_file
+
+logger = logging.getLogger("edgespec")
 
 
 def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
     """The pair that `options` name, with the engines that run it. Raises as `resolve` and `with_engines`."""
     found = resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
-    return with_engines(options, found)
+    return _with_head_beside(options, found, with_engines(options, found))
+
+
+def _with_head_beside(options: LoadOptions, found: ModelPair, pair: ModelPair) -> ModelPair:
+    """`pair`, which `with_engines` made of `found`, with the head that lies beside its GGUF and is named for it.
+
+    Without one that does not fit, and in `auto` without one that would move the target from the kernels to llama.cpp.
+    """
+    target = pair.files["target"]
+    wants_head = options.drafter == "auto" or options.drafter in HEAD_FILES
+    if not (wants_head and target.is_gguf) or pair.draft or pair.heads or options.heads or options.rpc:
+        return pair
+    sizes = {path.name: path.stat().st_size for path in target.path.parent.glob("*.gguf") if is_file(path)}
+    if (name := head_beside(target.path.name, sizes)) is None:
+        return pair
+    from edgespec.loading.drafts import check_head  # imports numpy
+
+    head = ModelFile(target.path.with_name(name))
+    try:
+        check_head(target, head)
+        both = with_engines(options, replace(found, files=MappingProxyType({**found.files, "draft": head})))
+    except EdgespecError as exc:
+        logger.info("%s is left out: %s", name, exc)
+        return pair
+    return pair if options.drafter == "auto" and both.files["target"].engine != target.engine else both
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from edgespec.drafters.spec import SPECS
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.formats.gguf.check import main_layers
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import without_drafts
@@ -287,7 +288,7 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
         return _with(options, 0, 0)
     if options.rpc is not None:  # llama.cpp splits the layers by the servers' free memory
         return _with(options, -1, 0)
-    from edgespec.engines.llamacpp.devices import expert_layers, room_on_devices
+    from edgespec.engines.llamacpp.devices import room_on_devices
 
     free = (room or room_on_devices)(options.target_devices)
 
@@ -302,8 +303,9 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
         free, drafts = free - sum(drafts), []
     if every <= free:
         return _with(options, -1, -1 if every + sum(drafts) <= free else 0)
-    if options.cpu_moe_layers is None and (layers := expert_layers(read_header(pair.files["target"].path))):
-        return _experts_first(options, layers, free, needed, sum(drafts))
+    header = read_header(pair.files["target"].path)
+    if options.cpu_moe_layers is None and any("_exps." in tensor.name for tensor in header.tensors):
+        return _experts_first(options, main_layers(header), free, needed, sum(drafts))
     return _with(options, bisect_right(range(MOST_LAYERS), free, key=lambda layers: needed(layers, 0)[0]) - 1, 0)
 
 

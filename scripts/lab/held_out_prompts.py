@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 
 
 from code_edits import edits
+from compare import spec_bench
 from edgespec.bench.prompts import BenchPrompt, choose
 from edgespec.errors import EdgespecError
 from edgespec.platform.files import write_atomically
-from measure_default import prompts_of
 from trainlib.demo_texts import BOS, TURN_START, turn
 from trainlib.public_data import read_data
 
@@ -53,7 +53,7 @@ def texts(chosen: argparse.Namespace) -> list[tuple[str, str]]:
 
 def questions(chosen: argparse.Namespace) -> list[tuple[str, str]]:
     """Kind and text of questions or edits."""
-    asked = edits(chosen.count) if chosen.domains == EDITS else prompts_of(chosen.data, chosen.count)
+    asked = edits(chosen.count) if chosen.domains == EDITS else spec_bench(chosen.data)[: chosen.count]
     return [(kind, CHAT.format(chosen.system, text[: chosen.chars])) for kind, text in asked]
 
 

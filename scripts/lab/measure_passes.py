@@ -123,8 +123,7 @@ class OpenVino:
             model = core.read_model(f"{folder}/openvino_model.xml")
             compiled = core.compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": threads})
         self._np, self._tensor, self._request = np, openvino.Tensor, compiled.create_infer_request()
-        self._length = 0
-        self._states: list[Any] = []
+        self._length, self._states = 0, list[Any]()
 
     def fill(self, length: int) -> None:
         self._request.reset_state()
@@ -158,8 +157,8 @@ class OpenVino:
 
 def serve(path: str, engine: str, threads: int, context: int) -> None:
     """In the child: read "fill N" and "run N" from standard input, write seconds."""
-    engines: dict[str, Callable[..., Runtime]] = {"ik": IkLlama, "openvino": OpenVino}
-    runtime = engines.get(engine, Edgespec)(path, engine, threads, context)
+    made: dict[str, Callable[..., Runtime]] = {"ik": IkLlama, "openvino": OpenVino}
+    runtime = made.get(engine, Edgespec)(path, engine, threads, context)
     clock = time.process_time if threads == 1 else time.perf_counter
     print("ready", flush=True)
     for line in sys.stdin:

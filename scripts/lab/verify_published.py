@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +44,8 @@ from edgespec.loading.pull import pull
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.machine import default_threads, processor
 from measure_memory import RIGHT_BYTES, Case, judged, measured
-from measure_servers import running
+from peers.base import Refusal
+from peers.over_http import LlamaServer
 
 TEMPERATURES = (0.0, 0.8)
 DRAFTED, MEMORY_CONTEXT = 4, 512
@@ -198,11 +200,13 @@ def served(pair: ModelPair, job: Job, chosen: argparse.Namespace) -> dict[str, A
     bodies = [{"messages": [each], "temperature": 0, "max_tokens": chosen.tokens} for each in asked]
     for flags in ([], *speculating(pair)):
         label = " ".join(flags[:2] + flags[4:]) or "plain"
+        server = LlamaServer()
         try:
-            with running([*own, *flags], chosen.out / f"{job.name}.server.log") as server:
-                answers = (server.ask("/v1/chat/completions", body) for body in bodies)
-                found[label] = server.complaint() or median(each["timings"]["predicted_per_second"] for each in answers)
-        except (EdgespecError, KeyError, TypeError) as exc:
+            server.start([*own, *flags], chosen.out / f"{job.name}.server.log")
+            with closing(server):
+                told = (server.post("/v1/chat/completions", body)["timings"] for body in bodies)
+                found[label] = server.complaint() or median(each["predicted_per_second"] for each in told)
+        except (Refusal, OSError, ValueError, KeyError, TypeError) as exc:
             found[label] = f"{type(exc).__name__}: {exc}"
     rates = {label: rate for label, rate in found.items() if isinstance(rate, float)}
     best = max(rates, key=lambda label: rates[label], default="")

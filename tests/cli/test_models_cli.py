@@ -99,8 +99,8 @@ def test_published_heads_are_ranked_with_the_drafts():
     assert names == ["mtp-Qwen3.6-27B-Q8_0.gguf", "dflash-Qwen3.6-27B-Q8_0.gguf"]
     assert told["commands"] == ["edgespec pull qwen3.6-27b", "edgespec chat qwen3.6-27b"]
     said = run("pair", "gpt-oss-20b")
-    assert "size not known, to pull" in said.stdout and "an EAGLE-3 head made for openai/gpt-oss-20b" in said.stdout
-    assert "cannot draft: a DFlash head made for openai/gpt-oss-20b, to be converted first: llama.cpp's" in said.stdout
+    assert "size not known, to pull" in said.stdout and "eagle3 head made for openai/gpt-oss-20b" in said.stdout
+    assert "cannot draft: dflash head made for openai/gpt-oss-20b, to be converted first: llama.cpp's" in said.stdout
     assert (
         "best: ggml-org/gpt-oss-20b-GGUF:eagle3-gpt-oss-20b-Q8_0.gguf: it reads the target's own states" in said.stderr
     )

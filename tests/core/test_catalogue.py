@@ -10,7 +10,7 @@ import pytest
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.loading import catalogue
 from edgespec.loading.catalogue import Entry, entries, parse
-from edgespec.loading.hub import HubFile, choose
+from edgespec.loading.hub import HubFile, choose, head_beside
 from edgespec.loading.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,21 @@ def test_heads_belong_to_the_weights_of_their_entry(entry: Entry):
         if head.gguf:
             group = choose(head.gguf, listing(head.gguf.partition(":")[2] or f"{head.gguf.split('/')[1]}-Q8_0.gguf"))
             assert group.target.is_head and parse(head.gguf).repo == head.gguf.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "others", "head"),
+    [
+        ("m-Q4_K_M.gguf", ("mtp-m-Q4_0.gguf", "mtp-m-Q8_0.gguf", "m-Q8_0.gguf"), "mtp-m-Q8_0.gguf"),
+        ("g-it-Q4_K_M.gguf", ("g-it-assistant.Q8_0.gguf",), "g-it-assistant.Q8_0.gguf"),
+        ("m.gguf", ("dspark-m-small-Q8_0.gguf", "eagle3-m-BF16.gguf", "mmproj-m.gguf"), "eagle3-m-BF16.gguf"),
+        ("m-Q4_0.gguf", ("mtp-n-Q8_0.gguf", "m-draft-Q4_0.gguf"), None),
+        ("mtp-m-Q8_0.gguf", ("mtp-m-Q4_0.gguf",), None),
+        ("m-00001-of-00002.gguf", ("m-00002-of-00002.gguf", "dflash-m-Q8_0.gguf"), "dflash-m-Q8_0.gguf"),
+    ],
+)
+def test_heads_beside_a_file_are_found_by_name(target: str, others: tuple[str, ...], head: str | None):
+    assert head_beside(target, dict.fromkeys((target, *others), 1000)) == head
 
 
 def test_heads_are_taken_with_eight_bits():

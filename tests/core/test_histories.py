@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,11 +18,25 @@ from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.sampling import Sampler
+from edgespec.types import TokenIds
 
-made_text = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lab" / "measure_histories.py"))["made_text"]
 SAMPLER = Sampler(Sampling(temperature=0), 32_000)
 SHORT, LONG = 2_000, 40_000
 ROUNDS = 150
+
+
+def made_text(num_tokens: int, seed: int) -> TokenIds:
+    """Zipf tokens [n] of which about half stand in stretches copied from earlier ones, as in an edited document."""
+    rng = np.random.default_rng(seed)
+    ids = (rng.zipf(1.25, num_tokens) % 32_000).astype(np.int32)
+    place = 64
+    while place < num_tokens:
+        length = int(rng.integers(8, 64))
+        source = int(rng.integers(0, place - 32))
+        count = min(length, num_tokens - place, place - source)
+        ids[place : place + count] = ids[source : source + count]
+        place += count + length
+    return ids
 
 
 def with_corpus(size: int) -> Drafter:

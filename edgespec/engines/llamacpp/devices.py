@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgespec.config.values import CPU, EXPERTS, TensorOverrides, device_of
+from edgespec.config.values import CPU, TensorOverrides, device_of
 from edgespec.engines.llamacpp.library import library
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import GgufHeader
@@ -136,7 +136,6 @@ def backends() -> list[str]:
 
 LAYER = re.compile(r"blk\.(\d+)\.")
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
-_ALL_EXPERTS = ((EXPERTS, CPU),)
 # Left free on a device: the driver's own, and what other programs take meanwhile.
 MARGIN_SHARE, LEAST_MARGIN = 0.05, 256 << 20
 
@@ -183,12 +182,6 @@ class LayerSizes:
 
     def _blocks(self, gpu_layers: int) -> int:
         return len(self.layers) if gpu_layers < 0 else max(min(gpu_layers - 1, len(self.layers)), 0)
-
-
-def expert_layers(header: GgufHeader) -> int:
-    """Layers up to the last one that holds routed experts; 0 where none does."""
-    found = (LAYER.match(tensor.name) for tensor in header.tensors if device_of(tensor.name, _ALL_EXPERTS))
-    return max((int(each[1]) + 1 for each in found if each), default=0)
 
 
 def room_on_devices(names: Sequence[str] | None) -> int:

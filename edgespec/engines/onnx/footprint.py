@@ -21,17 +21,15 @@ from typing import Any
 import numpy as np
 
 from edgespec.engines.model_use import Footprint, ModelUse
-from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
-from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
+from edgespec.engines.onnx.devices import HALF_ONLY, adapted
+from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, CacheEntry, Graph, read_graph, tensor_bytes
 from edgespec.engines.onnx.head import attribute
 from edgespec.engines.onnx.hybrid_engine import running_bytes
 from edgespec.engines.onnx.kernel_engine import num_chunks
 from edgespec.engines.onnx.opening import NO_INT8_CACHE
 from edgespec.engines.onnx.passes import element_of
-from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
-from edgespec.engines.onnx.weights import tensor_bytes
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
@@ -89,7 +87,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
-    cells, cache = settings.cells(graph), _cache_bytes(graph, settings)
+    cells, cache = settings.cells, _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
@@ -117,8 +115,8 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         loading_mapped=0 if loading else max(products.largest - touched, 0),
         reading=reading,
         # A limit of data counts files too, as ONNX Runtime maps them for writing.
-        # Logits of the widest pass and the zeros that a chain sees of the cache are there and hardly written.
-        reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (settings.max_rows * cells + unused),
+        # Logits of the widest pass are there and hardly written.
+        reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * unused,
         context_length=settings.context_length,
         sequences=use.max_sequences,
         grows=bool(graph.head_sizes),
@@ -134,18 +132,14 @@ def cache_type(path: Path, use: ModelUse) -> str:
 
 
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:
-    """Results of the widest pass, and what the rows of a tree see of the cache.
-
-    What a chain sees of it is zeros, which are read and never written.
-    """
+    """Results of the widest pass."""
     if graph.head_sizes:
         row = 3 * products.inner + 6 * products.width + products.beside
         return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
-    cells = settings.cells(graph)
+    cells = settings.cells
     is_tiled = not graph.is_half or settings.cache_type == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
-    results = _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
-    return results + 2 * 4 * settings.measured_widths * cells
+    return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
 
 
 def _loading_bytes(products: Products) -> int:
@@ -273,5 +267,4 @@ def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
 
     per_token = sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
     # A cache that grows by concatenation exists twice while it is copied.
-    caches = 1 if settings.packs(graph) else settings.max_sequences
-    return per_token * settings.cells(graph) * caches * (1 if graph.is_shared else 2)
+    return per_token * settings.cells * settings.max_sequences * (1 if graph.is_shared else 2)

@@ -18,10 +18,10 @@ from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import run_options, translated, version
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.session_engine import SessionEngine
+from edgespec.engines.onnx.sessions import open_sessions
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, StateError
 from edgespec.formats.onnx.tiles import CACHE, ROWS

@@ -18,15 +18,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.graph import Graph, check_weight_files
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig
 from edgespec.engines.onnx.tokenizer import tokenizer_file
-from edgespec.engines.onnx.weights import check_weight_files
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.formats.gguf.header import once
@@ -40,9 +40,6 @@ from edgespec.kernels import tiles
 from edgespec.platform.disk_cache import cache_folder, file_key, key_of
 from edgespec.platform.files import write_atomically
 from edgespec.platform.machine import usable_processors
-
-if TYPE_CHECKING:
-    from edgespec.engines.onnx.graph import Graph
 
 ALIGNMENT, TILE_ROWS = 64, 16  # bytes at which tiles begin, outputs of one
 CHUNK_BYTES = 4 << 20  # of a file that a thread packs at once

@@ -1,173 +1,137 @@
-"""The contract of a peer: one library that answers token ids with token ids and says how long decoding took.
+"""The contract of a runtime under comparison, and the child process around it: JSON lines in and out.
 
-Everything here runs in a child process; the values are what travels over the pipe.
+{"do": "open", "files": {...}, "settings": {...}} -> {"ok": "library 1.2"}
+{"do": "ask", "question": {...}}                  -> {"ok": {"answers": [...], "peak_bytes": ...}}
+{"do": "encode", "texts": [...]}                  -> {"ok": [[ids], ...]}
+
+`Refusal` becomes {"refused": text}. Any other exception ends the process: what a library's failure leaves behind is not
+to be trusted. The end of standard input ends it too. Nothing here imports edgespec: other runtimes have environments of
+their own.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
 
-from edgespec.errors import CapabilityError
-
-Held = TypeVar("Held")
 Files = Mapping[str, str]
-"""Paths by role as the peer's module names them, and `context_length` as text."""
+"""`target`, where given `draft` and `heads` (paths), `context` and `clients` (numbers as text), `log`, `program`."""
+Settings = Mapping[str, Any]
+"""`setting` (plain, lookup, draft, ...) and what a sweep chose: `threads`, `flash_attention`, ..."""
+
+TOP_K, TOP_P, MIN_P = 40, 0.95, 0.05  # filters at temperatures above 0: what llama.cpp and edgespec do by default
+
+CLASSES = {
+    "edgespec": "in_process:Edgespec",
+    "edgespec-serve": "over_http:EdgespecServer",
+    "llama-server": "over_http:LlamaServer",
+    "llama-cpp-python": "in_process:LlamaCppPython",
+    "ik_llama.cpp": "in_process:IkLlama",
+    "openvino-genai": "openvino:OpenvinoGenai",
+}
+
+
+class Refusal(Exception):
+    """The runtime cannot do what was asked; the text names the reason and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One generation. `settings` holds "variant" (plain, draft, ...) and whatever the sweep chose for it."""
+class Question:
+    """Prompts (token ids) that are asked at once, one by each client."""
 
-    prompt_ids: tuple[int, ...]
+    prompts: Sequence[Sequence[int]]
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Request:
-        return Request(**{**values, "prompt_ids": tuple(values["prompt_ids"])})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def variant(self) -> str:
-        return str(self.settings["variant"])
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a peer emitted. Times in seconds.
+    """Token ids without the end token, and the seconds from the question until each came."""
 
-    `decode_s` leaves out reading the prompt; `decode_tokens` are the tokens that it paid for. Where a library reads the
-    prompt and verifies its first draft in one pass, both begin after that pass. `total_s` is everything.
-    `drafted_tokens` and `accepted_tokens` are None where the library does not tell.
-    """
-
-    token_ids: tuple[int, ...]
-    decode_tokens: int
-    decode_s: float
-    total_s: float
-    drafted_tokens: int | None = None
-    accepted_tokens: int | None = None
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Answer:
-        return Answer(**{**values, "token_ids": tuple(values["token_ids"])})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of decoding; 0 when nothing was decoded after the prompt."""
-        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+    token_ids: Sequence[int]
+    times_s: Sequence[float]
 
 
-class Peer(ABC):
-    """One library. `open` comes first and once; requests follow one at a time."""
+class Runtime(ABC):
+    """One library with one model and one setting. `open` comes first and once; questions follow one at a time."""
 
     @abstractmethod
-    def open(self, files: Files) -> str:
-        """Take the model files; returns the library's name and version.
-
-        Raises CapabilityError when the library is missing or refuses the models, naming the fix.
-        """
+    def open(self, files: Files, settings: Settings) -> str:
+        """Load; returns name and version. Raises Refusal when the library is missing or refuses the model."""
 
     @abstractmethod
-    def generate(self, request: Request) -> Answer:
-        """Exactly `max_tokens` tokens where the library can ignore the end token, fewer where it cannot.
-
-        Raises CapabilityError for a variant that the library refuses for these models.
-        """
+    def ask(self, question: Question) -> list[Answer]:
+        """An answer to each prompt, none read from a cache. They end where the model ends them."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of prompts; only edgespec's own child is asked, so that all race on the same ids."""
-        raise CapabilityError(f"{type(self).__name__} does not encode prompts")
+        """Prompts in the model's chat format; only edgespec is asked, so that all get the same ids."""
+        raise Refusal(f"{type(self).__name__} does not encode prompts")
+
+    def process_ids(self) -> list[int]:
+        """Processes that hold the model."""
+        return [os.getpid()]
 
     def close(self) -> None:
-        """Free what outlives the process otherwise."""
+        """End what would outlive this process."""
 
 
-class Slots(Generic[Held]):
-    """What each variant has loaded: one thing at a time, shared by variants that need the same."""
-
-    def __init__(self, close: Callable[[Held], None] | None = None) -> None:
-        self._held: dict[str, tuple[Hashable, Held]] = {}
-        self._close = close
-
-    def get(self, variant: str, key: Hashable, make: Callable[[], Held]) -> Held:
-        """What `variant` needs under `key`; what it held before is dropped first, so that both never coexist."""
-        for held_key, held in self._held.values():
-            if held_key == key:
-                self._swap(variant, (held_key, held))
-                return held
-        self._swap(variant, None)
-        made = make()
-        self._held[variant] = (key, made)
-        return made
-
-    def clear(self) -> None:
-        for variant in list(self._held):
-            self._swap(variant, None)
-
-    def _swap(self, variant: str, new: tuple[Hashable, Held] | None) -> None:
-        old = self._held.pop(variant, None)
-        if new is not None:
-            self._held[variant] = new
-        if old is not None and self._close is not None and all(old[1] is not held for _, held in self._held.values()):
-            self._close(old[1])
+def library(module: str, package: str, install: str = "") -> tuple[Any, str]:
+    """The imported module, and its name with version. Raises Refusal with the command that installs it."""
+    try:
+        return importlib.import_module(module), f"{package} {version(package)}"
+    except ImportError as exc:
+        raise Refusal(f"{package} is not installed ({exc}): pip install {install or package}") from exc
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """A package that a peer needs: its import name, its name for pip, and what to install."""
-
-    module: str
-    package: str
-    install: str
-
-    def load(self) -> Any:
-        """The imported module. Raises CapabilityError with the command that installs it."""
-        try:
-            return importlib.import_module(self.module)
-        except ImportError as exc:
-            raise CapabilityError(f"{self.package} is not installed ({exc}): {self.install}") from exc
-
-    @property
-    def title(self) -> str:
-        try:
-            return f"{self.package} {version(self.package)}"
-        except PackageNotFoundError:
-            return self.package
+def peak_bytes(process_ids: Sequence[int]) -> int | None:
+    """Most memory that the processes had resident, mapped files included; None where the system does not tell."""
+    total = 0
+    for process_id in process_ids:
+        status = Path(f"/proc/{process_id}/status")
+        if not status.is_file():
+            return None
+        lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+        total += 1024 * int(lines["VmHWM"].split()[0])
+    return total
 
 
-@dataclass(slots=True)
-class Arrivals:
-    """When tokens came out of a library that hands them over as they are made."""
+def respond(runtime: Runtime, message: Mapping[str, Any]) -> Any:
+    """The value that answers one message."""
+    if message["do"] == "open":
+        return runtime.open(message["files"], message["settings"])
+    if message["do"] == "ask":
+        answers = [asdict(answer) for answer in runtime.ask(Question(**message["question"]))]
+        return {"answers": answers, "peak_bytes": peak_bytes(runtime.process_ids())}
+    if message["do"] == "encode":
+        return runtime.encode(message["texts"])
+    raise Refusal(f"no order {message['do']!r}; allowed: open, ask, encode")
 
-    started_s: float
-    times_s: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
 
-    def add(self, now_s: float, count: int) -> Self:
-        self.times_s.append(now_s)
-        self.counts.append(count)
-        return self
+def serve(runtime: Runtime, lines: TextIO, replies: TextIO) -> None:
+    """Answer every line until there are no more, then close the runtime."""
+    try:
+        for line in lines:
+            try:
+                reply = {"ok": respond(runtime, json.loads(line))}
+            except Refusal as refusal:
+                reply = {"refused": str(refusal)}
+            print(json.dumps(reply), file=replies, flush=True)
+    finally:
+        runtime.close()
 
-    def answer(self, token_ids: Sequence[int], ended_s: float) -> Answer:
-        """Decoding begins when the first tokens are out."""
-        if not self.times_s:
-            return Answer(tuple(token_ids), 0, 0.0, ended_s - self.started_s)
-        return Answer(
-            token_ids=tuple(int(token_id) for token_id in token_ids),
-            decode_tokens=len(token_ids) - self.counts[0],
-            decode_s=ended_s - self.times_s[0],
-            total_s=ended_s - self.started_s,
-        )
+
+def main(name: str) -> None:
+    """The child process of one runtime."""
+    module, _, attribute = CLASSES[name].partition(":")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries print to standard output; the replies must stay clean
+    serve(getattr(importlib.import_module(f"peers.{module}"), attribute)(), sys.stdin, replies)

@@ -1,219 +1,146 @@
-"""The field: who takes part, with which files, and what a sweep may choose for each.
-
-A contestant is one way of decoding with one library. What is tuned for a library's plain decoding (threads, number
-type) holds for its speculation too; the first value of an axis is the library's own default or the usual advice.
-"""
+"""Who takes part in a comparison: a contestant is one runtime with one setting, tuned by a sweep before it counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ConfigError
-from edgespec.formats.manifest import MANIFEST, read_pair
+from peers.base import Question, Refusal
+from peers.process import Child, RuntimeFailure
 
 Axes = Mapping[str, Sequence[Any]]
+"""What a sweep may choose, one axis after the other; the first value is the library's default or the usual advice."""
+RUNTIMES = ("edgespec", "llama-server", "llama-cpp-python", "ik_llama.cpp", "openvino-genai")
+OVER_HTTP = {"edgespec": "edgespec-serve", "llama-server": "llama-server"}  # those that serve several clients at once
+Failures = (Refusal, RuntimeFailure)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Contestant:
-    """`name` is unique; `process` is the child that runs it; `engine` is edgespec's engine that it is compared with.
+    """`child`: the name of its class in the child process."""
 
-    `plain` names the contestant whose text must come out again and whose speed is the base of its speedup.
-    """
-
-    name: str
-    process: str
-    variant: str
-    engine: str
-    plain: str
+    runtime: str
+    setting: str
+    child: str
     axes: Axes = field(default_factory=dict)
 
     @property
-    def is_plain(self) -> bool:
-        return self.plain == self.name
+    def name(self) -> str:
+        return f"{self.runtime} {self.setting}"
+
+    @property
+    def plain(self) -> str:
+        """The name of its runtime's plain decoding."""
+        return f"{self.runtime} plain"
+
+    @property
+    def learns(self) -> bool:
+        """Whether it answers later prompts faster than its first ones."""
+        return self.setting.startswith("default")
+
+    @property
+    def is_other_plain(self) -> bool:
+        """Whether this is a baseline: plain decoding of another runtime than edgespec."""
+        return self.setting == "plain" and self.runtime != "edgespec"
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """One child process of the field: the peer's name, its files, or why it cannot take part."""
+def contestants(
+    chosen: Sequence[str], roles: Sequence[str], clients: int, threads: Sequence[int], *, is_cold: bool
+) -> list[Contestant]:
+    """All of the named runtimes, or RUNTIME/SETTING of one, that can run a model with these files (`roles`).
 
-    peer: str
-    files: Mapping[str, str]
-    missing: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """Libraries by the name of their child process, and the contestants, edgespec first."""
-
-    libraries: dict[str, Library]
-    contestants: tuple[Contestant, ...]
-
-    def only(self, peers: Sequence[str]) -> Field:
-        """The peers that are named, and edgespec on the engines that they are compared with."""
-        chosen = [c for c in self.contestants if self.libraries[c.process].peer in peers]
-        engines = {c.engine for c in chosen}
-        own = [c for c in self.contestants if self.libraries[c.process].peer == "edgespec" and c.engine in engines]
-        kept = tuple(dict.fromkeys((*own, *chosen)))
-        names = {contestant.process for contestant in kept}
-        return Field({name: library for name, library in self.libraries.items() if name in names}, kept)
-
-
-NO_CHECKPOINT = (
-    "the pair has no Hugging Face checkpoints: build it with scripts/lab/make_bench_pair.py --keep-checkpoints"
-)
-WIDE = (4, 2, 3, 6, 8)
-
-
-def make_field(
-    pair: PairFiles,
-    threads: Sequence[int],
-    context_length: int,
-    work: Path,
-    llama_server: str | None,
-    heads: Path | None = None,
-) -> Field:
-    """Everyone who could run on these files; a library whose files are lacking says so in `missing`.
-
-    `heads`: of the target, with which edgespec on ONNX Runtime takes part once more, without the pair's draft model.
+    `threads` to sweep, best known first. `is_cold` adds edgespec's default from an empty cache folder for every prompt.
     """
-    libraries: dict[str, Library] = {}
-    contestants: list[Contestant] = []
-    context = {"context_length": str(context_length)}
-    for engine in ENGINES:
-        folder = pair.folder(engine)
-        if folder is not None:
-            process = f"edgespec {engine}"
-            files = {"folder": str(folder), "engine": engine, **context}
-            contestants += _own(process, engine, threads)
-            if heads is not None and engine == "onnx":
-                files |= {"heads": str(heads), "target": str(pair.models(engine)["target"])}
-                contestants.append(Contestant(f"{process} heads", process, "heads", engine, f"{process} plain"))
-            libraries[process] = Library("edgespec", files)
-    if pair.gguf is not None:
-        gguf = {role: str(path) for role, path in pair.models("llamacpp").items()} | context
-        server = {**gguf, "log": str(work / "llama-server"), **({"program": llama_server} if llama_server else {})}
-        libraries["llama-cpp-python"] = Library("llama-cpp-python", gguf)
-        libraries["llama-server"] = Library("llama-server", server)
-        contestants += [*_llama_cpp_python(threads), *_llama_server(threads)]
-    if pair.onnx is not None:
-        onnx = {role: str(path) for role, path in pair.models("onnx").items()}
-        libraries["onnxruntime-genai"] = Library("onnxruntime-genai", onnx)
-        contestants += _genai(threads)
-    checkpoints = {role: str(path) for role, path in pair.checkpoints.items()}
-    why = "" if checkpoints else NO_CHECKPOINT
-    libraries["openvino-genai"] = Library("openvino-genai", {**checkpoints, "exports": str(work / "openvino")}, why)
-    libraries["transformers"] = Library("transformers", checkpoints, why)
-    engine = "llamacpp" if pair.onnx is None else "onnx"
-    contestants += [*_openvino(threads, engine), *_transformers(threads, engine)]
-    can_draft = {process for process, library in libraries.items() if "draft" in library.files or library.missing}
-    return Field(libraries, tuple(c for c in contestants if c.variant != "draft" or c.process in can_draft))
+    has_draft = "draft" in roles
+    own = ["plain", "default"] + ["default alone"] * (has_draft or "heads" in roles) + ["default cold"] * is_cold
+    plain: dict[str, Axes] = {
+        "llama-server": {"threads": threads, "flash_attention": ("auto", "off")},
+        "llama-cpp-python": {"threads": threads, "flash_attention": (False, True)},
+        "ik_llama.cpp": {"threads": threads, "flash_attention": (True, False)},
+        "openvino-genai": {"threads": threads, "precision": ("default", "f32")},
+    }
+    lookup: dict[str, Axes] = {
+        "llama-server": {
+            "type": ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "default"),
+            "ngram": (None, 6, 3),
+            "max_tokens": (None, 16, 8, 4),
+        },
+        "llama-cpp-python": {"num_tokens": (10, 5, 2), "max_ngram": (2, 3)},
+        "openvino-genai": {"num_tokens": (5, 3, 8), "max_ngram": (3, 2)},
+    }
+    draft: dict[str, Axes] = {
+        "llama-server": {"max_tokens": (3, 1, 5, 8, 16), "min_probability": (0.0, 0.4, 0.75, 0.9)},
+        "openvino-genai": {"num_tokens": (5, 3, 8)},
+    }
+    made = [Contestant("edgespec", setting, "edgespec") for setting in own]
+    for runtime, axes in plain.items():
+        made.append(Contestant(runtime, "plain", runtime, axes))
+        if runtime in lookup:
+            made.append(Contestant(runtime, "lookup", runtime, lookup[runtime]))
+        if has_draft and runtime in draft:
+            made.append(Contestant(runtime, "draft", runtime, draft[runtime]))
+    if clients > 1:
+        made = [Contestant(c.runtime, c.setting, OVER_HTTP[c.runtime], c.axes) for c in made if c.runtime in OVER_HTTP]
+    return [c for c in made if c.runtime in chosen or f"{c.runtime}/{c.setting}" in chosen]
 
 
-def _own(process: str, engine: str, threads: Sequence[int]) -> list[Contestant]:
-    made = []
-    for mode in ("", " reproducible"):
-        plain = f"{process} plain{mode}"
-        made.append(Contestant(plain, process, f"plain{mode}", engine, plain, {"threads": threads}))
-        made.append(Contestant(f"{process} auto{mode}", process, f"auto{mode}", engine, plain))
-    return made
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _variants(process: str, engine: str, plain: Axes, others: Mapping[str, Axes]) -> list[Contestant]:
-    name = f"{process} plain"
-    made = [Contestant(name, process, "plain", engine, name, plain)]
-    return made + [Contestant(f"{process} {v}", process, v, engine, name, axes) for v, axes in others.items()]
+# -- The best settings of a contestant, on prompts that are not measured later.
+
+Open = Callable[[Contestant, dict[str, Any]], Child]
 
 
-def _llama_cpp_python(threads: Sequence[int]) -> list[Contestant]:
-    plain = {"threads": threads, "flash_attention": (False, True)}
-    return _variants(
-        "llama-cpp-python", "llamacpp", plain, {"lookup": {"num_tokens": (10, 2, 4, 7), "max_ngram": (2, 3, 4)}}
-    )
+def tune(
+    contestant: Contestant, base: Mapping[str, Any], questions: Sequence[Question], open_child: Open
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The best settings and all trials, each with its tokens per second or its failure.
 
-
-def _llama_server(threads: Sequence[int]) -> list[Contestant]:
-    plain = {"threads": threads, "flash_attention": ("auto", "off")}
-    draft = {"max_tokens": (3, 1, 2, 5, 7, 10, 16), "min_probability": (0.0, 0.4, 0.75, 0.9)}
-    lookup = {"ngram": (12, 6, 3, 2), "max_tokens": (48, 16, 8, 4)}
-    return _variants("llama-server", "llamacpp", plain, {"draft": draft, "lookup": lookup})
-
-
-def _genai(threads: Sequence[int]) -> list[Contestant]:
-    draft = {"max_draft_tokens": WIDE, "min_adaptive_k": (0, 2)}
-    lookup = {"ngram_size": (3, 2, 4), "max_draft_tokens": WIDE, "chained": (False, True)}
-    return _variants("onnxruntime-genai", "onnx", {"threads": threads}, {"draft": draft, "lookup": lookup})
-
-
-def _openvino(threads: Sequence[int], engine: str) -> list[Contestant]:
-    plain = {"threads": threads, "precision": ("default", "f32")}
-    lookup = {"num_tokens": WIDE, "max_ngram": (3, 2)}
-    return _variants("openvino-genai", engine, plain, {"draft": {"num_tokens": WIDE}, "lookup": lookup})
-
-
-def _transformers(threads: Sequence[int], engine: str) -> list[Contestant]:
-    plain = {"threads": threads, "dtype": ("bfloat16", "float32")}
-    draft = {"num_tokens": (5, 3, 8, 12), "confidence_threshold": (0.4, 0.0)}
-    return _variants("transformers", engine, plain, {"draft": draft, "lookup": {"num_tokens": (10, 3, 5)}})
-
-
-# -- Where the models of one pair lie: the same weights as GGUF, as ONNX and as Hugging Face checkpoints.
-
-
-@dataclass(frozen=True, slots=True)
-class PairFiles:
-    """Folders that edgespec loads by engine, and the checkpoint folder of each role; what is not there is None."""
-
-    name: str
-    gguf: Path | None
-    onnx: Path | None
-    checkpoints: dict[str, Path]
-
-    def folder(self, engine: str) -> Path | None:
-        return self.gguf if engine == "llamacpp" else self.onnx
-
-    def models(self, engine: str) -> dict[str, Path]:
-        """By role the GGUF file, or the folder with model.onnx. Raises ModelFileError for one that is not described."""
-        folder = self.folder(engine)
-        assert folder is not None
-        files = {role: file.path for role, file in read_pair(folder, engine, check_hashes=False).files.items()}
-        return {role: path if engine == "llamacpp" else path.parent for role, path in files.items() if role in ROLES}
-
-
-def find_files(folder: Path, gguf: str, onnx: str, demo: Path, drafts: Path | None = None) -> PairFiles:
-    """The files of a pair folder: one with a manifest of its own, or what make_bench_pair.py wrote.
-
-    `gguf`, `onnx` name the formats to take from the latter; `drafts` is the draft's checkpoint where it does not lie
-    in the folder, by default that of the pair in `demo`, which is what it was built from.
-    Raises ConfigError when neither format is there.
+    `base`: what the runtime's plain decoding was tuned to. Raises Refusal when no settings work.
     """
-    if (folder / MANIFEST).is_file():
-        engines = read_pair(folder, check_hashes=False).engines
-        found: dict[str, Path | None] = {engine: folder if engine in engines else None for engine in ENGINES}
-        roots = [folder / "hf"]
-    else:
-        formats = dict(zip(ENGINES, (gguf, onnx), strict=True))
-        found = {e: folder / name if (folder / name / MANIFEST).is_file() else None for e, name in formats.items()}
-        roots = [folder / "checkpoints"]
-    if not any(found.values()):
-        raise ConfigError(
-            f"{folder} holds neither a pair ({MANIFEST}) nor the formats {gguf} or {onnx}: give a folder that "
-            "scripts/lab/make_bench_pair.py wrote, or other --gguf and --onnx formats"
-        )
-    read = [read_pair(path, engine, check_hashes=False) for engine, path in found.items() if path is not None]
-    if any("draft" in pair.files for pair in read):
-        roots += [demo / "hf"]
-    checkpoints = {}
-    if (roots[0] / "target" / "config.json").is_file():
-        places = {"target": [roots[0] / "target"], "draft": [root / "draft" for root in roots]}
-        places["draft"][:0] = [] if drafts is None else [drafts]
-        for role, folders in places.items():
-            if found_there := [path for path in folders if (path / "config.json").is_file()]:
-                checkpoints[role] = found_there[0]
-    return PairFiles(folder.resolve().name, found["llamacpp"], found["onnx"], checkpoints)
+    settings = {**base, "setting": contestant.setting, **{name: values[0] for name, values in contestant.axes.items()}}
+    if not contestant.axes:
+        return settings, []
+    trials: list[dict[str, Any]] = []
+
+    def attempt(tried: dict[str, Any]) -> None:
+        if any(trial["settings"] == tried for trial in trials):
+            return
+        try:
+            trials.append({"settings": tried, "rate": _rate(open_child(contestant, tried), questions)})
+        except Failures as failure:
+            trials.append({"settings": tried, "rate": 0.0, "failure": str(failure)})
+
+    attempt(settings)
+    for name, values in contestant.axes.items():
+        for value in values[1:]:
+            attempt({**settings, name: value})
+        settings = max(trials, key=lambda trial: trial["rate"])["settings"]
+    if not any(trial["rate"] for trial in trials):
+        raise Refusal(trials[-1]["failure"])
+    return settings, trials
 
 
-ENGINES, ROLES = ("llamacpp", "onnx"), ("target", "draft")
+def _rate(child: Child, questions: Sequence[Question]) -> float:
+    """Tokens per second over the questions, the reading of prompts included, after a short answer that warms up."""
+    tokens, seconds = 0, 0.0
+    try:
+        child.ask(warming(questions[0]))
+        for question in questions:
+            answers = child.ask(question).answers
+            if not all(answer.token_ids for answer in answers):
+                raise RuntimeFailure("wrote nothing where others write a text")
+            tokens += sum(len(answer.token_ids) for answer in answers)
+            seconds += max((answer.times_s[-1] for answer in answers if answer.times_s), default=0.0)
+    finally:
+        child.close()
+    return tokens / seconds if seconds else 0.0
+
+
+def warming(question: Question) -> Question:
+    """A short answer to the beginning of its prompts: pages and buffers are touched."""
+    return Question([prompt[:32] for prompt in question.prompts], 4, question.temperature, question.seed)

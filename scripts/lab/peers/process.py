@@ -1,4 +1,4 @@
-"""The parent's end of one peer's child process: orders out, answers in, each within its time.
+"""The parent's end of a runtime's child process: orders out, answers in, each within its time.
 
 Only the child that was asked computes; the others wait for a line. A child whose parent is gone reads the end of its
 standard input and ends.
@@ -15,119 +15,110 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import sleep
 from typing import IO, Any
 
-import edgespec
-from edgespec.errors import CapabilityError, EngineError
 from edgespec.installation import NO_TELEMETRY
-from peers.base import Answer, Request
+from peers.base import Answer, Files, Question, Refusal, Settings
 
-OPEN_S = 1800.0  # an export may be part of it
-STOP_S = 10.0
-TAIL = 300
+ROOT = Path(__file__).resolve().parents[3]
+OPEN_S, ANSWER_S, STOP_S = 900.0, 900.0, 10.0
 SETTLE_S = 0.05
-SETTINGS = {"GGML_NO_BACKTRACE": "1", NO_TELEMETRY: "1"}  # of a child's environment
+TAIL = 300
+ENVIRONMENT = {"GGML_NO_BACKTRACE": "1", NO_TELEMETRY: "1"}
 
 
-class PeerProcess:
-    """A peer in a child process, started by the first order and again by the first one after a failure.
+class RuntimeFailure(Exception):
+    """The child died or took too long; the text has its last words."""
 
-    `python` runs it, which lets a library live in an environment of its own; `log` gets all that it prints.
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answers in the order of the prompts, and the most memory that the runtime has had so far."""
+
+    answers: list[Answer]
+    peak_bytes: int | None
+
+
+class Child:
+    """A runtime in a process of its own from construction to `close`; `title` is its library and version.
+
+    `python` runs it, so that a library can live in an environment of its own. `log` gets all that it prints. `home` is
+    edgespec's folder for what it learns. Raises Refusal when the runtime refuses model or settings, RuntimeFailure.
     """
 
-    def __init__(self, name: str, files: Mapping[str, str], log: Path, python: str = sys.executable) -> None:
-        self.name = name
-        self.library = ""
-        self.starts = 0
-        self._files = dict(files)
-        self._log = log
-        self._python = python
-        self._process: subprocess.Popen[str] | None = None
-        self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def open(self) -> str:
-        """Start it if it does not run; returns the library's name and version. Raises as `ask`."""
-        if self._process is None:
-            self._start()
-            self.starts += 1
-            try:
-                self.library = str(self._ask({"do": "open", "files": self._files}, OPEN_S))
-            except CapabilityError:
-                self.close()
-                raise
-        return self.library
-
-    def generate(self, request: Request, timeout_s: float) -> Answer:
-        """Raises CapabilityError when the peer refuses, EngineError when it dies or takes longer than `timeout_s`."""
-        return Answer.from_json(self.ask({"do": "generate", "request": request.to_json()}, timeout_s))
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of prompts. Raises as `ask`."""
-        ids: list[list[int]] = self.ask({"do": "encode", "texts": list(texts)}, OPEN_S)
-        return ids
-
-    def ask(self, message: Mapping[str, Any], timeout_s: float) -> Any:
-        """The answer to one order. Raises CapabilityError for a refusal, EngineError for death or lateness."""
-        self.open()
-        return self._ask(message, timeout_s)
-
-    def close(self) -> None:
-        """End it: kindly, then not. Whatever it started ends with it."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it is dead already
-                process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        _kill(process)
-        process.wait()
-
-    def _start(self) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        roots = [str(Path(edgespec.__file__).resolve().parent.parent), str(Path(__file__).resolve().parents[1])]
-        paths = [*roots, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        with self._log.open("a", encoding="utf-8") as log:
+    def __init__(self, runtime: str, files: Files, settings: Settings, *, log: Path, home: Path, python: str) -> None:
+        self._log, self._name = log, runtime
+        paths = [str(ROOT), str(ROOT / "scripts" / "lab"), os.environ.get("PYTHONPATH", "")]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EDGESPEC_HOME": str(home)}
+        for folder in (log.parent, home):
+            folder.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as output:
             try:
                 self._process = subprocess.Popen(
-                    [self._python, "-m", "peers.child", self.name],
+                    [python or sys.executable, "-m", "peers", runtime],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=log,
+                    stderr=output,
                     text=True,
                     encoding="utf-8",
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **SETTINGS},
+                    env={**os.environ, **environment, **ENVIRONMENT},
                     process_group=0 if os.name == "posix" else None,
                 )
             except OSError as exc:
-                raise CapabilityError(f"{self._python} cannot be run ({exc}): give another --python") from exc
-        self._replies = queue.SimpleQueue()
+                raise Refusal(f"{python} cannot be run ({exc}): give another --python") from exc
+        self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         assert self._process.stdout is not None
         threading.Thread(target=_pump, args=(self._process.stdout, self._replies), daemon=True).start()
+        try:
+            self.title = str(self._order({"do": "open", "files": dict(files), "settings": dict(settings)}, OPEN_S))
+        except BaseException:
+            self.close()
+            raise
 
-    def _ask(self, message: Mapping[str, Any], timeout_s: float) -> Any:
-        process = self._process
-        assert process is not None and process.stdin is not None
+    def ask(self, question: Question) -> Reply:
+        """Raises Refusal, or RuntimeFailure when the child dies or takes too long."""
+        told = self._order({"do": "ask", "question": asdict(question)}, ANSWER_S)
+        return Reply([Answer(**answer) for answer in told["answers"]], told["peak_bytes"])
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of prompts. Raises as `ask`."""
+        ids: list[list[int]] = self._order({"do": "encode", "texts": list(texts)}, ANSWER_S)
+        return ids
+
+    def close(self) -> None:
+        """End it: kindly, then not. Whatever it started ends with it."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it is dead already
+                self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._process.wait()
+
+    def _order(self, message: Mapping[str, Any], timeout_s: float) -> Any:
+        assert self._process.stdin is not None
         sleep(SETTLE_S)  # threads of the library that answered last may still spin
         try:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
             line = self._replies.get(timeout=timeout_s)
         except BrokenPipeError:
             line = None
         except queue.Empty:
-            _kill(process)
-            self.close()
-            raise EngineError(f"{self.name} took longer than {timeout_s:g} s and was ended") from None
+            raise RuntimeFailure(f"{self._name} took longer than {timeout_s:g} s") from None
         if line is None:
-            self.close()
-            raise EngineError(f"{self.name} died with {process.returncode}: {self._last_words()}")
+            code = self._process.wait(STOP_S)
+            raise RuntimeFailure(f"{self._name} died with {code}: {self._last_words()}")
         reply = json.loads(line)
         if "refused" in reply:
-            raise CapabilityError(reply["refused"])
+            raise Refusal(reply["refused"])
         return reply["ok"]
 
     def _last_words(self) -> str:
@@ -141,12 +132,3 @@ def _pump(lines: IO[str], replies: queue.SimpleQueue[str | None]) -> None:
         replies.put(line)
     replies.put(None)
     lines.close()
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """End the child and all it started, where the system has groups of processes."""
-    if os.name != "posix":
-        process.kill()
-        return
-    with contextlib.suppress(ProcessLookupError):  # all of them have ended
-        os.killpg(process.pid, signal.SIGKILL)

@@ -1,184 +1,262 @@
-"""What a run says: one row per contestant, its losses and those who could not run included."""
+"""What was measured, one JSON object per line, and what a report says of it: losses and failures included."""
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, quantiles, stdev
+from statistics import mean, stdev
 from typing import Any
 
 from peers.base import Answer
-from peers.competition import Answers, Journal, show
-from peers.field import Contestant
 
-Quartiles = tuple[float, float, float]
-"""Lower quartile, median, upper quartile."""
+AGAIN = " again"  # behind the name of a plain decoding that was measured twice
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What answers are compared within: one model at one temperature with so many clients."""
+
+    model: str
+    temperature: float
+    clients: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One contestant's answers to the prompts that were asked at once. `prompts`: what tells them from others."""
+
+    cell: Cell
+    name: str
+    prompts: str
+    kind: str
+    answers: list[Answer]
+    peak_bytes: int | None
+    load: float
+
+    def seconds_to(self, counts: Sequence[int]) -> float:
+        """Until the last client has so many tokens of its answer."""
+        pairs = zip(self.answers, counts, strict=True)
+        return max((answer.times_s[count - 1] for answer, count in pairs if count), default=0.0)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_to([len(answer.token_ids) for answer in self.answers])
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [list(answer.token_ids) for answer in self.answers]
+
+
+class Journal:
+    """Sweeps, answers and failures of any number of runs, in memory and in a file that only grows.
+
+    What a killed run left of a line is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.entries: dict[tuple[Cell, str, str], Entry] = {}
+        self.tuned: dict[str, dict[str, Any]] = {}
+        self.failed: dict[tuple[Cell, str], str] = {}
+        self.titles: dict[str, str] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            whole = path.read_bytes().rpartition(b"\n")[0]
+            for line in whole.splitlines():
+                self._take(json.loads(line))
+            path.write_bytes(whole + b"\n" if whole else b"")
+
+    def add(self, what: str, **values: Any) -> None:
+        """`what`: answer, tuned, failed or title; values as `_take` reads them."""
+        record = {"what": what, **values}
+        with self._path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
+        self._take(record)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        what = record.pop("what")
+        if what == "answer":
+            cell, answers = Cell(*record.pop("cell")), [Answer(**each) for each in record.pop("answers")]
+            entry = Entry(cell=cell, answers=answers, **record)
+            self.entries[cell, entry.name, entry.prompts] = entry
+            self.failed.pop((cell, entry.name), None)
+        elif what == "tuned":
+            self.tuned[record["key"]] = record
+            for cell, name in [each for each in self.failed if tuned_key(*each) == record["key"]]:
+                del self.failed[cell, name]  # an earlier run could not
+        elif what == "failed":
+            self.failed[Cell(*record["cell"]), record["name"]] = record["reason"]
+        else:
+            self.titles[record["name"]] = record["title"]
+
+
+# -- Ratios
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant over all prompts that it answered.
+    """One contestant of a cell. Ratios are of time, above 1 is faster, by prompt (or prompts asked at once).
 
-    `speedup`: over its own library's plain decoding; `behind_auto` and `behind_reproducible`: how many times as fast
-    edgespec's automatic decoding is on the engine it is compared with, prompt by prompt; `whole`: the first of the two
-    with the reading of the prompt included. `same_text`: prompts with the text of its own plain decoding.
+    `over_base`: over the fastest plain decoding of the other runtimes; `over_own`: over its own runtime's. `same_text`:
+    prompts with the text of its own plain decoding, of `compared`.
     """
 
     name: str
-    is_plain: bool
-    library: str
-    settings: str
-    prompts: int
-    tokens_per_second: Quartiles
-    speedup: Quartiles | None
-    behind_auto: Quartiles | None
-    behind_reproducible: Quartiles | None
-    whole: Quartiles | None
+    over_base: list[float]
+    over_own: list[float]
+    tokens_per_second: float
     same_text: int
-    acceptance_rate: float | None
+    compared: int
+    peak_bytes: int | None
+    by_kind: dict[str, list[float]]
 
 
-def quartiles(values: Sequence[float]) -> Quartiles | None:
-    """None without values; a single value is all three."""
-    if not values:
-        return None
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    lower, middle, upper = quantiles(values, n=4, method="inclusive")
-    return lower, middle, upper
+def ratio(entry: Entry, bases: Sequence[Entry]) -> float | None:
+    """How many times as fast as the mean of `bases`, to the last token of the shortest answer of all; None of none."""
+    lengths = [[len(answer.token_ids) for answer in each.answers] for each in (entry, *bases)]
+    counts = [min(each) for each in zip(*lengths, strict=True)]
+    seconds = entry.seconds_to(counts)
+    return mean(base.seconds_to(counts) for base in bases) / seconds if seconds else None
 
 
-def make_rows(contestants: Sequence[Contestant], journal: Journal, libraries: Mapping[str, str]) -> list[Row]:
-    """A row for everyone who answered at least one prompt; `libraries`: titles by child process."""
-    answers = list(journal.answers.values())
-    return [
-        _row(contestant, answers, journal, libraries[contestant.process])
-        for contestant in contestants
-        if any(contestant.name in given for given in answers)
-    ]
+def rows_of(cell: Cell, journal: Journal) -> tuple[str, list[Row]]:
+    """The name of the fastest plain decoding of the others, and a row of every contestant, "again" included."""
+    asked: dict[str, dict[str, Entry]] = {}
+    for (where, name, prompts), entry in journal.entries.items():
+        if where == cell:
+            asked.setdefault(name, {})[prompts] = entry
+    base = _fastest(asked)
+    rows = [_row(name, asked, base) for name in sorted(asked, key=lambda name: (not name.startswith("edgespec"), name))]
+    return base, rows
 
 
-def _row(contestant: Contestant, answers: Sequence[Answers], journal: Journal, library: str) -> Row:
-    mine = [given[contestant.name] for given in answers if contestant.name in given]
-    speeds = quartiles([answer.tokens_per_second for answer in mine])
-    assert speeds is not None
-    auto = f"edgespec {contestant.engine} auto"
+def _fastest(asked: Mapping[str, Mapping[str, Entry]]) -> str:
+    """Of the other runtimes' plain decodings, by their rates over the prompts that all of them answered."""
+    plain = [name for name in asked if name.endswith(" plain") and not name.startswith("edgespec")]
+    plain = plain or [name for name in asked if name.endswith(" plain")]
+    common = set.intersection(*(set(asked[name]) for name in plain)) if plain else set()
+    if not common:
+        return plain[0] if plain else ""
+
+    def rate(name: str) -> float:
+        return mean(asked[name][key].tokens / max(asked[name][key].seconds, 1e-9) for key in common)
+
+    return max(plain, key=rate)
+
+
+def _row(name: str, asked: Mapping[str, Mapping[str, Entry]], base: str) -> Row:
+    mine = asked[name]
+    runtime = name.split(" ", 1)[0]
+    own = asked.get(f"{runtime} plain", {})
+    by_kind: dict[str, list[float]] = {}
+    for key, entry in mine.items():
+        bases = [asked[each][key] for each in (base, base + AGAIN) if key in asked.get(each, {}) and each != name]
+        if name == base:
+            bases = [entry]
+        if name == base + AGAIN:
+            bases = bases[:1]
+        found = ratio(entry, bases) if bases else None
+        if found is not None:
+            by_kind.setdefault(entry.kind, []).append(found)
+    compared = [(entry, own[key]) for key, entry in mine.items() if key in own]
+    over_own = [ratio(entry, [plain]) for entry, plain in compared]
+    peaks = [entry.peak_bytes for entry in mine.values() if entry.peak_bytes is not None]
     return Row(
-        name=contestant.name,
-        is_plain=contestant.is_plain,
-        library=library,
-        settings=show(journal.tuned[contestant.name].settings),
-        prompts=len(mine),
-        tokens_per_second=speeds,
-        speedup=_ratios(answers, contestant.name, contestant.plain),
-        behind_auto=_ratios(answers, auto, contestant.name),
-        behind_reproducible=_ratios(answers, f"{auto} reproducible", contestant.name),
-        whole=_ratios(answers, auto, contestant.name, whole=True),
-        same_text=sum(
-            given[contestant.name].token_ids == given[contestant.plain].token_ids
-            for given in answers
-            if contestant.name in given and contestant.plain in given
-        ),
-        acceptance_rate=_acceptance(mine),
+        name=name,
+        over_base=[each for found in by_kind.values() for each in found],
+        over_own=[each for each in over_own if each is not None],
+        tokens_per_second=sum(e.tokens for e in mine.values()) / max(sum(e.seconds for e in mine.values()), 1e-9),
+        same_text=sum(entry.texts == plain.texts for entry, plain in compared),
+        compared=len(compared),
+        peak_bytes=max(peaks, default=None),
+        by_kind=by_kind,
     )
 
 
-def _ratios(answers: Sequence[Answers], faster: str, base: str, *, whole: bool = False) -> Quartiles | None:
-    """Quartiles of one contestant's speed over another's, prompt by prompt."""
-    both = [(given[faster], given[base]) for given in answers if faster in given and base in given]
-    return quartiles([_speed(first, whole) / _speed(second, whole) for first, second in both if _speed(second, whole)])
+# -- Text
 
 
-def _speed(answer: Answer, whole: bool) -> float:
-    return len(answer.token_ids) / answer.total_s if whole else answer.tokens_per_second
+def markdown(cells: Iterable[Cell], journal: Journal, command: str) -> str:
+    """The whole report. `command`: what was typed, which repeats it."""
+    cells = list(cells)
+    loads = [entry.load for entry in journal.entries.values() if entry.cell in cells] or [0.0]
+    lines = [f"{processor()}; load average while measuring {min(loads):.1f} to {max(loads):.1f}.", ""]
+    lines += [f"- {title}" for title in sorted(set(journal.titles.values()))]
+    for cell in cells:
+        lines += ["", *_section(cell, journal)]
+    return "\n".join([*lines, "", "```sh", command, "```"]) + "\n"
 
 
-def _acceptance(answers: Sequence[Answer]) -> float | None:
-    drafted = sum(answer.drafted_tokens or 0 for answer in answers)
-    return sum(answer.accepted_tokens or 0 for answer in answers) / drafted if drafted else None
-
-
-def table(rows: Sequence[Row], out: Mapping[str, str]) -> str:
-    """A Markdown table, and a line for everyone who is out. "Accepted" is blank where nothing was drafted or told."""
-    heads = ("", "tokens/s", "over its plain", "edgespec auto is", "reproducible auto is", "accepted", "same text")
-    lines = [f"| {' | '.join((*heads, 'settings'))} |", "|---" * (len(heads) + 1) + "|"]
+def _section(cell: Cell, journal: Journal) -> list[str]:
+    base, rows = rows_of(cell, journal)
+    clients = "one client" if cell.clients == 1 else f"{cell.clients} clients at once"
+    lines = [f"## {cell.model}, temperature {cell.temperature:g}, {clients}", ""]
+    lines += [f"| | prompts | over {base} | worst | over its own plain | tokens/s | same text | peak MB | settings |"]
+    lines.append("|---" * 9 + "|")
     for row in rows:
-        cells = [
-            row.name,
-            f"{row.tokens_per_second[1]:.1f}",
-            "" if row.is_plain or row.speedup is None else f"{row.speedup[1]:.2f}x",
-            _spread(row.behind_auto),
-            _spread(row.behind_reproducible),
-            "" if row.acceptance_rate is None else f"{row.acceptance_rate:.2f}",
-            "" if row.is_plain else f"{row.same_text}/{row.prompts}",
-            row.settings,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- not in the race: {name}: {reason}" for name, reason in out.items())]
-    return "\n".join(lines).rstrip() + "\n"
+        tuned = journal.tuned.get(tuned_key(cell, row.name.removesuffix(AGAIN)), {}).get("settings", {})
+        chosen = ", ".join(f"{key} {value}" for key, value in tuned.items() if key != "setting" and value is not None)
+        is_plain = row.name.removesuffix(AGAIN).endswith(" plain")
+        lines.append(
+            f"| {row.name} | {len(row.over_base)} | {with_error(row.over_base)} | {_worst(row.over_base)} | "
+            f"{'' if is_plain else with_error(row.over_own)} | {row.tokens_per_second:.1f} | "
+            f"{'' if is_plain else f'{row.same_text} of {row.compared}'} | "
+            f"{'' if row.peak_bytes is None else f'{row.peak_bytes / 1e6:.0f}'} | {chosen} |"
+        )
+    lines += [f"- not in the table: {name}: {why}" for (where, name), why in journal.failed.items() if where == cell]
+    kinds = sorted({kind for row in rows for kind in row.by_kind})
+    if cell.clients == 1 and len(kinds) > 1:
+        lines += ["", f"By kind of prompt, mean over {base} (worst):", ""]
+        lines += [f"| | {' | '.join(row.name for row in rows)} |", "|---" * (len(rows) + 1) + "|"]
+        for kind in kinds:
+            found = [row.by_kind.get(kind, []) for row in rows]
+            lines.append(f"| {kind} | {' | '.join(f'{mean(x):.2f} ({min(x):.2f})' if x else '' for x in found)} |")
+    return lines
 
 
-def kinds_table(rows: Sequence[Row], journal: Journal, domains: Sequence[str]) -> str:
-    """A Markdown table: whole answers over the fastest plain decoding of all, by kind of prompt and contestant.
-
-    Means of the ratios by prompt, in the last line with their standard error. Empty without prompts that all answered.
-    """
-    plain = [row for row in rows if row.is_plain]
-    asked = {index: given for index, given in journal.answers.items() if all(row.name in given for row in rows)}
-    if not plain or not asked:
-        return ""
-    base = max(plain, key=lambda row: mean(_speed(given[row.name], whole=True) for given in asked.values()))
-
-    def ratios(name: str, kind: str | None) -> list[float]:
-        chosen = [given for index, given in sorted(asked.items()) if kind in (None, domains[index])]
-        return [_speed(given[name], whole=True) / _speed(given[base.name], whole=True) for given in chosen]
-
-    lines = [f"Whole answers over {base.name}:", "", f"| | prompts | {' | '.join(row.name for row in rows)} |"]
-    lines.append("|---" * (len(rows) + 2) + "|")
-    for kind in dict.fromkeys(domains[index] for index in sorted(asked)):
-        cells = [f"{mean(ratios(row.name, kind)):.2f}" for row in rows]
-        lines.append(f"| {kind} | {len(ratios(base.name, kind))} | {' | '.join(cells)} |")
-    cells = [_with_error(ratios(row.name, None)) for row in rows]
-    return "\n".join([*lines, f"| all | {len(asked)} | {' | '.join(cells)} |"]) + "\n"
+def tuned_key(cell: Cell, name: str) -> str:
+    """Settings are swept once for a model and a number of clients, at whatever temperature comes first."""
+    return f"{cell.model}|{cell.clients}|{name}"
 
 
-def _with_error(values: Sequence[float]) -> str:
+def with_error(values: Sequence[float]) -> str:
     """The mean and its standard error, which one value does not have."""
-    return f"{mean(values):.3f}" + (f" +- {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else "")
+    if not values:
+        return ""
+    return f"{mean(values):.2f}" + (f" +- {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else "")
 
 
-def _spread(values: Quartiles | None) -> str:
-    return "" if values is None else f"{values[1]:.2f}x ({values[0]:.2f}-{values[2]:.2f})"
+def _worst(values: Sequence[float]) -> str:
+    return f"{min(values):.2f}" if values else ""
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {"processor": _processor(), "system": platform.platform(), "python": platform.python_version()}
+def as_json(cells: Iterable[Cell], journal: Journal, command: str) -> dict[str, Any]:
+    """The rows of every cell, the sweeps and the machine; single answers are in the journal."""
+    found = []
+    for cell in cells:
+        base, rows = rows_of(cell, journal)
+        parts = [{field: getattr(row, field) for field in Row.__slots__} for row in rows]
+        found.append({**asdict(cell), "base": base, "rows": parts})
+    about = {"processor": processor(), "system": platform.platform(), "versions": journal.titles, "command": command}
+    return {**about, "cells": found, "sweeps": list(journal.tuned.values())}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Model, cores in use, and the widest instructions for whole numbers."""
+    from peers.field import cores
+
     information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def as_json(
-    rows: Sequence[Row], out: Mapping[str, str], journal: Journal, domains: Sequence[str], about: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Everything: the rows, every answer, every trial of the sweeps."""
-    return {
-        "about": dict(about),
-        "machine": machine(),
-        "rows": [asdict(row) for row in rows],
-        "out": dict(out),
-        "prompts": [
-            {"domain": domains[index], "answers": {name: answer.to_json() for name, answer in answers.items()}}
-            for index, answers in sorted(journal.answers.items())
-        ],
-        "sweeps": {name: [asdict(trial) for trial in tuned.trials] for name, tuned in journal.tuned.items()},
-    }
+    told = information.read_text(encoding="utf-8") if information.is_file() else ""
+    lines = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in lines.items()}
+    flags = fields.get("flags", "").split()
+    widest = next((flag for flag in ("avx512_vnni", "avx_vnni", "avx2") if flag in flags), "")
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return f"{name}, {cores()} cores" + (f", {widest}" if widest else "")

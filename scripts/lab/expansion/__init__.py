@@ -1,1 +1,0 @@
-"""Benchmark pairs: the demo at the cost of bigger models, in many shapes and formats, for our measurements."""

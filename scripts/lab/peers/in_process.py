@@ -1,0 +1,178 @@
+"""Runtimes that a child process loads as libraries: edgespec itself, llama-cpp-python, ik_llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from time import perf_counter
+from typing import Any
+
+from peers.base import MIN_P, TOP_K, TOP_P, Answer, Files, Question, Refusal, Runtime, Settings, library
+
+
+def only_prompt(question: Question) -> list[int]:
+    """Raises Refusal when several clients ask at once."""
+    if len(question.prompts) != 1:
+        raise Refusal("answers one client at a time")
+    return list(question.prompts[0])
+
+
+def timed(tokens: Iterator[int], started_s: float) -> list[Answer]:
+    """The answer that an iterator of token ids makes."""
+    token_ids, times_s = [], []
+    for token_id in tokens:
+        token_ids.append(int(token_id))
+        times_s.append(perf_counter() - started_s)
+    return [Answer(token_ids, times_s)]
+
+
+class Edgespec(Runtime):
+    """edgespec through its Python API, with the threads and all else that it chooses itself.
+
+    Settings: "default" uses whatever `files` has, "default alone" neither draft nor heads, "plain" does not speculate.
+    """
+
+    def open(self, files: Files, settings: Settings) -> str:
+        import edgespec
+
+        options: dict[str, Any] = {"context_length": int(files["context"])}
+        if settings["setting"] == "plain":
+            options["drafter"] = "none"
+        elif settings["setting"] != "default alone":
+            options |= {role: files[role] for role in ("draft", "heads") if role in files}
+        self._model = edgespec.load(files["target"], **options)
+        on_kernels = self._model.target.facts.name == "onnx" and files["target"].endswith(".gguf")
+        return f"edgespec {edgespec.__version__} on {'its kernels' if on_kernels else self._model.target.facts.name}"
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        from edgespec.errors import PromptError
+
+        def ids_of(text: str) -> list[int]:
+            try:
+                return self._model.encode_chat([{"role": "user", "content": text}])
+            except PromptError:  # a base model, without a chat template
+                return self._model.encode(text)
+
+        return [ids_of(text) for text in texts]
+
+    def ask(self, question: Question) -> list[Answer]:
+        from edgespec import GenerateOptions, Sampling
+
+        prompt = only_prompt(question)
+        self._model.forget()
+        sampling = Sampling(temperature=question.temperature, top_k=TOP_K, top_p=TOP_P, min_p=MIN_P, seed=question.seed)
+        started_s = perf_counter()
+        events = self._model.stream(prompt, sampling, GenerateOptions(max_tokens=question.max_tokens))
+        return timed((event.token_id for event in events if event.finish_reason != "stop"), started_s)
+
+
+class LlamaCppPython(Runtime):
+    """llama-cpp-python's high-level class: plain, and "lookup", its prompt lookup. It has no draft model.
+
+    Sweeps `threads`, `flash_attention`; of lookup `num_tokens`, `max_ngram`.
+    """
+
+    def open(self, files: Files, settings: Settings) -> str:
+        self._library, title = library("llama_cpp", "llama-cpp-python")
+        lookup = None
+        if settings["setting"] == "lookup":
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            lookup = LlamaPromptLookupDecoding(settings["max_ngram"], settings["num_tokens"])
+        self._model = self._library.Llama(
+            files["target"],
+            n_ctx=int(files["context"]),
+            n_threads=settings["threads"],
+            n_threads_batch=settings["threads"],
+            flash_attn=settings["flash_attention"],
+            draft_model=lookup,
+            verbose=False,
+        )
+        return title
+
+    def ask(self, question: Question) -> list[Answer]:
+        prompt, model = only_prompt(question), self._model
+        model.set_seed(question.seed)
+        model.reset()  # or it would take the prompt from its cache
+        vocabulary = self._library.llama_model_get_vocab(model.model)
+
+        def tokens() -> Iterator[int]:
+            filters = {"top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P, "repeat_penalty": 1.0}
+            with closing(model.generate(prompt, temp=question.temperature, **filters)) as made:
+                for count, token_id in enumerate(made, 1):
+                    if self._library.llama_vocab_is_eog(vocabulary, token_id):
+                        return
+                    yield token_id
+                    if count == question.max_tokens:
+                        return
+
+        return timed(tokens(), perf_counter())
+
+
+class IkLlama(Runtime):
+    """ik_llama.cpp's library with repacked weights; the wheel has no speculation, and its loop is written here.
+
+    Sweeps `threads`, `flash_attention`.
+    """
+
+    def open(self, files: Files, settings: Settings) -> str:
+        import numpy
+
+        self._api, title = library("ik_llama_cpp._ctypes_api", "ik-llama-cpp-python")
+        self._numpy, api = numpy, self._api
+        api.llama_backend_init()
+        params = api.llama_model_default_params()
+        params.use_mmap, params.repack_tensors = False, True
+        self._model = api.llama_model_load_from_file(files["target"].encode(), params)
+        if not self._model:
+            raise Refusal("ik_llama.cpp cannot load this file")
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = int(files["context"]), 512, 512
+        params.n_threads = params.n_threads_batch = settings["threads"]
+        params.flash_attn = settings["flash_attention"]
+        self._context = api.llama_init_from_model(self._model, params)
+        self._batch = api.llama_batch_init(512, 0, 1)
+        self._vocabulary_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        return title
+
+    def ask(self, question: Question) -> list[Answer]:
+        prompt, draw = only_prompt(question), self._numpy.random.default_rng(question.seed)
+
+        def tokens() -> Iterator[int]:
+            self._api.llama_kv_cache_clear(self._context)
+            for start in range(0, len(prompt), 512):
+                self._decode(prompt[start : start + 512], start)
+            for position in range(len(prompt), len(prompt) + question.max_tokens):
+                token_id = self._pick(question.temperature, draw)
+                if self._api.llama_token_is_eog(self._model, token_id):
+                    return
+                yield token_id
+                if position + 1 < len(prompt) + question.max_tokens:
+                    self._decode([token_id], position)
+
+        return timed(tokens(), perf_counter())
+
+    def _decode(self, token_ids: Sequence[int], start: int) -> None:
+        batch = self._batch
+        batch.n_tokens = len(token_ids)
+        for row, token_id in enumerate(token_ids):
+            batch.token[row], batch.pos[row] = token_id, start + row
+            batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, 0, row + 1 == len(token_ids)
+        if self._api.llama_decode(self._context, batch):
+            raise RuntimeError("ik_llama.cpp cannot decode")
+
+    def _pick(self, temperature: float, draw: Any) -> int:
+        """The most probable token, or one drawn as llama.cpp's filters leave it: top k, top p, min p, temperature."""
+        numpy = self._numpy
+        pointer = ctypes.cast(self._api.llama_get_logits_ith(self._context, -1), ctypes.POINTER(ctypes.c_float))
+        logits = numpy.ctypeslib.as_array(pointer, (self._vocabulary_size,))
+        if not temperature:
+            return int(logits.argmax())
+        kept = numpy.argpartition(logits, -TOP_K)[-TOP_K:]
+        kept = kept[numpy.argsort(-logits[kept])]
+        odds = numpy.exp(logits[kept] - logits[kept[0]])
+        shares = odds / odds.sum()
+        count = min(int((shares.cumsum() < TOP_P).sum()) + 1, int((odds >= MIN_P).sum()))
+        odds = odds[:count] ** (1 / temperature)
+        return int(kept[draw.choice(count, p=odds / odds.sum())])

@@ -1,0 +1,213 @@
+"""scripts/lab/compare.py: its protocol, journal, sweep and ratios, and the command itself on the demo's target."""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo import DEMO
+from peers.base import Answer, Files, Question, Refusal, Runtime, Settings, serve
+from peers.field import Contestant, contestants, tune
+from peers.over_http import arguments
+from peers.process import Child, Reply, RuntimeFailure
+from peers.report import Cell, Journal, markdown, rows_of
+
+ROOT = Path(__file__).parents[2]
+CELL = Cell("model", 0.0, 1)
+
+
+class Echo(Runtime):
+    """Answers with the prompt's last token."""
+
+    def open(self, files: Files, settings: Settings) -> str:
+        if "target" not in files:
+            raise Refusal("no file")
+        return "echo 1"
+
+    def ask(self, question: Question) -> list[Answer]:
+        return [Answer([prompt[-1]] * question.max_tokens, [0.5] * question.max_tokens) for prompt in question.prompts]
+
+
+def test_a_child_answers_line_by_line_and_says_why_it_refuses() -> None:
+    orders = [
+        {"do": "open", "files": {}, "settings": {}},
+        {"do": "open", "files": {"target": "x"}, "settings": {}},
+        {"do": "ask", "question": {"prompts": [[5, 6], [7]], "max_tokens": 2}},
+        {"do": "encode", "texts": ["a"]},
+        {"do": "dance"},
+    ]
+    replies = io.StringIO()
+    serve(Echo(), io.StringIO("".join(json.dumps(order) + "\n" for order in orders)), replies)
+    refused, opened, answered, no_encoder, unknown = map(json.loads, replies.getvalue().splitlines())
+    assert (refused, opened) == ({"refused": "no file"}, {"ok": "echo 1"})
+    assert [answer["token_ids"] for answer in answered["ok"]["answers"]] == [[6, 6], [7, 7]]
+    assert answered["ok"]["peak_bytes"] is None or answered["ok"]["peak_bytes"] > 1 << 20
+    assert "encode" in no_encoder["refused"] and "open, ask, encode" in unknown["refused"]
+
+
+def test_a_child_that_dies_or_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    def start(runtime: str, python: str = sys.executable) -> Child:
+        return Child(runtime, {}, {"setting": "plain"}, log=tmp_path / "log", home=tmp_path / "home", python=python)
+
+    with pytest.raises(RuntimeFailure, match="died with 1: KeyError: 'none of these'"):
+        start("none of these")
+    with pytest.raises(Refusal, match="--python"):
+        start("edgespec", str(tmp_path / "no python"))
+    with pytest.raises(RuntimeFailure, match="died with 1"):
+        start("edgespec")  # without a file
+
+
+def add(journal: Journal, name: str, prompt: str, tokens: Sequence[int], each_s: float, kind: str = "a") -> None:
+    answer = {"token_ids": list(tokens), "times_s": [1 + each_s * count for count in range(1, len(tokens) + 1)]}
+    about: dict[str, Any] = {"peak_bytes": 10**9, "load": 0.5}
+    journal.add("answer", cell=["model", 0.0, 1], name=name, prompts=prompt, kind=kind, answers=[answer], **about)
+
+
+def filled(path: Path) -> Journal:
+    """Two prompts, 1 s each to be read; the others' plain decoding takes 1 s a token, its second time 1.2."""
+    journal = Journal(path)
+    for prompt, kind in (("p", "a"), ("q", "b")):
+        add(journal, "edgespec plain", prompt, [1, 2, 3, 4], 0.5, kind)
+        add(journal, "edgespec default", prompt, [1, 2, 3, 4], 0.25 if prompt == "p" else 0.5, kind)
+        add(journal, "slow plain", prompt, [1, 2, 3], 3.0, kind)
+        add(journal, "fast plain", prompt, [1, 2, 9], 1.0, kind)
+        add(journal, "fast plain again", prompt, [1, 2, 9], 1.2, kind)
+    return journal
+
+
+def test_ratios_are_over_the_fastest_plain_decoding_of_the_others(tmp_path: Path) -> None:
+    base, rows = rows_of(CELL, filled(tmp_path / "journal"))
+    found = {row.name: row for row in rows}
+    assert base == "fast plain"
+    mean_base = 1 + 3 * 1.1  # of both times, to the third token: the shorter answer's last
+    assert found["edgespec default"].over_base == pytest.approx([mean_base / 1.75, mean_base / 2.5])
+    assert found["edgespec default"].by_kind == {"a": [pytest.approx(mean_base / 1.75)], "b": [pytest.approx(1.72)]}
+    assert found["edgespec default"].over_own == pytest.approx([3 / 2, 1])
+    assert (found["edgespec default"].same_text, found["edgespec default"].compared) == (2, 2)
+    assert found["fast plain"].over_base == [1, 1]
+    assert found["fast plain again"].over_base == pytest.approx([4 / 4.6] * 2)
+    assert found["slow plain"].over_base == pytest.approx([mean_base / 10] * 2)
+
+
+def test_a_killed_run_goes_on_and_a_failure_is_forgotten_once_it_works(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "journal")
+    journal.add("failed", cell=["model", 0.0, 1], name="slow lookup", reason="no file")
+    journal.add("failed", cell=["model", 0.0, 1], name="fast lookup", reason="no memory")
+    journal.add("tuned", key="model|1|fast lookup", settings={"setting": "lookup", "ngram": 3}, trials=[])
+    with (tmp_path / "journal").open("a", encoding="utf-8") as handle:
+        handle.write('{"what": "answer", "cell": ["mo')
+    again = Journal(tmp_path / "journal")
+    assert again.entries == journal.entries and again.tuned == journal.tuned
+    assert again.failed == {(CELL, "slow lookup"): "no file"}
+    add(again, "fast lookup", "p", [1, 2, 9], 2.0)
+    report = markdown([CELL], Journal(tmp_path / "journal"), "python compare.py")
+    assert "| fast lookup | 1 | 0.61 | 0.61 | 0.57 | 0.4 | 1 of 1 | 1000 | ngram 3 |" in report
+    assert "not in the table: slow lookup: no file" in report and "python compare.py" in report
+
+
+class Tried:
+    """A child whose speed follows from its settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings["threads"] == 3:
+            raise Refusal("too many threads")
+        self._each_s = 1 / (settings["threads"] + settings.get("num_tokens", 0))
+
+    def ask(self, question: Question) -> Reply:
+        return Reply([Answer([7] * 4, [self._each_s * count for count in range(1, 5)])], None)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sweep_takes_the_best_of_each_axis_and_passes_over_what_fails() -> None:
+    contestant = Contestant("x", "lookup", "x", {"threads": (1, 2, 3), "num_tokens": (1, 5, 2)})
+    opened: list[Settings] = []
+
+    def open_child(_: Contestant, settings: dict[str, Any]) -> Any:
+        opened.append(settings)
+        return Tried(settings)
+
+    best, trials = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child)
+    assert best == {"flash": True, "setting": "lookup", "threads": 2, "num_tokens": 5}
+    assert len(opened) == len(trials) == 5
+    assert [trial.get("failure") for trial in trials].count("too many threads") == 1
+    with pytest.raises(Refusal, match="too many threads"):
+        tune(Contestant("x", "plain", "x", {"threads": (3,)}), {}, [Question([[1]], 4)], open_child)
+
+
+def test_who_takes_part() -> None:
+    def names(*chosen: str, roles: Sequence[str] = (), clients: int = 1, is_cold: bool = False) -> set[str]:
+        return {each.name for each in contestants(chosen, roles, clients, [2, 1], is_cold=is_cold)}
+
+    assert names("edgespec") == {"edgespec plain", "edgespec default"}
+    assert names("edgespec", roles=["draft"], is_cold=True) - names("edgespec") == {
+        "edgespec default alone",
+        "edgespec default cold",
+    }
+    assert names("llama-server/lookup", "ik_llama.cpp") == {"llama-server lookup", "ik_llama.cpp plain"}
+    assert "llama-server draft" in names("llama-server", roles=["draft"])
+    assert names("edgespec", "llama-server/plain", "llama-cpp-python", clients=4) == {
+        "edgespec plain",
+        "edgespec default",
+        "llama-server plain",
+    }
+
+
+def test_flags_of_llama_server() -> None:
+    files = {"target": "t.gguf", "draft": "d.gguf", "context": "512", "clients": "4"}
+    plain = {"setting": "plain", "threads": 2, "flash_attention": "off"}
+    base = arguments(files, plain)
+    assert base[base.index("--ctx-size") + 1] == "2048" and base[base.index("--parallel") + 1] == "4"
+    draft = arguments(files, {**plain, "setting": "draft", "max_tokens": 5, "min_probability": 0.4})
+    assert draft[len(base) :][:4] == ["--spec-type", "draft-simple", "--model-draft", "d.gguf"]
+    lookup = {**plain, "setting": "lookup", "ngram": 3, "max_tokens": None}
+    assert arguments(files, {**lookup, "type": "ngram-cache"})[len(base) :] == ["--spec-type", "ngram-cache"]
+    assert arguments(files, {**lookup, "type": "ngram-mod"})[-2:] == ["--spec-ngram-mod-n-match", "3"]
+    assert arguments(files, {**lookup, "type": "default"})[-1] == "--spec-default"
+
+
+def compare(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    with lzma.open(folder / "spec_bench_dev.jsonl.xz", "wt", encoding="utf-8") as lines:
+        for text in ("Find me a restaurant.", "Name three fruits.", "Say it again.", "Hi.", "Who?", "Why?"):
+            lines.write(json.dumps({"category": "writing", "turns": [text]}) + "\n")
+    command = [sys.executable, "scripts/lab/compare.py", f"demo={DEMO / 'demo-target-q8_0.gguf'}", "--limit", "2"]
+    command += ["--data", str(folder), "--output", str(folder / "out"), "--tokens", "6", "--context", "256"]
+    command += ["--threads", "1", "--llama-server", str(folder / "no server"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_measures_what_is_missing_and_names_who_cannot_run(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    runtimes = ["--runtimes", "edgespec", "llama-server", "llama-cpp-python/plain", "--cold"]
+    first = compare(tmp_path, *runtimes)
+    assert not first.returncode, first.stderr
+    told = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row for row in told["cells"][0]["rows"]}
+    plain = ["llama-cpp-python plain", "llama-cpp-python plain again"]
+    assert [*rows] == ["edgespec default", "edgespec default cold", "edgespec plain", *plain]
+    assert all(len(row["over_base"]) == 2 and min(row["over_base"]) > 0 for row in rows.values())
+    assert all(rows[f"edgespec {name}"]["same_text"] == 2 for name in ("default", "default cold"))
+    assert "not in the table: llama-server plain: no llama-server is given or found" in first.stdout
+    journal = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8")
+    assert not compare(tmp_path, *runtimes).returncode
+    added = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8").removeprefix(journal).splitlines()
+    assert {json.loads(line)["what"] for line in added} == {"failed"}  # the server that is still not there
+
+
+def test_clients_at_once_have_the_texts_of_plain_decoding(tmp_path: Path) -> None:
+    done = compare(tmp_path, "--runtimes", "edgespec", "--clients", "2")
+    assert not done.returncode, done.stderr
+    (cell,) = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["cells"]
+    assert [(row["name"], row["same_text"]) for row in cell["rows"]] == [("edgespec default", 1), ("edgespec plain", 1)]
+    assert "2 clients at once" in done.stdout
