@@ -19,14 +19,15 @@ from edgespec.control.pool import DrafterPool
 from edgespec.drafters.base import Drafter
 from edgespec.engines.base import Engine
 from edgespec.engines.progress import reporting_to
-from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
+from edgespec.errors import CapabilityError, ConfigError, PromptError, SamplingError, shown
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.embedding import Text, TextEmbedder, as_texts
 from edgespec.generation.executor import Executor
 from edgespec.generation.handle import Generation, Result
-from edgespec.generation.inputs import (
+from edgespec.generation.request import (
+    Request,
     checked_chat,
     checked_ids,
     checked_tools,
@@ -34,7 +35,7 @@ from edgespec.generation.inputs import (
     refuses_unknown_keywords,
     require_writer,
 )
-from edgespec.generation.request import RequestMaker
+from edgespec.generation.run_state import check_prompt
 from edgespec.generation.saved_state import load_sequence, save_sequence, state_path
 from edgespec.loading.opening import open_models, start_trial
 from edgespec.loading.requirements import resolve_pair
@@ -43,7 +44,10 @@ from edgespec.memory.plan import Room
 from edgespec.memory.watch import MemoryReport
 from edgespec.platform.memory import keep_one_arena
 from edgespec.reports import RoundRecord, Stats
-from edgespec.types import Progress
+from edgespec.sampling import Sampler
+from edgespec.sampling.constraint.grammar import Grammar
+from edgespec.sampling.constraint.state import Constraint, Constraints
+from edgespec.types import Progress, TokenIds
 
 if TYPE_CHECKING:
     from edgespec.chat.reasoning import AnswerParts
@@ -53,6 +57,7 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 OnRound = Callable[[RoundRecord], None]
 Value = TypeVar("Value")
+_MOST_CHARACTERS = 16  # of a prediction, per token of the context
 _NOTABLE_PADDING_COST = 1.15  # slowdown of single-token steps by padding, from which on a note reports it
 
 
@@ -77,7 +82,7 @@ class Model(Closing):
         self.memory = memory  # what was planned and what is used; None for a model that was not loaded by `load`
         self._executor = Executor(options, pair, target, drafters, memory)
         self._pool, self._sequence = self._executor.pool, self._executor.sequence
-        self._requests = RequestMaker(self._executor, options)
+        self._constraints = Constraints()
         self.embedder = TextEmbedder(self._executor, options)  # `embed` in steps
 
     def __repr__(self) -> str:
@@ -144,11 +149,21 @@ class Model(Closing):
 
         `parse_special`: control tokens spelled out in the text become their ids. Raises PromptError if it is not a str.
         """
-        return self._requests.encode(text, parse_special=parse_special)
+        of_kind("text", text, str, PromptError)
+        with self._executor.vocabulary() as vocabulary:
+            return vocabulary.encode(text, parse_special=parse_special, add_bos=vocabulary.adds_bos)
 
     def require_room(self, count: int, what: Literal["tokens", "messages", "characters"]) -> None:
         """Raise PromptError for more than the context can hold whatever they are: a check that takes no time."""
-        self._requests.require_room(count, what)
+        most = self.context_length
+        if count > most and what == "characters":
+            with self._executor.vocabulary() as vocabulary:
+                most *= vocabulary.most_characters
+        if count > most:
+            raise PromptError(
+                f"the prompt has {count} {what} but the context holds only {self.context_length} tokens, answer "
+                "included: shorten the prompt or give a larger --ctx-size"
+            )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; control tokens print nothing. Raises PromptError for an id outside the vocabulary."""
@@ -196,8 +211,49 @@ class Model(Closing):
         Raises PromptError, SamplingError, ConfigError or CapabilityError if the request is not valid; ConfigError names
         the place of a mistake in a schema or grammar.
         """
-        request = self._requests.make(prompt, sampling or self.recommended_sampling, options, on_round)
+        chosen = of_kind("options", options or GenerateOptions(), GenerateOptions, ConfigError)
+        sampling = of_kind("sampling", sampling or self.recommended_sampling, Sampling, SamplingError)
+        require_writer(self.target.facts)
+        if on_round is not None and not callable(on_round):
+            raise ConfigError(f"on_round must be a function of one RoundRecord, got {shown(on_round)}")
+        prompt_ids = self._prompt_ids(prompt)
+        check_prompt(prompt_ids, self.context_length)
+        self._pool.check(chosen)
+        constraint = self._constraint(chosen, prompt_ids.size)
+        request = Request(
+            prompt_ids,
+            Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset, constraint),
+            chosen,
+            chosen.drafter or self.options.drafter,
+            chosen.verify or self.options.verify,
+            on_round,
+            self._predicted_ids(chosen.prediction),
+        )
         return Generation(self._executor, request, self.is_reproducible)
+
+    def _prompt_ids(self, prompt: Prompt) -> TokenIds:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("the prompt is empty: give at least one character")
+            self.require_room(len(prompt), "characters")
+            prompt = self.encode(prompt)
+        with self._executor.vocabulary() as vocabulary:
+            return checked_ids(prompt, vocabulary.size)
+
+    def _constraint(self, options: GenerateOptions, begin: int) -> Constraint | None:
+        grammar = Grammar.of(of_kind("options", options, GenerateOptions, ConfigError))
+        if grammar is None:
+            return None
+        with self._executor.vocabulary() as vocabulary:
+            return self._constraints.of(grammar, vocabulary, begin)
+
+    def _predicted_ids(self, prediction: str | None) -> TokenIds | None:
+        """As much of a predicted answer as the context may hold."""
+        if not prediction:
+            return None
+        with self._executor.vocabulary() as vocabulary:
+            ids = vocabulary.encode(prediction[: _MOST_CHARACTERS * self.context_length])
+            return np.array(ids[: self.context_length], np.int32)
 
     @refuses_unknown_keywords
     def generate(
@@ -236,14 +292,14 @@ class Model(Closing):
     def check_drafter(self, options: GenerateOptions) -> None:
         """Check that this model has the drafter of `options`. Raises CapabilityError as a generation would."""
         self._executor.turn.require_open()
-        self._requests.check_drafter(options)
+        self._pool.check(of_kind("options", options, GenerateOptions, ConfigError))
 
     def check_structure(self, options: GenerateOptions) -> None:
         """Check the grammar of `options`, if there is one, as a generation does.
 
         Raises ConfigError, which names the place of a mistake, and CapabilityError where llguidance is not installed.
         """
-        self._requests.check_structure(options)
+        self._constraint(options, 0)
 
     def split_answer(self, result: Result, tools: Messages = (), messages: Messages = ()) -> AnswerParts:
         """The reasoning, the text and the tool calls of a chat's result.

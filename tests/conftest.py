@@ -135,6 +135,13 @@ def qwen35_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen35moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with routed experts and a shared one, and the layer that predicts a further token."""
+    shape = HybridShape(hidden=64, head_size=32, rotated=16, state_heads=6, key_heads=2, experts=(6, 2, 32))
+    return write_qwen35(tmp_path_factory.mktemp("models") / "qwen35moe.gguf", shape, has_mtp=True)
+
+
+@pytest.fixture(scope="session")
 def lfm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random hybrid of short convolutions and attention, float32."""
     return write_lfm2(tmp_path_factory.mktemp("models") / "lfm2.gguf", HybridShape(hidden=512))

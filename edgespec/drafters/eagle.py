@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.growth import ROOT, Growth, candidates_for
+from edgespec.drafters.growth import ROOT, Growth, candidates_for, takes_tree
 from edgespec.drafters.head_layer import numpy_layer
 from edgespec.drafters.states import Array, StateDrafter
 from edgespec.engines.head import HeadLayer, NewPairs, Pairs, frequencies_of, rotary_tables
@@ -97,7 +97,7 @@ class EagleDrafter(StateDrafter):
             raise
         committed = self._pairs.length
         try:
-            make = self._tree if self.grows(request) else self._chain
+            make = self._tree if takes_tree(request) else self._chain
             return make(request, state, scores)
         finally:
             self._pairs.length = committed  # drops the pairs that it predicted itself

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -242,6 +242,8 @@ def candidates_for(
 
 
 ROOT = NO_PARENT
+MAX_ROW_COST = 0.1  # tokens; second choices rarely pay for more expensive rows, so no tree is grown
+_MOST_CHILDREN, _LOOKED_AT = 8, 8
 
 
 @dataclass(slots=True)
@@ -366,3 +368,34 @@ class Growth:
             tuple(sampled) if sampled else None,
             tuple(each.evidence for each in candidates),
         )
+
+
+def takes_tree(request: DraftRequest) -> bool:
+    """Whether to draft a tree rather than a chain: where the rule and the target take one, and rows are cheap.
+
+    A fixed draft length sets no cost of a row: it means a tree of that many nodes, or a chain of that many tokens
+    where trees are not possible. The automatic length sets the measured cost.
+    """
+    return request.max_branches > 0 and request.row_cost < MAX_ROW_COST
+
+
+def grown(
+    request: DraftRequest,
+    make: MakeCandidates,
+    end_ids: frozenset[int],
+    root: Logits,
+    rows_of: Callable[[Growth], Iterable[Logits]],
+    deepest: int | None = None,
+) -> Draft:
+    """A tree of at most `request.max_tokens` nodes that pay for their rows, with no path longer than `deepest`.
+
+    `root`: the row of logits [vocabulary] of what follows the text, `rows_of` those of each node that a growth waits
+    for, which are looked at one by one.
+    """
+    most, branches = request.max_tokens, request.max_branches
+    growth = Growth(make, most, branches, _MOST_CHILDREN, request.row_cost, _LOOKED_AT, deepest)
+    growth.open(ROOT, root)
+    while growth.grow(end_ids):
+        for node, row in zip(growth.waiting, rows_of(growth), strict=True):
+            growth.open(node, row)
+    return growth.draft()

@@ -22,9 +22,9 @@ from abc import abstractmethod
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain
+from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, DrawnChain, Growth, candidates_for, grown, takes_tree
 from edgespec.engines.head import BYTES_PER_FEATURE, DraftHead, States
-from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
+from edgespec.types import EMPTY_DRAFT, NO_PARENT, Draft, Logits, TokenIds
 
 
 class HeadDrafter(Drafter):
@@ -51,19 +51,21 @@ class HeadDrafter(Drafter):
         most = self._most(request)
         if most < 1 or features is None or not len(features):
             return EMPTY_DRAFT
-        chain = DrawnChain(request, most, self._head.facts.end_ids)
         try:
-            self._draw(chain, features)
+            return self._drafted(request.at_most(most), features)
         except BaseException:
             self._known = self._known[:0]  # its progress is unknown: the next draft reads its entries again
             raise
+
+    def _drafted(self, request: DraftRequest, features: States) -> Draft:
+        chain = DrawnChain(request, request.max_tokens, self._head.facts.end_ids)
+        self._draw(chain, features)
         return chain.as_draft()
 
     @abstractmethod
     def _most(self, request: DraftRequest) -> int:
         """Tokens to draft at most."""
 
-    @abstractmethod
     def _draw(self, chain: DrawnChain, features: States) -> None:
         """Add tokens to the chain behind the text, whose last `features` [n, feature width] are known."""
 
@@ -80,6 +82,8 @@ class HeadDrafter(Drafter):
         length = head.facts.context_length
         if end + room - start > length:
             start = end - length // 2
+            if head.facts.keeps_oldest:
+                goes_on, start = False, max(start, first_known)
         if goes_on and start < kept:
             head.rollback(kept)
             head.drop_before(start)
@@ -94,7 +98,7 @@ class HeadDrafter(Drafter):
         return int(differs[0] if differs.size else limit)
 
     def another(self, sequence: int) -> Drafter | None:
-        head = self._head.another()
+        head = self._head.another(sequence)
         return None if head is None else type(self)(head, self._max_features)
 
     @property
@@ -118,25 +122,51 @@ class HeadDrafter(Drafter):
 
 
 class Eagle3Drafter(HeadDrafter):
-    """Drafts token by token. An entry of the head's cache is a pair, so that the last token is in the last of them."""
+    """Drafts token by token, chains or, where the head can, trees.
+
+    An entry of the head's cache is a pair, so that the last token is in the last of them. The nodes of a tree that its
+    growth waits for are read in one pass with those before them, each of which sees the text and its own path alone.
+    """
 
     name = "eagle3"
 
     def _most(self, request: DraftRequest) -> int:
         return min(request.max_tokens, self._head.facts.context_length // 4)
 
-    def _draw(self, chain: DrawnChain, features: States) -> None:
+    def _drafted(self, request: DraftRequest, features: States) -> Draft:
         """The pairs that the cache lacks are read first."""
-        head, token_ids = self._head, chain.request.token_ids
+        head, token_ids = self._head, request.token_ids
         end = token_ids.size - 1  # pairs there are
         first_known = end - len(features)
-        kept = self._keep(min(self._shared_tokens(token_ids), end) - 1, first_known, end, chain.most)
+        kept = self._keep(min(self._shared_tokens(token_ids), end) - 1, first_known, end, request.max_tokens)
         logits, state = head.decode(token_ids[kept + 1 :], head.encode(features[kept - first_known :]))
         self._known = token_ids.copy()
+        if head.facts.can_tree and takes_tree(request):
+            return self._tree(request, logits, state)
+        chain = DrawnChain(request, request.max_tokens, head.facts.end_ids)
         chain.add(logits)
         while chain.is_open:
             logits, state = head.decode(np.array(chain.token_ids[-1:], np.int32), state[np.newaxis].copy())
             chain.add(logits)
+        return chain.as_draft()
+
+    def _tree(self, request: DraftRequest, logits: Logits, state: States) -> Draft:
+        """A tree behind the text; `logits` [vocabulary], `state` [width]: those at its end."""
+        states = {ROOT: state.copy()}
+
+        def rows_of(growth: Growth) -> list[Logits]:
+            asked = sorted(growth.waiting)
+            read = sorted({each for node in asked for each in growth.path(node)})
+            rows = {node: row for row, node in enumerate(read)} | {ROOT: NO_PARENT}
+            nodes = [growth.nodes[node] for node in read]
+            token_ids = np.array([node.candidate.token_id for node in nodes], np.int32)
+            above, parents = np.stack([states[node.parent] for node in nodes]), [rows[node.parent] for node in nodes]
+            found, after = self._head.branch(token_ids, above, parents, [rows[node] for node in asked])
+            states.update(zip(asked, after, strict=True))
+            return [found[asked.index(node)] for node in growth.waiting]
+
+        make = candidates_for(request, request.sampler, like_chains=True)
+        return grown(request, make, self._head.facts.end_ids, logits, rows_of)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
         return min(token_ids.size - max(self._shared_tokens(token_ids) - 1, 0), self._max_features)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.growth import Candidates, Growth, MakeCandidates, candidates_for
+from edgespec.drafters.growth import Candidates, Growth, MakeCandidates, candidates_for, takes_tree
 from edgespec.drafters.states import Array, StateDrafter, silu
 from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import Draft, Logits, TokenIds
@@ -62,7 +62,7 @@ class MedusaDrafter(StateDrafter):
         most = min(request.max_tokens, self.depth)
         scores = self.scores(self._predicted(self.read(features[-1:])[0], request.token_ids[-1:], most))
         rows = iter(scores)
-        if self.grows(request):
+        if takes_tree(request):
             return self._tree(request, scores)
         return self.chain(request, most, lambda _: next(rows))
 

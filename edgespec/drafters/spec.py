@@ -166,7 +166,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
     "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
-    "mtp": DrafterSpec((MTP_LAYERS,), "engine", engines=("llamacpp",)),
+    "mtp": DrafterSpec((MTP_LAYERS,), "engine"),
     "early-exit": DrafterSpec((EXIT,), "layers of the target"),
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),
     "medusa": DrafterSpec((HEADS,)),

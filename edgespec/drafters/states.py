@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.blas import one_blas_thread
-from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, DrawnChain, Growth, MakeCandidates
+from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain, Growth, MakeCandidates, grown
 from edgespec.errors import EngineError, ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile
 from edgespec.types import EMPTY_DRAFT, Draft, Logits, TokenIds
 
 _LEAST_SQUARE = np.float32(1e-6)
-MAX_ROW_COST = 0.1  # tokens; second choices rarely pay for more expensive rows, so no tree is grown
-_MOST_CHILDREN, _LOOKED_AT = 8, 8
 Array = NDArray[np.float32]
 NEVER = np.float32(-1e30)  # a logit; finite, so that no bias makes it NaN
 FIRST_ROOM = 256  # rows of tokens of the text
@@ -216,14 +214,6 @@ class StateDrafter(Drafter):
             chain.add(self.row(scores_after(chain.token_ids[-1] if chain.token_ids else None)))
         return chain.as_draft()
 
-    def grows(self, request: DraftRequest) -> bool:
-        """Whether to draft a tree rather than a chain: where the rule and the target take one, and rows are cheap.
-
-        A fixed draft length sets no cost of a row: it means a tree of that many nodes, or a chain of that many tokens
-        where trees are not possible. The automatic length sets the measured cost.
-        """
-        return request.max_branches > 0 and request.row_cost < MAX_ROW_COST
-
     def tree(
         self,
         request: DraftRequest,
@@ -232,17 +222,12 @@ class StateDrafter(Drafter):
         scores_of: Callable[[Growth], Iterable[Array]],
         deepest: int | None = None,
     ) -> Draft:
-        """A tree of at most `request.max_tokens` nodes that pay for their rows, with no path longer than `deepest`.
+        """As `grown`: `root_scores` [m] of what follows the text, `scores_of(growth)` [n, m] of its nodes."""
 
-        `root_scores` [m] of what follows the text, `scores_of(growth)` [n, m] of what follows each node it waits for.
-        """
-        most, branches = request.max_tokens, request.max_branches
-        growth = Growth(make, most, branches, _MOST_CHILDREN, request.row_cost, _LOOKED_AT, deepest)
-        growth.open(ROOT, self.row(root_scores))
-        while growth.grow(self._end_ids):
-            for node, scores in zip(growth.waiting, scores_of(growth), strict=True):
-                growth.open(node, self.row(scores))
-        return growth.draft()
+        def rows_of(growth: Growth) -> Iterable[Logits]:
+            return map(self.row, scores_of(growth))
+
+        return grown(request, make, self._end_ids, self.row(root_scores), rows_of, deepest)
 
     @property
     def bytes_used(self) -> int:

@@ -43,7 +43,7 @@ class EngineFacts:
     row_cost: float = 0.2  # a guess at what a further row adds to a pass over one, until passes tell
     padding_cost: float = 1.0  # time of a single-token pass that is padded into the class over one that is not
     prompt_block: int = 0  # with a narrow class, most rows of a pass that reads a prompt; 0: these keep to the class
-    can_pack: bool = False  # rows of several sequences may share a pass; in reproducible mode, with their own bits
+    can_pack: bool = False  # rows of several sequences may share a pass; with a pinned class each keeps its bits
     splits_passes: bool = False  # it runs as several passes where these have different numbers of rows
     max_slowdown: float = USUAL_SLOWDOWN  # as the option, where the user does not say
     own_cells: bool = False  # each sequence has cells of its own, so that its passes do not look at others'

@@ -36,15 +36,17 @@ class HeadFacts:
     end_ids: frozenset[int]  # tokens after which nothing is drafted
     num_bytes: int
     most_drafted: int = 0  # tokens of a block that it proposes
+    can_tree: bool = False  # it has the pass `branch`
+    keeps_oldest: bool = False  # its oldest entries can only be dropped with all others
 
 
 class DraftHead(Closing, ABC):
     """One head with a cache of entries `start`..`end`, one generation at a time. Not thread safe, `cancel` excepted.
 
-    Each form has passes of its own: `encode` and `decode` of one that reads pairs, `inject` and `block` of one that
-    drafts a block, `step` of one that attends to the target's cache and has none, so that it serves all sequences. All
-    raise BatchError, ContextFull, Cancelled and EngineError; results are views that the next call overwrites. Logits of
-    tokens that cannot be proposed are -inf.
+    Each form has passes of its own: `encode`, `decode` and, where it can, `branch` of one that reads pairs, `inject`
+    and `block` of one that drafts a block, `step` of one that attends to the target's cache and has none, so that it
+    serves all sequences. All raise BatchError, ContextFull, Cancelled and EngineError; results are views that the next
+    call overwrites. Logits of tokens that cannot be proposed are -inf, or missing at the end of a row.
     """
 
     facts: HeadFacts
@@ -61,6 +63,16 @@ class DraftHead(Closing, ABC):
         Both are of the last pair. After an error the cache is as before the call.
         """
         raise self._lacks("decode")
+
+    def branch(
+        self, token_ids: TokenIds, states: States, parents: list[int], wanted: list[int]
+    ) -> tuple[Logits, States]:
+        """Score what follows guessed pairs: of `states` [n, width], which follow others, and the tokens after them [n].
+
+        `parents` [n]: the pair before each, -1: the last one in the cache. Gives logits [m, vocabulary] and states
+        [m, width] of those `wanted`, in ascending order. The cache is as before the call.
+        """
+        raise self._lacks("branch")
 
     def inject(self, features: States) -> None:
         """Append the target's features [n, feature_width] of the next n tokens; of some of them after an error."""
@@ -108,8 +120,11 @@ class DraftHead(Closing, ABC):
     def clear_cancel(self) -> None:
         """Drop a `cancel` that has not ended a pass yet."""
 
-    def another(self) -> Self | None:
-        """The same head with a cache of its own, which lives as long as this one; None where that is not possible."""
+    def another(self, sequence: int) -> Self | None:
+        """The same head with a cache of its own, for another `sequence` of the target, which lives as long as this one.
+
+        None where that is not possible.
+        """
         return None
 
     @abstractmethod

@@ -5,7 +5,7 @@ disappears when logits are rounded, so the new keys and values of every layer ar
 prove nothing: most of a padded vocabulary is untrained, and its rows agree whichever kernel computes them.
 
 `survey` compares every width; `confirm` compares single-token passes over more rows before they join a class;
-`packs_alike` compares rows that share a pass with rows of other sequences; `reads_alike` compares a prompt with itself.
+`reads_alike` compares a prompt with itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from statistics import median
 from time import perf_counter
 
@@ -22,14 +21,13 @@ import numpy as np
 from edgespec.engines.base import Engine
 from edgespec.engines.progress import Work
 from edgespec.errors import CapabilityError, UsageError
-from edgespec.types import Batch, TokenIds, packed
+from edgespec.types import Batch, TokenIds
 
 # From 512 cells on llama.cpp's attention has a path of its own for one row; cells are counted in steps of 256.
 PREFIX = 272
 EVERY_WIDTH_TO = 33  # every width of a verifying pass is compared; prompts use these and the widest
 SURVEY_ROWS, CONFIRM_ROWS = 16, 128
 BEGINNING, EARLY_ROWS = 48, 36  # attention may have other kernels for short texts, in ONNX Runtime up to 64 cells
-PACKED = ((1, 1, 1), (1, 4, 2), (3, 1, 1), (9, 1, 17), (1, 1, 1), (8, 8, 8))  # rows of three sequences, by pass
 EMITTED = 12  # rows of the survey whose tokens the model chose itself
 WidthClass = tuple[int, int]
 WHAT = "checking that passes of every width give the same bits (once per model)"
@@ -135,30 +133,6 @@ def survey(engine: Engine, widest: int, so_far: Survey, most_low: int) -> None:
         engine.rollback(0)
 
 
-def packs_alike(engine: Engine) -> bool:
-    """Whether packed rows have the bits of rows alone, in logits and caches; all sequences are empty before and after.
-
-    Three texts of different lengths, or as many as there are sequences, in passes of PACKED rows of each.
-    """
-    count = min(len(PACKED[0]), engine.facts.max_sequences)
-    rows = sum(map(max, PACKED))
-    ids = sample_text(engine, PREFIX + rows)
-    starts = [max((ids.size - rows) // (place + 1), 1) for place in range(count)]
-    work = Work(2 * len(PACKED), WHAT)
-    found = []
-    try:
-        for is_packed in (False, True):
-            for sequence, start in enumerate(starts):
-                _read(engine, ids[:start], sequence)
-            found.append(_packed_bits(engine, ids, starts, work, is_packed=is_packed))
-            for sequence in range(count):
-                engine.rollback(0, sequence)
-    finally:
-        for sequence in range(count):
-            engine.rollback(0, sequence)
-    return found[0] == found[1]
-
-
 def reads_alike(engine: Engine, width: int) -> bool:
     """Whether text read in passes of `width` rows, the last one narrower, has the same bits each time.
 
@@ -188,23 +162,6 @@ def reads_alike(engine: Engine, width: int) -> bool:
     finally:
         engine.set_threads(steps[0])
         engine.rollback(0)
-
-
-def _packed_bits(engine: Engine, ids: TokenIds, starts: list[int], work: Work, *, is_packed: bool) -> list[bytes]:
-    """The bits of all logits, by pass and sequence, and of the caches at the end."""
-    found = []
-    for widths in PACKED:
-        parts = []
-        for sequence, width in enumerate(widths[: len(starts)]):
-            begin = engine.length(sequence)
-            parts.append(Batch.chain(ids[begin : begin + width], sequence=sequence))
-            if not is_packed:
-                found.append(engine.forward(parts[-1]).tobytes())
-        if is_packed:
-            logits, ends = engine.forward(packed(parts)), list(accumulate(part.width for part in parts))
-            found += [logits[end - part.width : end].tobytes() for part, end in zip(parts, ends, strict=True)]
-        work.step()
-    return [*found, *(engine.save_state(sequence) for sequence in range(len(starts)))]
 
 
 def _num_passes(width: int) -> int:
@@ -289,10 +246,10 @@ def proving_text(engine: Engine, widest: int) -> TokenIds:
     return ids
 
 
-def _read(engine: Engine, ids: TokenIds, sequence: int = 0) -> None:
+def _read(engine: Engine, ids: TokenIds) -> None:
     step = engine.facts.max_batch
     for start in range(0, ids.size, step):
-        engine.forward(Batch.chain(ids[start : start + step], sequence=sequence, last_only=True))
+        engine.forward(Batch.chain(ids[start : start + step], last_only=True))
 
 
 def sample_text(engine: Engine, wanted: int) -> TokenIds:

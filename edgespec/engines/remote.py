@@ -29,7 +29,7 @@ from edgespec.config.values import split_endpoint
 from edgespec.engines import progress
 from edgespec.engines.base import Engine, EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.llamacpp.rpc import RpcServer, add_servers, ask_all, keep_alive, require_rpc
+from edgespec.engines.llamacpp.rpc import add_servers, ask_all, keep_alive, require_rpc
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.model_files import StateStamp
 from edgespec.engines.model_use import ModelUse
@@ -83,7 +83,7 @@ class RemoteEngine(BookedEngine):
         self._path, self._use = path, use
         self.state_layers = use.state_layers
         self._child: _Child | None = None
-        self._settings: dict[str, Any] = {}  # methods to call again in a new child, with their argument
+        self._gives_states = False
         self._ids: list[TokenIds] = []  # tokens by sequence
         loaded = self._start()
         self.facts: EngineFacts = _facts(loaded)
@@ -111,12 +111,12 @@ class RemoteEngine(BookedEngine):
 
     def _start(self) -> _Loaded:
         """Load the model in a new child, and have it read all sequences. Raises as `load`."""
-        servers = ask_all(self._use.endpoints)
+        ask_all(self._use.endpoints)
         self._child = child = _Child()
         try:
-            loaded: _Loaded = child.call(_LOAD, self._path, servers, self._use)
-            for method, argument in self._settings.items():
-                child.call(method, argument)
+            loaded: _Loaded = child.call(_LOAD, self._path, self._use)
+            if self._gives_states:
+                child.call("give_hidden_states", True)
             # in reproducible mode the class has all these widths
             step = min(loaded.facts.max_batch, EVERY_WIDTH_TO)
             for sequence, ids in enumerate(self._ids):
@@ -218,24 +218,13 @@ class RemoteEngine(BookedEngine):
         self._ids[sequence] = ids
 
     def give_hidden_states(self, wanted: bool) -> None:
-        self._set("give_hidden_states", wanted)
-
-    def give_layer_inputs(self, layers: tuple[int, ...]) -> None:
-        self._set("give_layer_inputs", layers)
-
-    def _set(self, method: str, argument: Any) -> None:
-        """Call a method whose effect lasts, unless it would change nothing."""
         self._require_open()
-        if self._settings.get(method) != argument and (argument or method in self._settings):
-            self._call(method, argument)
-            self._settings[method] = argument
+        if wanted != self._gives_states:
+            self._call("give_hidden_states", wanted)
+            self._gives_states = wanted
 
     def hidden_states(self) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self._call("hidden_states")
-        return found
-
-    def layer_inputs(self) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = self._call("layer_inputs")
         return found
 
     def drop_class(self) -> None:
@@ -406,19 +395,18 @@ class _Server:
         assert self._engine is not None
         return getattr(self._engine, call.method)(*call.arguments)
 
-    def _loaded(self, path: Path, servers: tuple[RpcServer, ...], use: ModelUse) -> Engine:
-        """The model at `path` on the devices of `servers`. Raises as `LlamaCppEngine.load`."""
+    def _loaded(self, path: Path, use: ModelUse) -> Engine:
+        """The model at `path`, on the devices of the servers of `use`. Raises as `LlamaCppEngine.load`."""
         from edgespec.engines.llamacpp import LlamaCppEngine
         from edgespec.engines.llamacpp.library import library, listening
 
         library()
         with listening(partial(print, file=sys.stderr, flush=True)):  # should ggml end this process, they say why
-            endpoints = tuple(server.endpoint for server in servers)
-            if endpoints:
-                keep_alive([split_endpoint(endpoint)[1] for endpoint in endpoints])
-                add_servers(endpoints)
+            if use.endpoints:
+                keep_alive([split_endpoint(endpoint)[1] for endpoint in use.endpoints])
+                add_servers(use.endpoints)
             with progress.reporting_to(lambda done, total, what: self._send(_Report(done, total, what))):
-                return LlamaCppEngine.load(path, use, servers=servers)
+                return LlamaCppEngine.load(path, use)
 
 
 def _main() -> None:

@@ -25,14 +25,12 @@ class PassRequest(NamedTuple):
     """Rows of one sequence, of a target or of a draft model, that wait for a pass of its engine.
 
     The reply is their logits, a view until the next pass. `hidden`: with hidden states or without them; None: as the
-    engine does now. Other sequences of the same pass may want them and these rows not. `is_alone`: rows of others would
-    change the bits of these.
+    engine does now. Other sequences of the same pass may want them and these rows not.
     """
 
     cache: CachedSequence
     batch: Batch
     hidden: bool | None = None
-    is_alone: bool = False
 
     def run(self) -> Logits:
         """The logits of a pass of its own. Raises as `Engine.forward`."""
@@ -275,7 +273,7 @@ class CachedSequence:
                 is_late = start + known > token_ids.size
                 wanted = self.keeps_features and is_late and part.size <= self._most_with_states
                 hidden = wanted if self.keeps_features else None
-                logits = yield PassRequest(self, batch, hidden, is_alone=part.size > self.engine.widest_pass)
+                logits = yield PassRequest(self, batch, hidden)
                 if wanted:
                     self._states.append(self.length, known)
                 self._inputs.append(self.length)

@@ -11,8 +11,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from edgespec.closing import Closing
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
@@ -25,14 +28,9 @@ from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import has_address_limit
 
-PROBE_VERSION = 2  # increase it when the trial finds more faults, so that files are tried again
+PROBE_VERSION = 3  # increase it when the trial finds more faults, so that files are tried again
 START_S = 60.0
 READ_BYTES_PER_S = 50e6  # a slow disk
-
-
-def check_model_file(path: Path) -> None:
-    """`check_model_files` of one file without known checksums."""
-    check_model_files({path: False})
 
 
 def check_model_files(is_trusted: Mapping[Path, bool]) -> None:
@@ -93,21 +91,14 @@ def _check_header(path: Path) -> None:
 
 
 def _trial_key(path: Path) -> str:
-    return key_of(PROBE_VERSION, _library_version(path), tuple(map(file_key, _files(path))))
+    return key_of(PROBE_VERSION, _library_versions(path), tuple(map(file_key, _files(path))))
 
 
-def _library_version(path: Path) -> str:
-    if is_graph(path):
-        from importlib.metadata import PackageNotFoundError
-        from importlib.metadata import version as installed
-
-        try:
-            return f"{installed('onnxruntime')} {installed('tokenizers')}"
-        except PackageNotFoundError:
-            return ""
-    from edgespec.engines.llamacpp.library import version
-
-    return version()
+def _library_versions(path: Path) -> str:
+    try:
+        return " ".join(map(version, ("onnxruntime", "tokenizers") if is_graph(path) else ("llama-cpp-python",)))
+    except PackageNotFoundError:
+        return ""
 
 
 def _files(path: Path) -> Sequence[Path]:
@@ -193,27 +184,29 @@ def _fault_of(path: Path) -> str | None:
 
 def _try_gguf(path: Path) -> str | None:
     from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.embeddings import EncoderEngine
     from edgespec.engines.llamacpp.heads import try_head
-    from edgespec.engines.llamacpp.weights import try_weights
     from edgespec.engines.rows import fault_of
     from edgespec.types import Batch
 
     if head_kind_of(path) is not None:
         try_head(path)
         return None
-    read_weights = (lambda path: None) if has_address_limit() else try_weights
+    small: dict[str, Any] = {"context_length": 16, "threads": 1, "is_repacked": False}
+    small["check_tensors"] = not has_address_limit()
+    fault = ""
     if gives_only_embeddings(read_header(path)):
-        from edgespec.engines.llamacpp.embeddings import try_encoder
-
-        return try_encoder(path) or read_weights(path)
-    load = partial(LlamaCppEngine.load, path, context_length=16, max_batch=8, threads=1, reproducible=False)
-    with load(is_repacked=False) as engine:
-        ids = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
-        fault = fault_of(engine.forward(Batch.chain(ids[:2] or [0])))
-        if not fault:
-            engine.forward(Batch.chain([0], last_only=True))
-    if named := read_weights(path):  # says which tensors are damaged
-        return named
+        with EncoderEngine.load(path, **small) as encoder:
+            before, behind = encoder.vocabulary.embedded_ends()
+            ids = np.array([*before, *encoder.vocabulary.encode("a b"), *behind][:16] or [0], np.int32)
+            if not np.isfinite(encoder.embed([ids], "mean")).all():
+                fault = "its embeddings are not numbers"
+    else:
+        with LlamaCppEngine.load(path, max_batch=8, reproducible=False, **small) as engine:
+            tokens = engine.vocabulary.encode("".join(map(chr, range(256))), parse_special=True)
+            fault = fault_of(engine.forward(Batch.chain(tokens[:2] or [0])))
+            if not fault:
+                engine.forward(Batch.chain([0], last_only=True))
     return f"{path} is not a usable model: {fault}. Download or export it again" if fault else None
 
 

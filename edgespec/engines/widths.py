@@ -9,9 +9,8 @@ scores the last tokens again at another width, and drops a class whose passes tu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -55,7 +54,7 @@ class Proved:
 
 
 def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> EngineFacts:
-    """The facts of an empty engine with the class to use; the engine is left empty.
+    """The facts of an empty engine with the class to use, in which each text has passes of its own; it is left empty.
 
     `key` names everything that the bits depend on; results are cached under it. Raises CapabilityError, with `advice`,
     where there is no class.
@@ -76,6 +75,8 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
         width_classes=found.classes,
         pinned_class=pinned,
         max_batch=max_batch,
+        can_pack=False,
+        splits_passes=False,
         padding_cost=found.padding_cost,
         prompt_block=block,
     )
@@ -94,22 +95,14 @@ def fastest_facts(engine: Engine, key: str) -> EngineFacts:
     return replace(engine.facts, notes=(*engine.facts.notes, note))
 
 
-def packs_alike(engine: Engine, key: str) -> bool:
-    """Whether rows in a pass with rows of other sequences have the bits that they have alone: cached, or tested now."""
-    return _tested("packing", key_of(METHOD, key, engine.facts.max_sequences), partial(proof.packs_alike, engine))
-
-
 def _reads_alike(engine: Engine, key: str) -> bool:
     """Whether a prompt that is read again in the same wide passes gets the same bits: cached, or tested now."""
     width = min(BLOCK, engine.facts.max_batch)
-    return _tested("blocks", key_of(METHOD, key, width), partial(proof.reads_alike, engine, width))
-
-
-def _tested(kind: str, key: str, test: Callable[[], bool]) -> bool:
-    known: bool | None = disk_cache.get(kind, key, bool)
+    key = key_of(METHOD, key, width)
+    known: bool | None = disk_cache.get("blocks", key, bool)
     if known is None:
-        known = test()
-        disk_cache.put(kind, key, known)
+        known = proof.reads_alike(engine, width)
+        disk_cache.put("blocks", key, known)
     return known
 
 

@@ -2,8 +2,8 @@
 
 Each generation is the loop of `decode`, which asks for its passes. Every `step` packs the waiting rows - a chunk of a
 prompt, plain rows, drafts - into one pass, as many as fit, longest waiting first. Generations that use a draft model
-first share its passes, one token each, until their drafts are complete. If an engine cannot pack, or packing would
-change bits in reproducible mode, each gets its own pass in turn. Controllers are told what another row costs at the
+first share its passes, one token each, until their drafts are complete. If an engine cannot pack, as those of other
+kernels in reproducible mode, each gets its own pass in turn. Controllers are told what another row costs at the
 width that the pass already has.
 """
 
@@ -152,7 +152,7 @@ class ContinuousBatch:
         """Begin one that its handle reads with `next_event`; nothing else runs. Raises as `begin`."""
         self.end_all()  # a handle that was dropped gave its turn back, but could not end its generation
         ended, advisor = WeakMethod(generation.ended), self._executor.advisor
-        request, stats = generation.request, generation.stats  # the handle is not kept, so that it can be dropped
+        stats = generation.stats  # the handle is not kept, so that it can be dropped
 
         def end(failure: Exception | None) -> None:
             if line := advisor.judged(stats):
@@ -161,8 +161,7 @@ class ContinuousBatch:
                 method(failure)
 
         member = self._joined(generation, self._executor.slots.take_first(), no_event, end)
-        member.run.on_round = request.on_round
-        advisor.begin(request.options)
+        advisor.begin(generation.request.options)
         self._look_around(member)
 
     def _joined(
@@ -252,7 +251,7 @@ class ContinuousBatch:
     def _beside(self, first: Member, waiting: Sequence[Member]) -> list[Member]:
         """`first`, which runs even if it would never fit beside others, and those that fit into the same pass."""
         engine = first.asked.cache.engine
-        if len(waiting) == 1 or not engine.facts.can_pack or first.asked.is_alone:
+        if len(waiting) == 1 or not engine.facts.can_pack:
             return [first]
         room = PassRoom.of(engine, gives_states=any(member.asked.hidden for member in waiting))
         if not first.is_drafting and any(not member.is_reading for member in waiting):
@@ -260,7 +259,7 @@ class ContinuousBatch:
         found = [first]
         room.takes(first, at_least=True)
         for member in waiting:
-            if member is first or member.asked.is_alone or member.asked.cache.engine is not engine:
+            if member is first or member.asked.cache.engine is not engine:
                 continue
             if room.takes(member):
                 found.append(member)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edgespec.config.options import LoadOptions
 from edgespec.errors import Cancelled, CapabilityError, EngineError, PromptError, PromptTooLong, shown
 from edgespec.generation.executor import Executor
-from edgespec.generation.inputs import checked_ids
+from edgespec.generation.request import checked_ids
 from edgespec.types import PoolingName, TokenIds
 
 _STEP_TOKENS = 2048  # after about so many others have their turn

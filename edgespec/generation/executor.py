@@ -27,15 +27,15 @@ from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
 from edgespec.generation.advisor import Advisor
 from edgespec.generation.batching import ContinuousBatch
-from edgespec.generation.relief import Relief
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
 from edgespec.generation.slots import Slots
 from edgespec.generation.turn import Claim, Turn
-from edgespec.memory.watch import MemoryReport
+from edgespec.memory.watch import MemoryReport, Relief
 from edgespec.platform.machine import peak_rss_bytes
 from edgespec.platform.memory import return_freed_memory
 from edgespec.reports import Stats
+from edgespec.sampling.stopping import StopRules
 from edgespec.vocabulary import Vocabulary
 
 logger = logging.getLogger("edgespec")
@@ -105,11 +105,22 @@ class Executor:
         self, request: Request, stats: Stats, sequence: CachedSequence, controllers: Callable[[], Iterable[Controller]]
     ) -> Run:
         """The state of a generation on `sequence`; `controllers`: those in use, for when a draft model is dropped."""
-        self.last_stats = stats
-        run = request.run_on(sequence, stats)
-        run.parked, run.watch = self.parked, self.class_watch
-        run.relieve = None if self._relief is None else partial(self._relief.relieve, controllers)
-        return run
+        self.last_stats, options = stats, request.options
+        end_ids = frozenset() if options.ignore_eos else self.target.vocabulary.end_ids
+        return Run(
+            target=sequence,
+            prompt_ids=request.prompt_ids,
+            sampler=request.sampler,
+            stop=StopRules(end_ids, tuple(options.stop), options.max_tokens),
+            logprobs=options.logprobs,
+            top_logprobs=options.top_logprobs,
+            parked=self.parked,
+            on_round=request.on_round,
+            predicted_ids=request.predicted_ids,
+            watch=self.class_watch,
+            relieve=None if self._relief is None else partial(self._relief.relieve, controllers),
+            stats=stats,
+        )
 
     def conclude(self, run: Run, pool: DrafterPool) -> None:
         """A generation has ended: complete its counters and learn its answer."""

@@ -1,30 +1,27 @@
-"""A request for one generation: made of what the caller of a loaded model gives, after checking it."""
+"""A checked request for one generation, and the checks of the arguments of the Python API; the errors name the fix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from edgespec.config.options import GenerateOptions, LoadOptions, Sampling
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.config.values import DrafterName, RuleName
-from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import ConfigError, PromptError, SamplingError, shown
-from edgespec.generation.inputs import checked_ids, of_kind, require_writer
-from edgespec.generation.run_state import Run, check_prompt
-from edgespec.reports import RoundRecord, Stats
+from edgespec.engines.base import EngineFacts
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
+from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler
-from edgespec.sampling.constraint.grammar import Grammar, mismatch
-from edgespec.sampling.constraint.state import Constraint, Constraints
-from edgespec.sampling.stopping import StopRules
+from edgespec.sampling.constraint.grammar import mismatch
 from edgespec.types import TokenIds
 
-if TYPE_CHECKING:
-    from edgespec.generation.executor import Executor
-
-_MOST_CHARACTERS = 16  # of a prediction, per token of the context
+Given = TypeVar("Given")
+Returned = TypeVar("Returned")
+Params = ParamSpec("Params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,104 +50,75 @@ class Request:
         """Why a finished answer does not match `schema`; "" if it does. Blocks while a child process checks it."""
         return mismatch(self.schema, answer.split(self.options.free_until or "\0", 1)[-1]) if self.schema else ""
 
-    def run_on(self, sequence: CachedSequence, stats: Stats) -> Run:
-        """The state of a generation of it on a sequence of the target; `stats` is updated while it runs."""
-        options = self.options
-        end_ids = frozenset() if options.ignore_eos else sequence.engine.vocabulary.end_ids
-        return Run(
-            target=sequence,
-            prompt_ids=self.prompt_ids,
-            sampler=self.sampler,
-            stop=StopRules(end_ids, tuple(options.stop), options.max_tokens),
-            logprobs=options.logprobs,
-            top_logprobs=options.top_logprobs,
-            on_round=self.on_round,
-            predicted_ids=self.predicted_ids,
-            stats=stats,
+
+def of_kind(name: str, given: Given, kind: type[Given], error: type[EdgespecError]) -> Given:
+    """`given` if it is a `kind`; else raises `error`, which for a dict says how to convert it."""
+    if not isinstance(given, kind):
+        fix = f": write {kind.__name__}(**{name})" if isinstance(given, dict) else ""
+        raise error(f"{name} must be {kind.__name__}, got {type(given).__name__}{fix}")
+    return given
+
+
+def checked_ids(given: object, vocabulary_size: int) -> TokenIds:
+    """`given` as token ids [n].
+
+    Raises PromptError unless it is a sequence of whole numbers within the vocabulary (bool is not a number).
+    """
+    listed = given.tolist() if isinstance(given, np.ndarray) and given.ndim == 1 else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes | bytearray):
+        kind = f"an array of shape {given.shape}" if isinstance(given, np.ndarray) else shown(given)
+        raise PromptError(f"a prompt must be text or a list of token ids, got {kind}")
+    wrong = [kind for kind in set(map(type, listed)) if kind is bool or not issubclass(kind, int | np.integer)]
+    if wrong:
+        names = ", ".join(sorted(kind.__name__ for kind in wrong))
+        raise PromptError(f"a prompt's token ids must be whole numbers, got {names}")
+    if listed and not (min(listed) >= 0 and max(listed) < vocabulary_size):
+        raise PromptError(f"a prompt token id is outside the vocabulary 0..{vocabulary_size - 1}")
+    return np.array(listed, np.int32)
+
+
+def checked_chat(messages: object) -> Sequence[Mapping[str, Any]]:
+    """`messages` if it is a list of mappings, else raises PromptError; their content is checked when rendered."""
+    if isinstance(messages, str):
+        raise PromptError(
+            'messages must be a list such as [{"role": "user", "content": "..."}], got a str: wrap it in a message'
+        )
+    return _objects("messages", messages, '{"role": "user", "content": "..."}')
+
+
+def checked_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
+    """`tools` if it is None or a list of mappings, else raises PromptError."""
+    return None if tools is None else _objects("tools", tools, '{"type": "function", "function": {"name": "..."}}')
+
+
+def _objects(name: str, given: object, example: str) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(given, Sequence) or not all(isinstance(each, Mapping) for each in given):
+        raise PromptError(f"{name} must be a list such as [{example}], got {type(given).__name__}")
+    return given
+
+
+def require_writer(facts: EngineFacts) -> None:
+    """Raises CapabilityError for a model that gives embeddings only."""
+    if not facts.writes:
+        raise CapabilityError(
+            f"{facts.architecture} models read a whole text at once: they give embeddings, and write no text. Load one "
+            "that writes token by token, such as a Llama or Qwen"
         )
 
 
-class RequestMaker:
-    """For the model of `executor`, loaded with `options`. Its methods raise as those of `Model`."""
+def refuses_unknown_keywords(method: Callable[Params, Returned]) -> Callable[Params, Returned]:
+    """Decorator: a keyword that `method` does not have raises ConfigError, which names the class that has it."""
+    known = tuple(name for name in inspect.signature(method).parameters if name != "self")
+    owners = {name: kind.__name__ for kind in (Sampling, GenerateOptions) for name in kind.__dataclass_fields__}
 
-    def __init__(self, executor: Executor, options: LoadOptions) -> None:
-        self._executor, self._options = executor, options
-        self._constraints = Constraints()
+    @wraps(method)
+    def checked(*args: Params.args, **kwargs: Params.kwargs) -> Returned:
+        for name in kwargs:
+            if name not in known:
+                owner = owners.get(name)
+                part = {"Sampling": "sampling", "GenerateOptions": "options"}.get(owner or "")
+                fix = f"write {part}={owner}({name}=...)" if owner else f"known: {', '.join(known)}"
+                raise ConfigError(f"{method.__name__}() has no keyword {name!r}: {fix}")
+        return method(*args, **kwargs)
 
-    def make(
-        self,
-        prompt: str | Sequence[int],
-        sampling: Sampling,
-        options: GenerateOptions | None,
-        on_round: Callable[[RoundRecord], None] | None,
-    ) -> Request:
-        """The request that `Model.stream` describes."""
-        chosen = of_kind("options", options or GenerateOptions(), GenerateOptions, ConfigError)
-        sampling = of_kind("sampling", sampling, Sampling, SamplingError)
-        require_writer(self._executor.target.facts)
-        if on_round is not None and not callable(on_round):
-            raise ConfigError(f"on_round must be a function of one RoundRecord, got {shown(on_round)}")
-        prompt_ids = self._prompt_ids(prompt)
-        check_prompt(prompt_ids, self._executor.target.facts.context_length)
-        self._executor.pool.check(chosen)
-        constraint = self._constraint(chosen, prompt_ids.size)
-        return Request(
-            prompt_ids,
-            Sampler(sampling, self._executor.target.vocabulary.size, chosen.noise_offset, constraint),
-            chosen,
-            chosen.drafter or self._options.drafter,
-            chosen.verify or self._options.verify,
-            on_round,
-            self._predicted_ids(chosen.prediction),
-        )
-
-    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of `text` as a prompt."""
-        with self._executor.vocabulary() as vocabulary:
-            return vocabulary.encode(
-                of_kind("text", text, str, PromptError), parse_special=parse_special, add_bos=vocabulary.adds_bos
-            )
-
-    def require_room(self, count: int, what: Literal["tokens", "messages", "characters"]) -> None:
-        """Raise PromptError for more than the context can hold, whatever they are."""
-        most = held = self._executor.target.facts.context_length
-        if count > most and what == "characters":
-            with self._executor.vocabulary() as vocabulary:
-                most *= vocabulary.most_characters
-        if count > most:
-            raise PromptError(
-                f"the prompt has {count} {what} but the context holds only {held} tokens, answer included: shorten the "
-                "prompt or give a larger --ctx-size"
-            )
-
-    def check_drafter(self, options: GenerateOptions) -> None:
-        """Check that there is the drafter of `options`."""
-        self._executor.pool.check(of_kind("options", options, GenerateOptions, ConfigError))
-
-    def check_structure(self, options: GenerateOptions) -> None:
-        """Check the grammar of `options`, if there is one."""
-        self._constraint(of_kind("options", options, GenerateOptions, ConfigError), 0)
-
-    def _constraint(self, options: GenerateOptions, begin: int) -> Constraint | None:
-        grammar = Grammar.of(options)
-        if grammar is None:
-            return None
-        with self._executor.vocabulary() as vocabulary:
-            return self._constraints.of(grammar, vocabulary, begin)
-
-    def _predicted_ids(self, prediction: str | None) -> TokenIds | None:
-        """As much of a predicted answer as the context may hold."""
-        most = self._executor.target.facts.context_length
-        if not prediction:
-            return None
-        with self._executor.vocabulary() as vocabulary:
-            return np.array(vocabulary.encode(prediction[: _MOST_CHARACTERS * most])[:most], np.int32)
-
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> TokenIds:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise PromptError("the prompt is empty: give at least one character")
-            self.require_room(len(prompt), "characters")
-            prompt = self.encode(prompt)
-        with self._executor.vocabulary() as vocabulary:
-            return checked_ids(prompt, vocabulary.size)
+    return checked

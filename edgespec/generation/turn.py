@@ -48,13 +48,13 @@ class Caller(NamedTuple):
 class Claim:
     """One request's place in the queue.
 
-    `caller`: who used it last; `inside`: the thread that uses the model with it; `num_steps`: number of uses so far;
-    `is_withdrawn`: cancelled, so that waiting for the turn ends; `is_over`: it never joins the queue again.
+    `caller`: who used it last, until `used_s`; `inside`: the thread that uses the model with it; `is_withdrawn`:
+    cancelled, so that waiting for the turn ends; `is_over`: it never joins the queue again.
     """
 
     caller: Caller | None = None
     inside: threading.Thread | None = None
-    num_steps: int = 0
+    used_s: float = 0.0
     is_withdrawn: bool = False
     is_over: bool = False
     wakers: list[Callable[[], object]] = field(default_factory=list)  # of tasks that wait
@@ -62,6 +62,14 @@ class Claim:
     @property
     def needs_turn(self) -> bool:
         return not self.is_withdrawn and not self.is_over
+
+    def waits_for(self, caller: Caller, *, is_thread: bool) -> bool:
+        """Whether only `caller`, which waits (`is_thread`: with all of its thread), would use it next."""
+        if self.caller is None:
+            return False
+        if is_thread:
+            return self.caller.thread is caller.thread
+        return self.caller.task is not None and self.caller.task is caller.task
 
 
 class Turn:
@@ -94,16 +102,14 @@ class Turn:
         if claim.inside is thread:
             raise Busy("a generation cannot be read inside its own on_round callback, or a signal handler during it")
         caller = caller or Caller.now()
-        limit = _WaitLimit(self, claim, caller, max_wait_s, blocks_thread=True)
+        began_s = monotonic()
         try:
             with self._changed:
                 self._join(claim)
                 while not self.is_shut and not self._may_enter(claim):
-                    limit.check()
-                    self._changed.wait(limit.next_check_s)
+                    self._changed.wait(self._next_check_s(claim, caller, began_s, max_wait_s, is_thread=True))
                 if not self.is_shut:
                     claim.inside, claim.caller = thread, caller
-                    claim.num_steps += 1
             self.require_open()
         except BaseException:
             self._leave_unless_begun(claim)
@@ -111,7 +117,7 @@ class Turn:
         try:
             yield
         finally:
-            claim.inside = None
+            claim.inside, claim.used_s = None, monotonic()
             with self._changed:
                 self._changed.notify_all()
 
@@ -119,8 +125,7 @@ class Turn:
         """Wait as `inside` does without blocking the event loop, until the claim has the turn or needs it no longer."""
         import asyncio
 
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
-        limit = _WaitLimit(self, claim, caller, max_wait_s, blocks_thread=False)
+        loop, woken, began_s = asyncio.get_running_loop(), asyncio.Event(), monotonic()
 
         def wake() -> None:
             with suppress(RuntimeError):  # the loop is closed, so nothing waits
@@ -131,9 +136,9 @@ class Turn:
             self._join(claim)
             while not self.is_of(claim) and claim.needs_turn:
                 self.require_open()
-                limit.check()
+                timeout_s = self._next_check_s(claim, caller, began_s, max_wait_s, is_thread=False)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(limit.next_check_s):
+                    async with asyncio.timeout(timeout_s):
                         await woken.wait()
                 woken.clear()
         except BaseException:
@@ -209,7 +214,7 @@ class Turn:
 
     def _leave_unless_begun(self, claim: Claim) -> None:
         """Leave the queue after a failed wait; a generation that has begun keeps its turn."""
-        if not (self.is_of(claim) and claim.num_steps):
+        if not (self.is_of(claim) and claim.caller is not None):
             self.leave(claim)
 
     def _wake(self, *claims: Claim) -> None:
@@ -217,40 +222,20 @@ class Turn:
         for wake in [wake for claim in claims for wake in claim.wakers]:
             wake()
 
-
-class _WaitLimit:
-    """Ends one claim's waiting with Busy where it lasts too long, or for ever: its caller holds the turn itself."""
-
-    def __init__(
-        self, turn: Turn, claim: Claim, caller: Caller, max_wait_s: float | None, *, blocks_thread: bool
-    ) -> None:
-        self._turn, self._claim, self._caller, self._blocks_thread = turn, claim, caller, blocks_thread
-        self._max_wait_s, self._began_s = max_wait_s, monotonic()
-        self._seen, self._seen_s = -1, self._began_s  # steps of the first claim, and since when
-
-    @property
-    def next_check_s(self) -> float:
-        if self._max_wait_s is None:
-            return GRACE_S / 4
-        return max(min(GRACE_S / 4, self._began_s + self._max_wait_s - monotonic()), 0.001)
-
-    def check(self) -> None:
-        first, now_s = self._turn.first, monotonic()
-        if first is not None and first is not self._claim and self._advances(first):
-            if first.inside is self._caller.thread:
+    def _next_check_s(
+        self, claim: Claim, caller: Caller, began_s: float, max_wait_s: float | None, *, is_thread: bool
+    ) -> float:
+        """How long to wait on, in a wait since `began_s`. Raises Busy where it lasts too long, or would for ever:
+        the caller has the turn itself, with another claim.
+        """
+        first, now_s = self.first, monotonic()
+        if first is not None and first is not claim and first.waits_for(caller, is_thread=is_thread):
+            if first.inside is caller.thread:
                 raise Busy("the model cannot be called inside on_round, or a signal handler during a generation")
-            if first.num_steps != self._seen:  # another thread of a pool may take its next step
-                self._seen, self._seen_s = first.num_steps, now_s
-            elif now_s >= self._seen_s + GRACE_S:
-                who = "thread" if self._blocks_thread else "task"
-                raise Busy(f"this {who} {_OWN}: {_FIX}")
-        if self._max_wait_s is not None and now_s >= self._began_s + self._max_wait_s:
-            raise Busy(f"another generation is still running after the wait limit of {self._max_wait_s:g} s")
-
-    def _advances(self, claim: Claim) -> bool:
-        """Whether only this caller, which waits, would take the claim's next step."""
-        if claim.caller is None:
-            return False
-        if self._blocks_thread:
-            return claim.caller.thread is self._caller.thread
-        return claim.caller.task is not None and claim.caller.task is self._caller.task
+            if now_s >= max(first.used_s, began_s) + GRACE_S:  # another thread of a pool may have taken a step
+                raise Busy(f"this {'thread' if is_thread else 'task'} {_OWN}: {_FIX}")
+        if max_wait_s is None:
+            return GRACE_S / 4
+        if now_s >= began_s + max_wait_s:
+            raise Busy(f"another generation is still running after the wait limit of {max_wait_s:g} s")
+        return max(min(GRACE_S / 4, began_s + max_wait_s - now_s), 0.001)

@@ -168,12 +168,20 @@ def _heads_to_pull(aim: Aim) -> Iterator[Candidate]:
     for head in aim.entry.heads:
         why_not = "" if head.gguf else f"to be converted first: {head.command(aim.entry.name)}"
         found = Comparison(f"{head.kind} head made for {head.target}", is_same=True, why_not=why_not)
-        yield _candidate(aim, head.gguf or head.repo, 0, found, None, is_head=True)
+        yield _candidate(aim, head.gguf or head.repo, 0, found, None, is_head=True, on_kernels=head.kind == "mtp")
 
 
 def _candidate(
-    aim: Aim, name: str, size: int, found: Comparison, file: ModelFile | None, *, is_head: bool = False
+    aim: Aim,
+    name: str,
+    size: int,
+    found: Comparison,
+    file: ModelFile | None,
+    *,
+    is_head: bool = False,
+    on_kernels: bool = False,
 ) -> Candidate:
+    on_kernels = on_kernels or (file is not None and runs_on_kernels(file.path))
     is_head = is_head or (file is not None and file.is_gguf and not found.why_not and bool(head_kind_of(file.path)))
     speedup, length = _forecast(aim, size or int(UNKNOWN_HEAD_SHARE * aim.bytes), file)
     return Candidate(
@@ -181,7 +189,7 @@ def _candidate(
         bytes=size,
         share=size / aim.bytes,
         is_head=is_head,
-        keeps_kernels=not is_head or not has_fast_kernels() or (file is not None and runs_on_kernels(file.path)),
+        keeps_kernels=not is_head or on_kernels or not has_fast_kernels(),
         vocabulary=found.text,
         is_same=found.is_same,
         why_not=found.why_not,

@@ -67,18 +67,29 @@ def _with_engine(options: LoadOptions, role: str, file: ModelFile, pair: ModelPa
 
 def _why_not(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) -> str:
     """Why the kernels do not run a GGUF; empty where they do."""
+    if _is_head(file.path):
+        if role == "target":
+            return "it only drafts for another model"
+        return _why_not(options, "target", pair.files["target"], pair)  # whose states it reads
     found = _asked_of_llamacpp(options, role)
     if not found and role == "target":
         found = _heads_in_gguf(options, pair)
-    return found or _why_unreadable(file.path)
+    return found or why_unreadable(file.path)
 
 
 def _is_no_news(path: Path) -> bool:
     """Whether nobody expects the kernels to run a file: heads, models that only give embeddings, what is no GGUF."""
     try:
-        return head_kind_of(path) is not None or gives_only_embeddings(read_header(path))
+        return _is_head(path) or gives_only_embeddings(read_header(path))
     except (EdgespecError, OSError):
         return True
+
+
+def _is_head(path: Path) -> bool:
+    try:
+        return head_kind_of(path) is not None
+    except (EdgespecError, OSError):  # opening the file says what is wrong with it
+        return False
 
 
 def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
@@ -108,13 +119,14 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
 
 
 def _heads_in_gguf(options: LoadOptions, pair: ModelPair) -> str:
-    """The head in GGUF that drafts for the target, if one does: it reads llama.cpp's states."""
+    """The head in GGUF that drafts for the target, if one does that the kernels lack: it reads llama.cpp's states."""
     if options.drafter == "none":
         return ""
     if pair.draft is not None and head_kind_of(pair.draft):
-        return f"{pair.draft.name} reads its states there"
-    # In `auto` they would gain less there than the kernels do: with llama.cpp two rows cost 1.7 of one.
-    return "its own layers draft for it there" if options.drafter == "mtp" and has_mtp(read_header(pair.target)) else ""
+        return f"{pair.draft.name} reads its states there" if why_unreadable(pair.draft) else ""
+    if options.drafter == "mtp" and has_mtp(read_header(pair.target)):
+        return why_unreadable(pair.target, nextn=True)
+    return ""
 
 
 def has_fast_kernels() -> bool:
@@ -126,7 +138,7 @@ def has_fast_kernels() -> bool:
 
 def runs_on_kernels(path: Path) -> bool:
     """Whether the kernels run a model where nothing else is asked for."""
-    return path.suffix == ".gguf" and not _why_unreadable(path)
+    return path.suffix == ".gguf" and not why_unreadable(path)
 
 
 def main(names: list[str]) -> int:
@@ -139,7 +151,8 @@ def main(names: list[str]) -> int:
         return 1
 
 
-def _why_unreadable(path: Path) -> str:
+def why_unreadable(path: Path, *, nextn: bool = False) -> str:
+    """Why the kernels do not run a GGUF, or the layer in it that predicts a further token; empty where they do."""
     if library_path() is None:
         return why_missing()
     if not has_engine("onnx"):
@@ -154,7 +167,7 @@ def _why_unreadable(path: Path) -> str:
     if not has_fast_kernels() and has_engine("llamacpp"):
         return "this processor has none of the instructions that the kernels are made for"
     try:
-        readable_model(path)
+        readable_model(path, nextn=nextn)
     except CapabilityError as exc:
         return str(exc)
     except EdgespecError:

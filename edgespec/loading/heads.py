@@ -18,9 +18,10 @@ from edgespec.drafters.medusa import MedusaDrafter
 from edgespec.drafters.states import columns_of
 from edgespec.engines.base import Engine
 from edgespec.engines.features import WINDOW
-from edgespec.engines.head import HeadLayer
+from edgespec.engines.head import DraftHead, HeadLayer
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.gguf.check import HEAD_NAMES
+from edgespec.formats.gguf.check import HEAD_NAMES, is_gemma4_drafter
+from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import HeadForm, head_kind_of
 from edgespec.formats.head_file import HeadFile, read_head_file
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
@@ -97,10 +98,21 @@ def _probed(heads: HeadFile, target: Engine) -> NDArray[np.float32]:
 
 def open_own_layers(options: LoadOptions, target: Engine) -> MtpDrafter:
     """A drafter with the multi-token prediction layer of `target`, which was loaded with it. Raises CapabilityError."""
+    if target.facts.name == "onnx":
+        return MtpDrafter(_on_kernels(options, target), WINDOW)
     from edgespec.engines.llamacpp import LlamaCppEngine
 
     assert isinstance(target, LlamaCppEngine)
     return MtpDrafter(target.load_mtp(context_length=options.draft_context_length), WINDOW)
+
+
+def _on_kernels(options: LoadOptions, target: Engine, path: Path | None = None) -> DraftHead:
+    """The target's own layer, or the head in `path`."""
+    from edgespec.engines.onnx.kernel_engine import KernelEngine
+    from edgespec.engines.onnx.kernel_head import load_drafter
+
+    assert isinstance(target, KernelEngine)  # the table of drafters leaves GGUFs on kernels only
+    return load_drafter(target, path, options.draft_context_length)
 
 
 def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Drafter:
@@ -109,6 +121,9 @@ def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Dra
 
     kind = head_kind_of(file.path)
     assert kind is not None  # the pair's requirements have asked
+    if target.facts.name == "onnx":
+        form: HeadForm = "gemma4" if is_gemma4_drafter(read_header(file.path)) else "mtp"
+        return _DRAFTERS[form](_on_kernels(options, target, file.path), WINDOW)
     if not isinstance(target, LlamaCppEngine):  # the table of drafters leaves this one only
         raise CapabilityError(
             f"{file.path.name} is {HEAD_NAMES[kind]}, which reads the target's states in this process: with --rpc use "

@@ -216,7 +216,8 @@ def open_target(options: LoadOptions, chosen: Chosen, states: tuple[int, ...] | 
             f"--provider {options.provider} is for ONNX models (--engine onnx, where a pair has both); layers of a "
             "GGUF go to a GPU with -ngl"
         )
-    use = replace(target_use(options, chosen), hidden_states=states is not None, state_layers=states or ())
+    has_states = states is not None or (file.engine == "onnx" and "mtp" in chosen.wanted)
+    use = replace(target_use(options, chosen), hidden_states=has_states, state_layers=states or ())
     return open_engine(options, file, use)
 
 

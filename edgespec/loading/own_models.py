@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from edgespec.engines.trial import check_model_file
+from edgespec.engines.trial import check_model_files
 from edgespec.errors import (
     Busy,
     CapabilityError,
@@ -211,7 +211,7 @@ def _name_for(where: Path) -> str:
 def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
     file = files_of(path)
-    check_model_file(path)
+    check_model_files({path: False})
     made = [ModelFile(each.path, each.path.stat().st_size, sha256_of(each.path)) for each in file.all_files]
     for each in made:
         keep_hash(each)

@@ -21,7 +21,7 @@ from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
-from edgespec.loading.engine_choice import with_engines
+from edgespec.loading.engine_choice import why_unreadable, with_engines
 from edgespec.loading.hub import head_beside
 from edgespec.loading.registry import resolve
 from edgespec.platform.files import expanded, is_file
@@ -105,14 +105,17 @@ def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
 def target_has_mtp(pair: ModelPair) -> bool:
     """Whether the target's own file has a layer that drafts for it."""
     target = pair.files["target"]
-    return target.engine == "llamacpp" and has_mtp(read_header(target.path))
+    return target.is_gguf and has_mtp(read_header(target.path))
 
 
 def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
     """Whether the target's own layer drafts: by name, and in `auto` where having it ready costs plain passes little."""
     if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
         return False
-    return options.drafter == "mtp" or auto_takes_mtp(read_header(pair.files["target"].path))
+    target = pair.files["target"]
+    if target.engine == "onnx":
+        return not why_unreadable(target.path, nextn=True)
+    return options.drafter == "mtp" or auto_takes_mtp(read_header(target.path))
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:

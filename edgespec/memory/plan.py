@@ -6,7 +6,8 @@ hard limit, mapped weights a soft one, which only costs speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,12 @@ from edgespec.config.values import MemoryBudget, as_size, parse_budget
 from edgespec.control.constants import MAX_AUTO_LENGTH
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.model_use import Footprint, ModelUse
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import model_files
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import Chosen, draft_use, head_paths, target_use
-from edgespec.memory.heads import heads_bytes
+from edgespec.platform.files import expanded
 from edgespec.platform.machine import default_threads, is_apple_silicon
 from edgespec.platform.memory import Limit, free_memory, limits, own_bytes
 
@@ -34,6 +35,10 @@ _CHILD = 24 * MIB  # the child process in which chat templates are rendered: 14 
 _CUDA = 340 * MIB  # what CUDA's libraries take of this machine's memory: measured on one of NVIDIA's H200, CUDA 13.0
 _STACK_BYTES = 8 << 20
 _SURVEYED_ROWS = 63
+# Bytes in memory for a weight of 8 bits in the file. Medusa's heads are float32; of EAGLE's layer there are 8 bits and
+# scales; its vocabulary is there like that, too, and in half precision, from which inputs are looked up.
+_FLOAT, _LAYER, _VOCABULARY = 4.0, 1.25, 3.25
+_OPENING = 9.0  # the same while EAGLE's are opened: in float32, as they are kept, and copies; measured on SmolLM2's
 
 
 class Part(NamedTuple):
@@ -224,7 +229,7 @@ def _device(options: LoadOptions) -> str | None:
 
 
 def _other_devices() -> tuple[str, ...]:
-    from edgespec.engines.onnx.plugins import possible_devices
+    from edgespec.engines.onnx.library import possible_devices
 
     return possible_devices()
 
@@ -274,6 +279,46 @@ def _table_bytes(options: LoadOptions, context_length: int) -> int:
     specs = [SPECS[name] for name in names if name in SPECS]
     tables = sum(min(context_length, spec.most_tokens) * spec.bytes_per_token for spec in specs)
     return tables * options.sequences
+
+
+def heads_bytes(paths: Sequence[Path], context_length: int, texts: int) -> tuple[int, int]:
+    """Of the heads files in `paths`, for several `texts` at once of at most `context_length` tokens each; and of them
+    while they are opened."""
+    found = [_bytes_of(path, context_length, texts) for path in paths]
+    return sum(kept for kept, _ in found), sum(opening for _, opening in found)
+
+
+def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
+    from edgespec.engines.features import WINDOW  # imports numpy
+    from edgespec.engines.onnx.eagle import FIRST_POSITIONS
+    from edgespec.formats.head_file import read_head_manifest
+
+    stored = file_bytes(path)
+    try:
+        sizes = read_head_manifest(path)
+    except EdgespecError:  # reading the heads says best what is wrong
+        return stored, 0
+    opening = 0
+    if sizes.kind == "medusa":
+        weights = _FLOAT * stored
+    elif sizes.generation == 3:  # its embedding stays as it is stored
+        weights = _LAYER * stored
+    else:
+        layer = min(sum(map(math.prod, sizes.shapes().values())), stored)
+        weights, opening = _LAYER * layer + _VOCABULARY * (stored - layer), int(_OPENING * stored)
+    # Both keep two windows; the cache has room for a draft, too, and for the pairs that are read before it.
+    rows = min(2 * WINDOW, context_length)
+    pairs = 3 * WINDOW * 2 * sizes.kv_heads * sizes.head_dim
+    kept = int(weights) + 4 * (texts * (rows * sizes.feature_size + pairs) + FIRST_POSITIONS * sizes.head_dim)
+    return kept, opening
+
+
+def file_bytes(path: Path) -> int:
+    """The size of a file; 0 for one that cannot be read, as reading it says best what is wrong."""
+    try:
+        return expanded(path).stat().st_size
+    except (OSError, ValueError):  # ValueError: a name with a zero byte
+        return 0
 
 
 def _threads(options: LoadOptions, engines: set[str], models: int) -> int:

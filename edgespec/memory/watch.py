@@ -2,21 +2,27 @@
 
 Several pairs in one process share that memory, so what pairs loaded later were planned to take is added to a budget.
 The limits of the machine and of its control groups are read again at every check, since they and other programs
-change. A report says what a loaded pair was planned to take, what it takes, and what was given up for it.
+change. Where the budget is exceeded, saved states are freed first, then draft models, never the target. A report says
+what a loaded pair was planned to take, what it takes, and what was given up for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from edgespec.config.values import DrafterName, as_size
 from edgespec.memory.fit import Fitted, GivenUp
 from edgespec.memory.plan import Plan, Room, Verdict
 from edgespec.platform.machine import peak_rss_bytes
-from edgespec.platform.memory import count_plan, drop_plan, least_free, own_bytes
+from edgespec.platform.memory import count_plan, drop_plan, least_free, own_bytes, return_freed_memory
+
+if TYPE_CHECKING:  # numpy, which a plan alone does without
+    from edgespec.control.base import Controller
+    from edgespec.engines.parked import ParkedStates
 
 _LOOK_EVERY_S = 1.0
 LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the process
@@ -91,6 +97,40 @@ class MemoryWatch:
             over = used - self.limit_bytes - self._others_since()
         self.why = "over the budget" if over >= short else "more must be free"
         return max(over, short)
+
+
+class Relief:
+    """What a model can give up. `drop_models` closes its draft models and returns the drafters that had one."""
+
+    def __init__(
+        self, watch: MemoryWatch, parked: ParkedStates, drop_models: Callable[[], tuple[DrafterName, ...]]
+    ) -> None:
+        self._watch, self._parked, self._drop_models = watch, parked, drop_models
+        self._is_helpless = False  # nothing was left to release, which was said
+
+    def relieve(self, controllers: Callable[[], Iterable[Controller]]) -> str:
+        """Free what is needed and say what was given up; empty where nothing is. `controllers` in use learn of it."""
+        if not self._watch.excess():
+            return ""
+        return_freed_memory()  # what the allocator keeps for later is in the way of nobody
+        excess = self._watch.excess_now()
+        if not excess:
+            return ""
+        over = f"memory: {as_size(excess)} {self._watch.why}"
+        saved = self._parked.num_bytes
+        self._parked.clear()
+        if saved >= excess:
+            return f"{over}: saved states of other conversations dropped"
+        names = self._drop_models()
+        for controller in controllers():
+            controller.drop(names)
+        return_freed_memory()
+        if names:
+            return f"{over}: draft model released ({', '.join(names)}), drafters that need none stay on"
+        if self._is_helpless:
+            return ""
+        self._is_helpless = True
+        return f"{over}, and there is nothing left to release: use a smaller --ctx-size"
 
 
 @dataclass(frozen=True, slots=True)

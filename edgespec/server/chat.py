@@ -23,7 +23,7 @@ from edgespec.chat.tool_forms import Form, call_form
 from edgespec.chat.tools import ToolCall
 from edgespec.config.values import ReasoningFormat
 from edgespec.errors import EdgespecError, shown
-from edgespec.generation.inputs import require_writer
+from edgespec.generation.request import require_writer
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request

@@ -3,11 +3,12 @@
     python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... [--only TEXT] [--most-s 900]
     python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... --held-out 24 [--seed 1]
 
-Each child loads one combination, fills its context and drafts; meanwhile its /proc/PID/smaps_rollup is read. Measured
-is the peak of its own pages and of those of files that are resident, counted in full although other processes may
-share them; PSS, which divides shared pages, stands beside it. A plan is right within 5% or 30 MB, and low when it is
-more than 3% under the measured peak. `--held-out N` draws N combinations at random from contexts, types of caches and
-drafters that the formulas were never corrected with, as evenly from each engine of each pair as N allows.
+Each child loads one combination, fills its context, drafts and chats; meanwhile its /proc/PID/smaps_rollup is read.
+Measured is the peak of its own pages, those of the process that renders its template included, and of those of files
+that are resident, counted in full although other processes may share them; PSS, which divides shared pages, stands
+beside it. A plan is right within 5% or 30 MB, and low when it is more than 3% under the measured peak. `--held-out N`
+draws N combinations at random from contexts, types of caches and drafters that the formulas were never corrected with,
+as evenly from each engine of each pair as N allows.
 """
 
 from __future__ import annotations
@@ -113,6 +114,9 @@ def run_child(options: dict[str, Any]) -> None:
         words = model.encode(text[: most * MOST_CHARACTERS])  # as long as such a prompt: encoding takes memory too
         prompt = (words * (most // len(words) + 1))[:most]
         chosen = edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True)
+        if model.target.vocabulary.chat_template:  # which a child process renders
+            question = [{"role": "user", "content": "Hello"}]
+            model.chat(question, options=edgespec.GenerateOptions(max_tokens=1)).result()
         model.generate(prompt, options=chosen)
         plan = memory.plan
         planned = {"own": plan.own_bytes, "mapped": plan.mapped_bytes, "planned": plan.total_bytes}
@@ -125,11 +129,13 @@ def measured(case: Case, home: str) -> dict[str, float] | str:
     command = [sys.executable, __file__, "--child", json.dumps(case.options)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     peak = {"pss": 0.0, "own_peak": 0.0, "file_peak": 0.0}
+    whole = 0  # with the child of the child that renders chat templates
     looks = 0
     while child.poll() is None:
         sizes = _rollup(child.pid)
         peak["pss"] = max(peak["pss"], sizes.get("Pss", 0))
         peak["own_peak"] = max(peak["own_peak"], sizes.get("Anonymous", 0))
+        whole = max(whole, sizes.get("Rss", 0))
         peak["file_peak"] = max(peak["file_peak"], sizes.get("Rss", 0) - sizes.get("Anonymous", 0))
         looks += 1
         if looks * EVERY_S > CHILD_S:  # of its own time: a machine that stops both for a while is not counted
@@ -139,16 +145,23 @@ def measured(case: Case, home: str) -> dict[str, float] | str:
     output, errors = child.communicate()
     if child.returncode:
         return (errors.strip().splitlines() or ["failed"])[-1]
-    return {**peak, **json.loads(output.splitlines()[-1])}
+    found = {**peak, **json.loads(output.splitlines()[-1])}
+    return {**found, "peak": max(whole, found["peak"])}
 
 
 def _rollup(process: int) -> dict[str, int]:
+    """Of a process; of its children, which map the same files, what is their own."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:
         return {}
     fields = (line.split() for line in lines if line.endswith("kB"))
-    return {words[0].rstrip(":"): int(words[1]) << 10 for words in fields}
+    found = {words[0].rstrip(":"): int(words[1]) << 10 for words in fields}
+    for child in children:
+        own = _rollup(int(child)).get("Anonymous", 0)
+        found = {name: size + own if name in ("Rss", "Pss", "Anonymous") else size for name, size in found.items()}
+    return found
 
 
 def judged(planned: float, peak: float) -> str:

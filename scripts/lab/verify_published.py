@@ -204,10 +204,8 @@ def served(pair: ModelPair, job: Job, chosen: argparse.Namespace) -> dict[str, A
         try:
             server.start([*own, *flags], chosen.out / f"{job.name}.server.log")
             with closing(server):
-                told = [server.post("/v1/chat/completions", body)["timings"] for body in bodies]
-            found[label] = median(each["predicted_per_second"] for each in told)
-            if flags and not any(each.get("draft_n") for each in told):
-                found[label] = f"it drafted nothing: {server.last_words('speculative')}"
+                told = (server.post("/v1/chat/completions", body)["timings"] for body in bodies)
+                found[label] = server.complaint() or median(each["predicted_per_second"] for each in told)
         except (Refusal, OSError, ValueError, KeyError, TypeError) as exc:
             found[label] = f"{type(exc).__name__}: {exc}"
     rates = {label: rate for label, rate in found.items() if isinstance(rate, float)}

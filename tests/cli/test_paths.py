@@ -15,7 +15,6 @@ from edgespec.cli.main import cli
     [
         (["generate", "-p", "x", "--config=~/c.toml"], "c.toml: unknown setting 'found'"),
         (["chat", "--session=~/c.toml"], "c.toml"),
-        (["bench", "demo", "--data=~/c.toml"], "c.toml holds none of"),
     ],
 )
 def test_a_tilde_behind_an_option_is_the_home_folder(arguments, said, tmp_path: Path, monkeypatch) -> None:

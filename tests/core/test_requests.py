@@ -15,7 +15,7 @@ from edgespec.chat.template import encode_rendered, render_chat
 from edgespec.config.options import MAX_TEMPERATURE, GenerateOptions, LoadOptions, Sampling, SessionOptions
 from edgespec.drafters.model import DraftTemperature
 from edgespec.errors import ConfigError, EngineError, ModelFileError, PromptError, SamplingError
-from edgespec.generation.inputs import checked_ids
+from edgespec.generation.request import checked_ids
 from edgespec.sampling import Sampler
 from head_tables import KINDS, VOCABULARY, request, table
 from table_engine import LetterVocabulary, TableEngine

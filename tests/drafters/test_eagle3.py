@@ -17,7 +17,7 @@ from eagle3 import NumpyHead, compare_head, convert_head, plan_head
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
-from edgespec.engines.trial import check_model_file
+from edgespec.engines.trial import check_model_files
 from edgespec.errors import (
     BatchError,
     Cancelled,
@@ -328,7 +328,7 @@ def test_a_sound_head_is_told_from_a_model(tiny_target: LlamaCppEngine, tiny_pat
     assert head_kind_of(path) == "eagle3" and head_kind_of(tiny_path) is None
     sizes = read_head(path)
     assert (sizes.width, sizes.layers, sizes.feature_width) == (WIDTH, tuple(LAYERS), 192)
-    check_model_file(path)
+    check_model_files({path: False})
     with tiny_target.load_head(path) as head:
         assert head.facts.end_ids == tiny_target.vocabulary.end_ids
     with pytest.raises(CapabilityError, match="draft="):

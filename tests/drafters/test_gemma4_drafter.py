@@ -15,12 +15,18 @@ import tiny_gemma4
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.config.options import LoadOptions
+from edgespec.config.values import EngineName
+from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import head_footprint
 from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
 from edgespec.formats.gguf.heads import head_kind_of
+from edgespec.kernels.library import library_path
 from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.requirements import resolve_pair
 from edgespec.types import Batch
@@ -43,6 +49,26 @@ def drafter_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_drafter(tmp_path_factory.mktemp("gemma") / "drafter.gguf")
 
 
+@pytest.fixture(params=["llamacpp", "onnx"])
+def engine_name(request: pytest.FixtureRequest) -> EngineName:
+    if request.param == "onnx" and library_path() is None:
+        pytest.skip("the kernels are not built: scripts/run.py test builds them")
+    name: EngineName = request.param
+    return name
+
+
+def opened(name: str, path: Path, **settings: Any) -> LlamaCppEngine | KernelEngine:
+    if name == "llamacpp":
+        return LlamaCppEngine.load(path, context_length=64, threads=1, reproducible=False, **settings)
+    found = OnnxEngine.load(path, context_length=64, threads=1, hidden_states=True, **settings)
+    assert isinstance(found, KernelEngine)
+    return found
+
+
+def head_of(engine: LlamaCppEngine | KernelEngine, path: Path) -> DraftHead:
+    return engine.load_head(path) if isinstance(engine, LlamaCppEngine) else load_drafter(engine, path)
+
+
 @pytest.fixture
 def engine(target_path: Path) -> Iterator[LlamaCppEngine]:
     with LlamaCppEngine.load(target_path, context_length=64, threads=1, reproducible=False) as opened:
@@ -55,9 +81,13 @@ def close(ours: Floats, theirs: Floats) -> bool:
     return bool(np.abs(ours - theirs).max() < 0.02 * theirs.std())
 
 
-def test_its_passes_are_its_definition(engine: LlamaCppEngine, drafter_path: Path) -> None:
-    twin = Twin(SHAPE, engine.vocabulary.size)
-    with engine.load_head(drafter_path) as head:
+@pytest.mark.parametrize("window", [512, 5])
+def test_its_passes_are_its_definition(engine_name: EngineName, window: int, tmp_path: Path) -> None:
+    shape = GemmaShape(window=window)
+    path, drafter = write_target(tmp_path / "target.gguf", shape), write_drafter(tmp_path / "drafter.gguf", shape)
+    with opened(engine_name, path) as engine, head_of(engine, drafter) as head:
+        engine.give_hidden_states(True)
+        twin = Twin(shape, engine.vocabulary.size)
         scores, hidden = twin.read(TEXT)
         ours = engine.forward(Batch.chain(np.array(TEXT, np.int32)))
         assert close(ours, scores) and close(engine.hidden_states(), hidden), "the numpy twin is no Gemma 4"
@@ -75,11 +105,12 @@ def test_its_passes_are_its_definition(engine: LlamaCppEngine, drafter_path: Pat
 
 
 @pytest.mark.parametrize("branches", [0, 4], ids=["cells of their own", "shared cells"])
-def test_each_sequence_has_its_own(target_path: Path, drafter_path: Path, branches: int) -> None:
-    load: dict[str, Any] = {"max_sequences": 2, "max_branches": branches, "reproducible": False}
-    with LlamaCppEngine.load(target_path, context_length=64, threads=1, **load) as engine:
+def test_each_sequence_has_its_own(
+    engine_name: EngineName, target_path: Path, drafter_path: Path, branches: int
+) -> None:
+    with opened(engine_name, target_path, max_sequences=2, max_branches=branches) as engine:
         twin, texts = Twin(SHAPE, engine.vocabulary.size), (TEXT, TEXT[::-1])
-        with engine.load_head(drafter_path) as head:
+        with head_of(engine, drafter_path) as head:
             for sequence, text in enumerate(texts):
                 engine.forward(Batch.chain(np.array(text, np.int32), sequence=sequence))
             for sequence, text in enumerate(texts):
@@ -111,8 +142,8 @@ def test_it_is_refused_once_the_target_holds_a_text(engine: LlamaCppEngine, draf
     assert engine.length() == len(TEXT)
 
 
-def test_bad_arguments_are_refused(engine: LlamaCppEngine, drafter_path: Path) -> None:
-    with engine.load_head(drafter_path) as head:
+def test_bad_arguments_are_refused(engine_name: EngineName, target_path: Path, drafter_path: Path) -> None:
+    with opened(engine_name, target_path) as engine, head_of(engine, drafter_path) as head:
         with pytest.raises(BatchError, match="width 64"):
             head.step(3, np.zeros(7, np.float32), 0)
         with pytest.raises(BatchError, match="outside the head's vocabulary"):
@@ -121,8 +152,11 @@ def test_bad_arguments_are_refused(engine: LlamaCppEngine, drafter_path: Path) -
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("reproducible", [True, False])
-def test_drafts_change_no_text(target_path: Path, drafter_path: Path, temperature: float, reproducible: bool) -> None:
+def test_drafts_change_no_text(
+    engine_name: EngineName, target_path: Path, drafter_path: Path, temperature: float, reproducible: bool
+) -> None:
     options: dict[str, Any] = {"context_length": 128, "threads": TEST_THREADS, "reproducible": reproducible}
+    options["engine"] = engine_name
     sampling, plain = Sampling(temperature=temperature, seed=3), GenerateOptions(max_tokens=50, drafter="none")
     with edgespec.load(str(target_path), draft=str(drafter_path), **options) as model:
         expected = model.generate(PROMPT, sampling, plain)
@@ -179,14 +213,11 @@ def test_a_file_says_what_it_is(target_path: Path, drafter_path: Path) -> None:
     ],
 )
 def test_a_drafter_of_another_target_is_refused(
-    target_path: Path, tmp_path: Path, shape: GemmaShape, words: str
+    engine_name: EngineName, target_path: Path, tmp_path: Path, shape: GemmaShape, words: str
 ) -> None:
     path = write_drafter(tmp_path / "other.gguf", shape)
-    with (
-        LlamaCppEngine.load(target_path, context_length=64, threads=1) as engine,
-        pytest.raises(EdgespecError, match=words),
-    ):
-        engine.load_head(path)
+    with opened(engine_name, target_path) as engine, pytest.raises(EdgespecError, match=words):
+        head_of(engine, path)
 
 
 def test_a_target_that_is_no_gemma_4_is_refused(tmp_path: Path, drafter_path: Path) -> None:

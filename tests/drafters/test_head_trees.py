@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from edgespec.control.cost import CostCurve
 from edgespec.control.length import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
-from edgespec.drafters.growth import evidence_of
+from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.drafters.states import MAX_ROW_COST, StateDrafter
+from edgespec.drafters.states import StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
+from edgespec.kernels.library import library_path
 from edgespec.reports import RoundRecord
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
@@ -324,7 +326,7 @@ def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
 
 @pytest.mark.parametrize("temperature, seeds", [(0.0, (0,)), (0.8, (11, 12)), (1.2, (13, 14))])
 def test_demo_text_does_not_depend_on_the_trees(demo: Any, temperature: float, seeds: tuple[int, ...]) -> None:
-    """Bit for bit, with trees on llama.cpp and chains on ONNX, which scores no trees that are reproducible."""
+    """Bit for bit, with trees on llama.cpp and chains on ONNX Runtime's own kernels."""
     records: list[RoundRecord] = []
     for kind, model in zip(KINDS, demo, strict=True):
         for seed, (prompt, most) in itertools.product(seeds, zip(PROMPTS, (6, 12, 16), strict=True)):
@@ -341,14 +343,19 @@ def test_demo_text_does_not_depend_on_the_trees(demo: Any, temperature: float, s
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "typical"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_onnx_scores_trees_where_reproducibility_was_given_up(kind: str, rule: str) -> None:
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+def test_our_kernels_score_trees(kind: str, rule: Any, target_path: Path) -> None:
+    if library_path() is None:
+        pytest.skip("the kernels are not built: scripts/run.py test builds them")
     records: list[RoundRecord] = []
-    with edgespec.load("demo", engine="onnx", drafter=kind, reproducible=False, threads=TEST_THREADS) as model:
-        ids = model.encode_chat([{"role": "user", "content": PROMPTS[0]}])
+    heads = DEMO.parent / "heads" / f"{kind}.npz"
+    with edgespec.load(target_path, engine="onnx", heads=heads, drafter=kind, threads=TEST_THREADS) as model:
+        assert model.target.facts.can_tree
+        ids, sampling = model.encode_chat([{"role": "user", "content": PROMPTS[0]}]), Sampling(temperature=0.8, seed=1)
         options = GenerateOptions(max_tokens=40, drafter=kind, draft_length=9, verify=rule, ignore_eos=True)
-        result = model.generate(ids, Sampling(temperature=0.8, seed=1), options, records.append)
+        result = model.generate(ids, sampling, options, records.append)
+        plain = model.generate(ids, sampling, GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True))
     assert len(result.token_ids) == 40
+    assert rule != "coupled" or (result.token_ids, result.logprobs) == (plain.token_ids, plain.logprobs)
     assert max(record.accepted_tokens for record in records) > 1
     assert any(record.drafted_tokens == 9 for record in records)
 

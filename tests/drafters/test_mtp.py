@@ -13,15 +13,22 @@ from numpy.typing import NDArray
 import edgespec
 from demo import DEMO
 from edgespec import GenerateOptions, Sampling
+from edgespec.config.values import EngineName
+from edgespec.engines.base import Engine
+from edgespec.engines.head import DraftHead
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint, head_footprint
-from edgespec.engines.llamacpp.heads import Head, try_head
+from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.llamacpp.running_state import RunningState, auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, CapabilityError, ContextFull, ModelFileError
 from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import GgufHeader, read_header
-from hybrid_gguf import HybridShape, tensors_of, write_lfm2, write_qwen35
+from edgespec.kernels.library import library_path
+from hybrid_gguf import HybridShape, cycle_tensors, tensors_of, write_lfm2, write_qwen35
 
 Floats = NDArray[np.float32]
 SHAPE = HybridShape(hidden=1024)
@@ -39,16 +46,28 @@ def alone_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen35(tmp_path_factory.mktemp("mtp") / "mtp-alone.gguf", SHAPE, has_mtp=True, only_mtp=True)
 
 
-def opened(engine: LlamaCppEngine, path: Path | None) -> Head:
+def opened(engine: Engine, path: Path | None) -> DraftHead:
+    if isinstance(engine, KernelEngine):
+        return load_drafter(engine, path, context_length=40)
+    assert isinstance(engine, LlamaCppEngine)
     if path is None:
         return engine.load_mtp(context_length=40)
     return engine.load_head(path, context_length=40)
 
 
+@pytest.fixture(params=["llamacpp", "onnx"])
+def engine_name(request: pytest.FixtureRequest) -> str:
+    if request.param == "onnx" and library_path() is None:
+        pytest.skip("the kernels are not built: scripts/run.py test builds them")
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(params=["in the model's file", "in a file of its own"])
-def head(request: pytest.FixtureRequest, model_path: Path, alone_path: Path) -> Iterator[Head]:
+def head(request: pytest.FixtureRequest, engine_name: str, model_path: Path, alone_path: Path) -> Iterator[DraftHead]:
     is_own = request.param == "in the model's file"
-    engine = LlamaCppEngine.load(model_path, context_length=64, threads=1, has_mtp=is_own)
+    load = OnnxEngine.load if engine_name == "onnx" else LlamaCppEngine.load
+    engine = load(model_path, context_length=64, threads=1, has_mtp=is_own)
     with engine, opened(engine, None if is_own else alone_path) as found:
         yield found
 
@@ -102,7 +121,7 @@ def close(ours: Floats, theirs: Floats) -> bool:
     return bool(np.abs(ours - theirs).max() < 0.01 * theirs.std())
 
 
-def test_the_layer_is_its_definition(head: Head, model_path: Path) -> None:
+def test_the_layer_is_its_definition(head: DraftHead, model_path: Path) -> None:
     token_ids, states = pairs(12)
     logits, after = twin(model_path, token_ids, states)
     found, state = head.decode(np.array(token_ids, np.int32), head.encode(states))
@@ -113,7 +132,7 @@ def test_the_layer_is_its_definition(head: Head, model_path: Path) -> None:
         assert close(found, logits[place]) and close(state, after[place])
 
 
-def test_pairs_that_are_dropped_leave_no_trace(head: Head, model_path: Path) -> None:
+def test_pairs_that_are_dropped_leave_no_trace(head: DraftHead, model_path: Path) -> None:
     token_ids, states = pairs(8)
     logits, _ = twin(model_path, token_ids, states)
     head.decode(np.array([*token_ids[:5], 9, 9], np.int32), np.concatenate((states[:5], states[:2])))
@@ -122,51 +141,73 @@ def test_pairs_that_are_dropped_leave_no_trace(head: Head, model_path: Path) -> 
     assert close(found, logits[-1])
 
 
-def test_bad_pairs_are_refused(head: Head) -> None:
+@pytest.mark.parametrize("engine_name", ["onnx"], indirect=True)
+def test_a_tree_of_guesses_has_the_bits_of_its_paths(head: DraftHead) -> None:
+    token_ids, states = pairs(12)
+    ids = np.array(token_ids, np.int32)
+    head.decode(ids[:5], states[:5])
+    parents = [-1, 0, 0, -1, 2, 1, 3]
+    logits, after = (each.copy() for each in head.branch(ids[5:], states[5:], parents, [0, 2, 4, 5, 6]))
+    for row, path in enumerate(([0], [0, 2], [0, 2, 4], [0, 1, 5], [3, 6])):
+        places = 5 + np.array(path)
+        found, state = head.decode(ids[places], states[places])
+        assert np.array_equal(found, logits[row]) and np.array_equal(state, after[row])
+        head.rollback(5)
+
+
+def test_both_engines_compute_a_layer_with_experts(qwen35moe_path: Path) -> None:
+    if library_path() is None:
+        pytest.skip("the kernels are not built: scripts/run.py test builds them")
+    token_ids, states = pairs(12)
+    found = []
+    for load, settings in ((OnnxEngine.load, {}), (LlamaCppEngine.load, {"has_mtp": True})):
+        with load(qwen35moe_path, context_length=64, threads=1, **settings) as engine, opened(engine, None) as head:
+            logits, state = head.decode(np.array(token_ids, np.int32), states)
+            found.append((logits.copy(), state.copy()))
+    assert close(found[0][0], found[1][0]) and close(found[0][1], found[1][1])
+
+
+def test_bad_pairs_are_refused(head: DraftHead) -> None:
     token_ids, states = pairs(41)
     with pytest.raises(ContextFull):
         head.decode(np.array(token_ids, np.int32), states)
-    with pytest.raises(BatchError, match="outside the head's vocabulary"):
+    with pytest.raises(BatchError, match=r"outside the (head's )?vocabulary"):
         head.decode(np.array([10**6], np.int32), states[:1])
     with pytest.raises(BatchError, match=rf"shape \[n, {SHAPE.width}\]"):
         head.encode(states[:, :3])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_no_text(model_path: Path, temperature: float) -> None:
-    options = GenerateOptions(max_tokens=40, ignore_eos=True)
-    with edgespec.load(model_path, threads=1, engine="llamacpp") as model:
-        assert "mtp" in model.drafter_names
+def test_drafts_change_no_text(engine_name: EngineName, model_path: Path, temperature: float) -> None:
+    options = GenerateOptions(max_tokens=40, ignore_eos=True, logprobs=True)
+    with edgespec.load(model_path, threads=1, engine=engine_name) as model:
+        assert "mtp" in model.drafter_names and model.target.facts.name == engine_name
         for seed in range(3):
             sampling = Sampling(temperature=temperature, seed=seed)
             plain = model.generate(PROMPT, sampling, replace(options, drafter="none"))
             for length in (1, 3, 20):
                 found = model.generate(PROMPT, sampling, replace(options, drafter="mtp", draft_length=length))
                 assert found.token_ids == plain.token_ids and found.stats.drafted_tokens > 0 and not found.stats.notes
+                assert engine_name == "llamacpp" or found.logprobs == plain.logprobs
             assert model.generate(PROMPT, sampling, replace(options, drafter="auto")).token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("reads", ["the token", "the state"])
-def test_a_layer_that_knows_the_target_is_always_right(tmp_path: Path, reads: str) -> None:
-    """A target that repeats its last token, and a layer that passes on the token, or the target's state."""
-    silent = {
-        f"blk.{layer}.{name}.weight": np.zeros(extents, np.float32)
-        for layer in range(SHAPE.layers + 1)
-        for name, extents in {
-            "ffn_down": (SHAPE.width, SHAPE.hidden),
-            "attn_output": (SHAPE.width, SHAPE.heads * SHAPE.head_size),
-            "ssm_out": (SHAPE.width, SHAPE.state_heads * SHAPE.state_size),
-        }.items()
-    }
-    one, none = np.eye(SHAPE.width, dtype=np.float32), np.zeros((SHAPE.width, SHAPE.width), np.float32)
-    passes_on = np.concatenate((one, none) if reads == "the token" else (none, one), axis=1)
-    tensors = {**silent, f"blk.{SHAPE.layers}.nextn.eh_proj.weight": passes_on}
-    path = write_qwen35(tmp_path / "repeats.gguf", SHAPE, has_mtp=True, tensors=tensors)
-    options = GenerateOptions(max_tokens=25, ignore_eos=True, drafter="mtp", draft_length=5)
-    with edgespec.load(path, threads=1, drafter="mtp") as model:
-        found = model.generate(PROMPT, Sampling(temperature=0), options)
-    assert len(set(found.token_ids)) == 1
-    assert found.stats.drafted_tokens == found.stats.accepted_tokens > 15
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
+def test_rounds_become_fewer_as_often_as_the_layer_is_right(
+    engine_name: EngineName, tmp_path: Path, share: float
+) -> None:
+    """A target that writes its vocabulary in order, and a layer that knows the token behind `share` of its tokens."""
+    tensors, known = cycle_tensors(SHAPE, share)
+    path = write_qwen35(tmp_path / "cycle.gguf", SHAPE, has_mtp=True, tensors=tensors)
+    options = GenerateOptions(max_tokens=60, ignore_eos=True, drafter="mtp", draft_length=4)
+    with edgespec.load(path, threads=1, drafter="mtp", engine=engine_name) as model:
+        found = model.generate([0, 1, 2], Sampling(temperature=0), options)
+    assert found.token_ids == tuple(range(3, 63))
+    rounds, last = 0, 3  # of the prompt the first token
+    while last < 62:
+        right = next((n for n in range(4) if last + n > 60 or not known[last + n]), 4)
+        rounds, last = rounds + 1, last + right + 1
+    assert found.stats.rounds == rounds
 
 
 def scaled(header: GgufHeader, factor: int) -> GgufHeader:

@@ -129,7 +129,7 @@ def test_a_block_leaves_no_trace(target: LlamaCppEngine, tmp_path: Path, shape: 
 def test_heads_of_several_texts_do_not_see_one_another(target: LlamaCppEngine, tmp_path: Path) -> None:
     features = features_of(target)
     with target.load_head(write_dflash(tmp_path / "head.gguf", DSPARK)) as head:
-        other = head.another()
+        other = head.another(1)
         head.inject(features[:20])
         before = head.block(9)[0].copy()
         other.inject(features[30:60])
@@ -158,7 +158,7 @@ def test_wrong_calls_of_a_head_are_refused(target: LlamaCppEngine, tmp_path: Pat
             refused(9)
     head.close()
     head.close()
-    for call in (lambda: head.inject(features[:1]), lambda: head.block(1), head.another):
+    for call in (lambda: head.inject(features[:1]), lambda: head.block(1), lambda: head.another(1)):
         with pytest.raises(EngineError, match="closed"):
             call()
 

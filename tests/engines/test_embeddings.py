@@ -205,5 +205,5 @@ def test_encoders_write_no_text(tmp_path: Path, target_path: Path):
     with pytest.raises(ModelFileError, match="bert models read a whole text at once"):
         edgespec.load(write_bert(tmp_path / "no pooling.gguf", None), threads=TEST_THREADS)
     weights = np.full((64, 64), np.nan, np.float32)
-    with pytest.raises(ModelFileError, match="not a usable model"):
+    with pytest.raises(ModelFileError, match="invalid data"):
         edgespec.load(write_bert(tmp_path / "damaged.gguf", damaged=weights), threads=TEST_THREADS)

@@ -17,7 +17,6 @@ from demo import TEST_THREADS
 from edgespec.config.values import ProviderName
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.model_use import MAX_BRANCHES
 from edgespec.engines.remote import RemoteEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.kernels.library import library_path
@@ -67,7 +66,6 @@ def load_onnx(
     cache_type_k: str = "f32",
     exit_layer: int | None = None,
     provider: ProviderName = "cpu",
-    max_branches: int = MAX_BRANCHES,
 ) -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
@@ -82,7 +80,6 @@ def load_onnx(
         reproducible=reproducible,
         exit_layer=exit_layer,
         provider=provider,
-        max_branches=max_branches,
     )
 
 
@@ -93,7 +90,7 @@ def load_kernels(path: Path, cache_type_k: str = "f16") -> Engine:
 
 
 def load_half(path: Path, *, reproducible: bool) -> Engine:
-    """The graph that CUDA is given, on the processor: attention in float16, without a bias."""
+    """The graph that CUDA is given, on the processor: attention in float16."""
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from half import as_for_cuda
 
@@ -153,7 +150,6 @@ KINDS = (
     "llamacpp-rpc",
     "llamacpp-rpc-reproducible",
     "onnx",
-    "onnx-batches",
     "onnx-reproducible",
     "onnx-int8-cache",
     "onnx-exit",
@@ -198,7 +194,6 @@ def loader(
         "llamacpp-gpu": lambda: load_gpu(target_path, tiny_path, reproducible=False),
         "llamacpp-gpu-reproducible": lambda: load_gpu(target_path, tiny_path, reproducible=True),
         "onnx": lambda: load_onnx(onnx_path, reproducible=False),
-        "onnx-batches": lambda: load_onnx(onnx_path, reproducible=False, max_branches=0),
         "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
         "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
         "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),

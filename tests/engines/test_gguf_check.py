@@ -12,7 +12,7 @@ import pytest
 
 from edgespec.config.options import LoadOptions
 from edgespec.engines import trial
-from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, weights
+from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf import check as gguf_check
 from edgespec.formats.gguf import header as gguf_header
@@ -239,11 +239,11 @@ def test_the_models_of_a_pair_share_one_child(tmp_path, started):
 def test_a_file_is_probed_once_until_it_changes(sound, tmp_path, started):
     path = tmp_path / "model.gguf"
     path.write_bytes(sound.read_bytes())
-    trial.check_model_file(path)
-    trial.check_model_file(path)
+    trial.check_model_files({path: False})
+    trial.check_model_files({path: False})
     assert started == [[path]]
     write_model(path, Shape(layers=2, width=32, heads=2, kv_heads=1, hidden=32, merges=6))
-    trial.check_model_file(path)
+    trial.check_model_files({path: False})
     assert started == [[path], [path]]
 
 
@@ -259,16 +259,6 @@ def test_damaged_weights_end_a_load(tmp_path):
     path = write_model(tmp_path / "nan.gguf", SHAPE, tensors={"token_embd.weight": damaged, "output.weight": whole})
     with pytest.raises(ModelFileError, match=r"infinity or NaN|invalid data"):  # our kernels, llama.cpp
         open_models(LoadOptions(model=str(path), reproducible=False, context_length=16))
-
-
-@pytest.mark.parametrize("has_check", [True, False])
-def test_damaged_weights_are_named_by_either_check(sound, tmp_path, monkeypatch, has_check):
-    if not has_check:
-        monkeypatch.setattr(weights, "_library_check", lambda: None)
-    damaged = write_model(tmp_path / "inf.gguf", SHAPE, tensors={"blk.0.attn_q.weight": MATRIX * np.float32(math.inf)})
-    weights.check_weights(sound)
-    with pytest.raises(ModelFileError, match=r"blk\.0\.attn_q\.weight|invalid data"):
-        weights.check_weights(damaged)
 
 
 def test_a_trial_that_is_given_up_leaves_no_child(sound):

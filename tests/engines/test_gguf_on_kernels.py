@@ -179,9 +179,9 @@ def test_a_file_that_is_cut_or_changed_while_it_is_read_is_an_error(tmp_path):
 
 def test_a_weight_that_is_no_number_is_refused(tmp_path):
     source, path = GgufFile(TARGET), tmp_path / "model.gguf"
-    tensor = next(each for each in source._model.header.tensors if each.kind == "Q8_0")
+    tensor = next(each for each in source.model.header.tensors if each.kind == "Q8_0")
     content = bytearray(TARGET.read_bytes())
-    place = source._model.header.data_start + tensor.offset
+    place = source.model.header.data_start + tensor.offset
     content[place : place + 2] = np.array(np.inf, np.float16).tobytes()
     path.write_bytes(content)
     with pytest.raises(ModelFileError, match=f"{tensor.name} holds infinity or NaN"):

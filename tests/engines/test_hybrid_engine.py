@@ -18,8 +18,9 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
-from edgespec.engines.onnx.footprint import footprint
+from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
+from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
 from edgespec.formats.gguf.header import read_header
 from edgespec.installation import has_engine
@@ -35,7 +36,7 @@ PROMPT = "the cat sat on the mat, the cat sat on the"
 OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
 
 
-@pytest.fixture(scope="module", params=["qwen35", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2"])
 def hybrid(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(f"{request.param}_path")
     return path
@@ -72,7 +73,7 @@ def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> No
     assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2"])
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
     transformers = pytest.importorskip("transformers")
@@ -80,7 +81,9 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
         pytest.skip("this release of transformers has no Qwen3.5")
     from hub_hybrids import make_hybrid
 
-    shape = HybridShape(head_size=32 if kind == "qwen35" else 16, rotated=16, state_heads=6, key_heads=2)
+    shape = HybridShape(head_size=16 if kind == "lfm2" else 32, rotated=16, state_heads=6, key_heads=2)
+    if kind == "qwen35moe":
+        shape = replace(shape, experts=(6, 2, 32), is_joined=True)
     model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0].numpy()
@@ -255,19 +258,25 @@ def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) ->
     assert len(engine.save_state()) >= copied + 30 * engine.facts.kv_bytes_per_token
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    """Unless they are asked for by name; also where llama.cpp would take them by itself."""
-    shape = HybridShape(hidden=2048, state_heads=1, key_heads=1)
-    plain = write_qwen35(tmp_path / "plain.gguf", shape)
-    both = write_qwen35(tmp_path / "both.gguf", shape, has_mtp=True, tensors=tensors_of(plain))
-    assert auto_takes_mtp(read_header(both))
+def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> None:
+    """And drafts by default, also where llama.cpp would take it only if asked."""
+    plain = write_qwen35(tmp_path / "plain.gguf")
+    both = write_qwen35(tmp_path / "both.gguf", has_mtp=True, tensors=tensors_of(plain))
+    assert not auto_takes_mtp(read_header(both))
+    planned, without = (footprint(both, ModelUse(400, threads=1, has_mtp=each)) for each in (True, False))
+    with opened(both) as engine, load_drafter(engine) as head:
+        assert planned.cache - without.cache == head._engine._cache._chunks.nbytes
+        layer, whole = (list(each.source.arrays(400).values()) for each in (head._engine, engine))
+        own = sum(each.nbytes for each in layer if not any(np.shares_memory(each, other) for other in whole))
+        assert 0 <= planned.packed - without.packed - SESSION_BYTES - own < 4000  # small vectors lie in the graph
     with opened(plain) as one, opened(both) as other:
         assert np.array_equal(chained(one, ids_of(20)), chained(other, ids_of(20)))
     with edgespec.load(both, threads=1) as model:
+        assert model.target.facts.name == "onnx" and "mtp" in model.drafter_names
+    odd = {"blk.4.nextn.other.weight": np.ones(3, np.float32)}
+    unknown = write_qwen35(tmp_path / "unknown.gguf", has_mtp=True, tensors=odd)
+    with edgespec.load(unknown, threads=1) as model:
         assert model.target.facts.name == "onnx" and "mtp" not in model.drafter_names
-    if has_engine("llamacpp"):
-        with edgespec.load(both, threads=1, drafter="mtp") as model:
-            assert model.target.facts.name == "llamacpp"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp import library as llama_library
 from edgespec.engines.llamacpp.devices import devices, gpus, overriding
 from edgespec.engines.llamacpp.library import library, listening
-from edgespec.engines.llamacpp.tokenizer import bounded_parts, parts_at
+from edgespec.engines.llamacpp.tokenizer import bounded_parts
 from edgespec.engines.proof import Bits
 from edgespec.engines.proof import classes as classes_of
 from edgespec.errors import (
@@ -561,20 +561,6 @@ def test_no_part_ends_within_the_name_of_a_token():
         parts = list(bounded_parts("\u4e2d" * length + "<|im_end|>" * 99, names))
         assert "".join(parts) == "\u4e2d" * length + "<|im_end|>" * 99 and max(map(len, parts)) <= 510
         assert sum(part.count("<|im_end|>") for part in parts) == 99
-
-
-def test_a_text_is_cut_at_control_tokens_only_where_that_changes_nothing(target_path, tmp_path):
-    """The library takes time with the square of the control tokens of one text: 8,000 messages took 1.5 s."""
-    text = "<|im_start|>user\n1 < 2 <b>bold</b> <|im_end|>  \n <|im_end|x> a<<|im_start|>\n <s> a</s> b" * 400
-    assert list(parts_at("<a>" * 2000, frozenset(["<b>"]))) == ["<a>" * 2000]
-    for path, name in ((target_path, "<|im_end|>"), (write_sentencepiece_model(tmp_path / "spm.gguf"), "</s>")):
-        parts = list(parts_at(text, frozenset([name])))
-        assert len(parts) > 5 and "".join(parts) == text and all(part.startswith(name) for part in parts[1:])
-        with VocabularyFile(path) as vocabulary:
-            assert name in vocabulary._cuts[True]
-            for parse_special in (True, False):
-                whole = vocabulary._encode_part(text, parse_special)
-                assert vocabulary.encode(text, parse_special=parse_special) == whole
 
 
 def test_whole_vocabularies_read_fast_are_what_single_calls_give(target_path, tmp_path):

@@ -18,10 +18,9 @@ from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.library import library, run_options
-from edgespec.engines.onnx.passes import SharedPasses
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, PromptError
 from edgespec.runtime import load
-from edgespec.types import Batch, Draft
+from edgespec.types import Batch
 
 TEXTS = (
     "Find me a restaurant in San Jose.",
@@ -93,56 +92,6 @@ def test_the_vocabulary_is_that_of_the_gguf(engine):
             for special in (False, True):
                 assert ours.encode(text, parse_special=special) == gguf.encode(text, parse_special=special)
             assert ours.decode(ours.encode(text)) == text
-
-
-def test_a_shared_cache_closes_the_holes_of_what_was_rolled_back(engine, onnx_path, monkeypatch):
-    """Two texts grow in turns, and one is written anew again and again, behind the other."""
-    moves = []
-    monkeypatch.setattr(
-        SharedPasses, "move", lambda self, *cells, move=SharedPasses.move: moves.append(move(self, *cells))
-    )
-    ids = np.random.default_rng(7).integers(0, engine.vocabulary.size, (2, 40)).astype(np.int32)
-    expected = []
-    for own in ids:
-        engine.rollback(0)
-        expected.append(engine.forward(Batch.chain(own)).copy())
-    draft = Draft(np.array([5, 6, 7], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
-    with open_engine(onnx_path, context_length=48, max_sequences=2, reproducible=False) as packed:
-        for start in range(0, 40, 2):
-            found = packed.forward(Batch.chain(ids[0, start : start + 2], sequence=0))
-            np.testing.assert_allclose(found, expected[0][start : start + 2], atol=0.08 * expected[0].std())
-            packed.rollback(0, 1)
-            packed.forward(Batch.chain(ids[1, : start + 1], sequence=1))
-            packed.forward(Batch.tree(int(ids[1, start + 1]), draft, sequence=1))
-            packed.keep_path((0,), 1)
-        packed.rollback(38, 1)
-        found = packed.forward(Batch.chain(ids[1, 38:], sequence=1))
-        np.testing.assert_allclose(found, expected[1][38:], atol=0.08 * expected[1].std())
-    assert moves
-
-
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_a_bias_of_all_cells_gives_the_bits_of_one_that_is_bound_for_each_pass(onnx_path, reproducible, monkeypatch):
-    """As on other devices; in one cache for all sequences, chains and trees by turns, and one behind a hole."""
-    draft = Draft(np.array([5, 6, 7], np.int32), np.array([-1, 0, -1], np.int32), np.ones(3, np.float32))
-    options = {"context_length": 64, "max_sequences": 1 if reproducible else 2, "reproducible": reproducible}
-
-    def passes() -> list[np.ndarray]:
-        with open_engine(onnx_path, **options) as engine:
-            assert engine.facts.can_tree is not reproducible
-            found = [engine.forward(Batch.chain(part)).copy() for part in (range(20, 36), [3], [4, 5, 6])]
-            if not reproducible:
-                found.append(engine.forward(Batch.tree(8, draft)).copy())
-                engine.keep_path((0, 3))
-                found.append(engine.forward(Batch.chain([9, 10])).copy())  # behind a hole
-                found.append(engine.forward(Batch.chain([11, 12], sequence=1)).copy())
-            engine.rollback(4)
-            return [*found, engine.forward(Batch.chain([13])).copy(), engine.forward(Batch.chain([14, 15])).copy()]
-
-    expected = passes()
-    monkeypatch.setattr("edgespec.engines.onnx.opening.with_sliced_bias", lambda graph: graph)
-    for found, wanted in zip(passes(), expected, strict=True):
-        np.testing.assert_array_equal(found, wanted)
 
 
 def test_text_that_is_no_unicode_is_refused(engine):

@@ -34,7 +34,6 @@ def loaded(request: pytest.FixtureRequest, onnx_path: Path) -> Iterator[OnnxEngi
         threads=TEST_THREADS,
         reproducible=False,
         cache_type_k=request.param,
-        max_branches=0,
     ) as engine:
         yield engine
 
@@ -91,8 +90,8 @@ def test_single_rows_share_one_pass(engine: OnnxEngine, monkeypatch: pytest.Monk
     for sequence, length in enumerate(LENGTHS):
         read(engine, sequence, length)
     passes: list[object] = []
-    run = engine._separate._passes._run  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine._separate._passes, "_run", lambda binding: (passes.append(binding), run(binding)))
+    run = engine._caches._passes._run  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine._caches._passes, "_run", lambda binding: (passes.append(binding), run(binding)))
     engine.forward(next_rows(engine, dict.fromkeys(range(SEQUENCES), 1)))
     assert len(passes) == 1
     engine.forward(next_rows(engine, {0: 1, 1: 3, 2: 1, 3: 2}))
@@ -120,7 +119,7 @@ def test_empty_caches_between_two_others_stay_empty(engine: OnnxEngine) -> None:
 
 def test_a_graph_made_for_one_text_gets_passes_in_turn(onnx_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another exporter's may: here the batch gives the first text's logits to both."""
-    load = partial(OnnxEngine.load, onnx_path, context_length=16, max_sequences=2, max_branches=0)
+    load = partial(OnnxEngine.load, onnx_path, context_length=16, max_sequences=2)
     run_each = SharedPasses.run_each
 
     def confused(self: SharedPasses, *given: Any) -> NDArray[np.float32]:
@@ -143,7 +142,7 @@ def test_a_graph_made_for_one_text_gets_passes_in_turn(onnx_path: Path, monkeypa
         assert engine.facts.can_pack and engine.facts.splits_passes
 
 
-def test_several_chats_have_caches_of_their_own_unless_trees_are_asked_for() -> None:
+def test_several_chats_have_caches_of_their_own() -> None:
     options = {"engine": "onnx", "threads": TEST_THREADS, "context_length": 128, "parallel": 3}
     with edgespec.load("demo", **options) as model:
         assert model.target.facts.splits_passes and model.target.facts.can_pack
@@ -152,5 +151,3 @@ def test_several_chats_have_caches_of_their_own_unless_trees_are_asked_for() -> 
             model.forget()
             alone = model.generate(prompt, Sampling(), GenerateOptions(max_tokens=1))
             assert result.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
-    with edgespec.load("demo", **options, drafter="tree") as model:
-        assert model.target.facts.can_pack and not model.target.facts.splits_passes and model.target.facts.can_tree

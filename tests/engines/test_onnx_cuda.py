@@ -12,14 +12,11 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx import OnnxEngine, cuda
+from edgespec.engines.onnx import OnnxEngine, devices
 from edgespec.engines.onnx.footprint import footprint
-from edgespec.engines.onnx.graph import read_graph
-from edgespec.engines.onnx.rewriting import FLOAT16
+from edgespec.engines.onnx.graph import FLOAT16, read_graph
 from edgespec.engines.onnx.source import open_source
-from edgespec.engines.parked import ParkedStates
-from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import CapabilityError, StateError
+from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Logits
 from half import as_for_cuda
 from plain_demo import plain_demo
@@ -56,9 +53,8 @@ def scored(engine: OnnxEngine) -> Logits:
 def test_logits_are_those_of_the_graph_as_exported_within_half_precision(model, tolerance, request):
     path = request.getfixturevalue(model)
     with load(path) as exported, load_half(path) as engine:
-        assert exported.facts.can_tree and not engine.facts.can_tree  # trees need a bias
         told = " ".join(set(engine.facts.notes) - set(exported.facts.notes))
-        assert "float16" in told and "no trees" in told
+        assert "float16" in told
         assert engine.facts.kv_bytes_per_token * 2 == exported.facts.kv_bytes_per_token
         wanted = scored(exported)
         assert difference(scored(engine), wanted) < tolerance
@@ -75,11 +71,10 @@ def test_every_architecture_can_be_adapted(case, tmp_path):
 
 def test_only_what_computes_attention_changes(onnx_path):
     exported = read_graph(open_source(onnx_path))
-    found = cuda.adapted(exported, "cuda", 64)
-    assert {entry.element_type for entry in found.cache} == {FLOAT16} and not found.has_bias
-    assert cuda.adapted(found, "cuda", 64) == found  # what is half already stays
-    assert cuda.adapted(exported, "cpu", 64) is exported and cuda.adapted(exported, "webgpu", 64) is exported
-    assert cuda.without_kernels(found.serialised) == ()
+    found = devices.adapted(exported, "cuda", 64)
+    assert {entry.element_type for entry in found.cache} == {FLOAT16}
+    assert devices.adapted(found, "cuda", 64) == found  # what is half already stays
+    assert devices.adapted(exported, "cpu", 64) is exported and devices.adapted(exported, "webgpu", 64) is exported
 
 
 def test_an_int8_cache_stays_one(onnx_path):
@@ -91,45 +86,7 @@ def test_an_int8_cache_stays_one(onnx_path):
 @pytest.mark.parametrize("size", [12, 320])
 def test_heads_that_the_attention_does_not_take_are_named(onnx_path, size):
     with pytest.raises(CapabilityError, match=rf"at most 256 values, in multiples of 8.* have {size}"):
-        cuda.adapted(read_graph(open_source(onnx_path)), "cuda", size)
-
-
-def scored_behind(engine: OnnxEngine, sequence: int = 0) -> Logits:
-    parts = (IDS[40:41], IDS[41:48])
-    return np.concatenate([engine.forward(Batch.chain(part, sequence=sequence)).copy() for part in parts])
-
-
-def test_texts_that_are_rolled_back_saved_or_copied_go_on_as_they_were(onnx_path):
-    with load_half(onnx_path, reproducible=True) as engine:
-        wanted = scored(engine)[40:]
-        engine.rollback(40)
-        state = engine.save_state()
-        np.testing.assert_array_equal(scored_behind(engine), wanted)
-        engine.rollback(0)
-        engine.load_state(state, 1)
-        engine.fork(1, 0)
-        for sequence in (0, 1):
-            np.testing.assert_array_equal(scored_behind(engine, sequence), wanted)
-
-
-def test_a_parked_text_goes_on_as_it_was(onnx_path):
-    other = np.roll(IDS, 7)
-    with load_half(onnx_path, reproducible=True) as engine:
-        live, parked = CachedSequence(engine), ParkedStates()
-        wanted = live.feed(IDS)[-1].copy()
-        for text in (other, IDS):
-            parked.make_way(live, text)
-            live.reuse(text)
-            scored = live.feed(text[live.length :])[-1].copy()
-        assert parked.num_bytes > 0
-        np.testing.assert_array_equal(scored, wanted)
-
-
-def test_a_state_of_another_precision_is_refused(onnx_path):
-    with load(onnx_path, reproducible=True) as exported, load_half(onnx_path, reproducible=True) as engine:
-        scored(exported)
-        with pytest.raises(StateError, match="cache type"):
-            engine.load_state(exported.save_state())
+        devices.adapted(read_graph(open_source(onnx_path)), "cuda", size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -140,7 +97,7 @@ def test_texts_are_those_without_drafts(model, temperature, request):
     with as_for_cuda():
         loaded = edgespec.load(path, provider="cpu", reproducible=True, context_length=200)
     with loaded as target:
-        assert target.target.facts.pinned_class is not None and not target.target.facts.can_tree
+        assert target.target.facts.pinned_class is not None
         prompt = IDS[:12].tolist() * 2
         plain, *drafted = [
             target.generate(prompt, sampling, replace(options, drafter=drafter, draft_length=length))

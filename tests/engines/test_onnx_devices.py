@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +13,9 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.onnx import OnnxEngine, devices, opening, sessions
-from edgespec.engines.onnx import engine as engine_module
-from edgespec.engines.onnx.devices import DeviceLimits, device_limits
+from edgespec.engines.onnx.devices import widest_correct
 from edgespec.engines.onnx.graph import Graph
-from edgespec.engines.onnx.library import Device, failures_of_library, installed_providers, library, load_cuda
-from edgespec.engines.onnx.opening import Opened, open_passes
+from edgespec.engines.onnx.library import failures_of_library, installed_providers, library, load_cuda
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
 from edgespec.engines.onnx.sessions import NO_FALLBACK, reason
 from edgespec.errors import CapabilityError, ConfigError
@@ -40,7 +37,7 @@ class Faulty:
 
     def __init__(self, passes: SharedPasses, fault: Callable[[PassRows, Callable[[PassRows], Logits]], Logits]) -> None:
         self._passes, self._fault = passes, fault
-        self.capacity, self.takes_gaps = passes.capacity, passes.takes_gaps
+        self.capacity = passes.capacity
 
     def run(self, _cache: int, rows: PassRows) -> Logits:
         return self._fault(rows, lambda changed: self._passes.run(0, changed))
@@ -55,58 +52,24 @@ def wrong_when_wide(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits
     return scored if rows.token_ids.size < 32 else np.roll(scored, 1, axis=1)
 
 
-def cell_for_position(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
-    return run(replace(rows, positions=None))
-
-
 def never_right(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
     return np.roll(run(rows), rows.token_ids.size, axis=1)
 
 
-@pytest.mark.parametrize(
-    ("fault", "limits"),
-    [
-        (right, DeviceLimits(ROWS, keeps_positions=True)),
-        (wrong_when_wide, DeviceLimits(31, keeps_positions=True)),
-        (cell_for_position, DeviceLimits(ROWS, keeps_positions=False)),
-    ],
-)
-def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path, fault, limits, monkeypatch):
+@pytest.mark.parametrize(("fault", "widest"), [(right, ROWS), (wrong_when_wide, 31)])
+def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path, fault, widest, monkeypatch):
     with load(tiny_graph_path) as engine:
-        passes = Faulty(engine._separate._passes, fault)
+        passes = Faulty(engine._caches._passes, fault)
         trial = passes, [tiny_graph_path], fault.__name__, engine.vocabulary.size, ROWS
-        assert device_limits(*trial) == limits
+        assert widest_correct(*trial) == widest
         monkeypatch.setattr(devices, "_Trial", None)
-        assert device_limits(*trial) == limits
+        assert widest_correct(*trial) == widest
 
 
 def test_a_device_on_which_nothing_agrees_is_refused(tiny_graph_path):
     with load(tiny_graph_path) as engine, pytest.raises(CapabilityError, match="provider='cpu'"):
-        passes = Faulty(engine._separate._passes, never_right)
-        device_limits(passes, [tiny_graph_path], "never right", engine.vocabulary.size, ROWS)
-
-
-def test_the_user_is_told_what_a_device_lacks():
-    assert DeviceLimits(ROWS, keeps_positions=True).notes("webgpu", ROWS) == ()
-    told = DeviceLimits(31, keeps_positions=False).notes("webgpu", ROWS)
-    assert "31 rows" in told[0] and "no trees" in told[1]
-
-
-def test_where_sequences_cannot_share_a_cache_each_has_one_of_its_own_size(tiny_graph_path, monkeypatch):
-    """The caches are sized for sharing before it is known what the device computes rightly."""
-
-    def as_on_a_device(*given: Any) -> Opened:
-        return open_passes(*given)._replace(device=Device("webgpu", "cpu"))
-
-    monkeypatch.setattr(engine_module, "open_passes", as_on_a_device)
-    monkeypatch.setattr(engine_module, "device_limits", lambda *_: DeviceLimits(ROWS, keeps_positions=False))
-    ids = np.random.default_rng(0).integers(0, 299, 20).astype(np.int32)
-    with load(tiny_graph_path, reproducible=True) as engine:
-        wanted = engine.forward(Batch.chain(ids)).copy()
-    with load(tiny_graph_path) as engine:
-        assert engine._separate._passes.capacity == engine.facts.context_length == 200
-        for sequence in range(2):
-            np.testing.assert_array_equal(engine.forward(Batch.chain(ids, sequence=sequence)), wanted)
+        passes = Faulty(engine._caches._passes, never_right)
+        widest_correct(passes, [tiny_graph_path], "never right", engine.vocabulary.size, ROWS)
 
 
 def test_auto_takes_the_next_device_where_one_lacks_something(tiny_graph_path, monkeypatch):
@@ -144,7 +107,7 @@ def test_a_graph_that_cuda_runs_in_part_only_is_explained(tiny_graph_path):
     assert reason("webgpu", graph, said) == said
     if not load_cuda():
         told = reason("cuda", graph, said)
-        assert "ReduceSum, Shape" in told and "MatMul" not in told and "llama.cpp" in told
+        assert NO_FALLBACK in told and "llama.cpp" in told
         assert reason("cuda", graph, "something else") == "something else"
 
 
@@ -202,13 +165,6 @@ def test_a_cut_graph_is_tried_on_the_device_as_well(onnx_path):
             assert exit.follow(ids[:22]) == 20
             drafts.append(exit.feed(ids[20:24]).copy())
         np.testing.assert_allclose(drafts[1], drafts[0], atol=0.1 * drafts[0].std())
-
-
-@NEEDS_WEBGPU
-def test_the_cache_of_a_device_without_positions_has_no_room_to_spare(tiny_graph_path):
-    with load(tiny_graph_path, "webgpu", max_sequences=3) as gpu:
-        packs = gpu.facts.can_pack
-        assert gpu._separate._passes.capacity == (601 if packs else 200)
 
 
 @NEEDS_WEBGPU

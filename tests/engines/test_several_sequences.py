@@ -12,7 +12,6 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.engines.proof import packs_alike
 from edgespec.types import Batch
 
 PROMPTS = ("Find me a hotel in Paris.", "def add(a, b):", "Tom has 3 apples and buys 4 more. " * 9, "Book a table")
@@ -48,12 +47,6 @@ def test_reproducible_texts_do_not_depend_on_what_runs_beside_them(
         (result.token_ids, result.logprobs) for result in alone
     ]
     assert drafter == "none" or sum(result.stats.drafted_tokens for result in found) > 0
-
-
-def test_sharing_passes_is_proved_by_bits_where_it_is_done(reproducible: Model) -> None:
-    if reproducible.target.facts.can_pack:
-        with reproducible.measuring() as (engine, _):
-            assert packs_alike(engine)
 
 
 def test_onnx_shares_passes_by_default() -> None:

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import pytest
@@ -124,37 +123,6 @@ def test_onnx_runtime_gives_the_same_bits_with_one_thread_and_two(onnx_target: P
         assert with_one[-(1 << 20) :] == with_two[-(1 << 20) :], (cached, width)
 
 
-def test_weights_that_are_packed_are_let_go_and_change_no_bits(
-    onnx_target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unsigned weights are a second copy of the model; what a session packed of them is all that it reads."""
-    from edgespec.engines.onnx import OnnxEngine, sessions
-    from edgespec.engines.onnx.unsigned import make_unsigned
-
-    if "whole" not in str(onnx_target):
-        pytest.skip("its weights are used as they are")
-    made: list[weakref.ref[Any]] = []
-
-    def watched(graph: bytes, folder: Path) -> Any:
-        found = make_unsigned(graph, folder)
-        made.extend(weakref.ref(array) for array in found[1].values())
-        return found
-
-    monkeypatch.setattr(sessions, "products_saturate", lambda: True)
-    monkeypatch.setattr(sessions, "make_unsigned", watched)
-    assert sessions.reads_packed_weights()
-    found, kept = [], []
-    for is_packed in (False, True):
-        monkeypatch.setattr(sessions, "reads_packed_weights", lambda is_packed=is_packed: is_packed)
-        with OnnxEngine.load(onnx_target, context_length=800, threads=2, reproducible=False) as engine:
-            gc.collect()
-            kept.append([array() is not None for array in made])
-            made.clear()
-            found.append(snapshot(engine, lambda turn: None))
-    assert kept[0] and all(kept[0]) and not any(kept[1])
-    assert all(mine[-1] == theirs[-1] for mine, theirs in zip(*found, strict=True))
-
-
 @pytest.mark.skipif(not DEMO.is_dir(), reason="the demo family is not built")
 @pytest.mark.parametrize("drafter", ["none", "auto"])
 def test_texts_are_the_same_whatever_the_threads_do(drafter: str) -> None:
@@ -209,9 +177,9 @@ def test_a_model_closes_while_its_other_session_is_made(onnx_path: Path) -> None
 def test_without_room_for_a_second_session_passes_go_on_in_the_first(
     onnx_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgespec.engines.onnx import OnnxEngine, waiting
+    from edgespec.engines.onnx import OnnxEngine, sessions
 
-    monkeypatch.setattr(waiting, "spare_memory", lambda: 1 << 20)
+    monkeypatch.setattr(sessions, "spare_memory", lambda: 1 << 20)
     with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
         expected = engine.forward(Batch.chain([1, 2, 3])).copy()
         engine.rollback(0)
@@ -221,9 +189,9 @@ def test_without_room_for_a_second_session_passes_go_on_in_the_first(
 
 
 def test_the_session_that_is_not_used_is_freed(onnx_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgespec.engines.onnx import OnnxEngine, waiting
+    from edgespec.engines.onnx import OnnxEngine, sessions
 
-    monkeypatch.setattr(waiting, "KEPT_S", 0.0)
+    monkeypatch.setattr(sessions, "KEPT_S", 0.0)
     with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
         first = weakref.ref(engine._sessions[0].current())
         settle(engine, 1, spins=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ pytest.importorskip("gguf", reason="the graph is made by an export: scripts/run.
 import edgespec
 from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.onnx import OnnxEngine, sessions, unsigned
+from edgespec.engines.onnx import OnnxEngine, sessions
 from edgespec.export.check import compare, limits_of
 from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.export.reference import Reference
@@ -85,49 +83,6 @@ def test_signed_products_are_exact_where_the_machine_says_so(count: int) -> None
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     session, _ = sessions.open_session(model.SerializeToString(), Path(), threads=1, provider="cpu")
     assert (session.run(None, {"codes": np.full((count, INNER), 255, np.uint8)})[0] == 255 * 127 * INNER).all()
-
-
-def test_weights_made_unsigned_here_give_the_bits_of_onnx_runtimes_own(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "products_saturate", lambda: True)
-    left: list[bool] = []
-
-    def watched(graph: bytes, folder: Path) -> tuple[bytes, unsigned.Weights, bool]:
-        made = unsigned.make_unsigned(graph, folder)
-        left.append(made[2] or not made[1])
-        return made
-
-    monkeypatch.setattr(sessions, "make_unsigned", watched)
-    with open_engine(whole) as engine:
-        ids = text_ids(engine)[:24]
-        ours = score(engine, ids)
-    assert left == [False]  # nothing is left to what takes ONNX Runtime long
-    monkeypatch.setattr(sessions, "make_unsigned", lambda graph, folder: (graph, {}, True))
-    with open_engine(whole) as engine:
-        np.testing.assert_array_equal(score(engine, ids), ours)
-
-
-@pytest.mark.parametrize("reads_packed", [True, False])
-def test_weights_made_for_a_session_live_as_long_as_it_reads_them(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, reads_packed: bool
-) -> None:
-    """ONNX Runtime points at them unless it packed them: freed too early, reading them ends the process."""
-    monkeypatch.setattr(sessions, "products_saturate", lambda: True)
-    monkeypatch.setattr(sessions, "reads_packed_weights", lambda: reads_packed)
-    made: list[weakref.ref[np.ndarray]] = []
-
-    def watched(graph: bytes, folder: Path) -> tuple[bytes, unsigned.Weights, bool]:
-        found = unsigned.make_unsigned(graph, folder)
-        made.extend(map(weakref.ref, found[1].values()))
-        return found
-
-    monkeypatch.setattr(sessions, "make_unsigned", watched)
-    with open_engine(whole):
-        gc.collect()
-        assert made and all((each() is None) == reads_packed for each in made)
-    gc.collect()
-    assert all(each() is None for each in made)
 
 
 def test_it_passes_the_check_of_every_export(plain: Path, whole: Path) -> None:

@@ -12,7 +12,8 @@ pytest.importorskip("gguf", reason="makes the models with the package gguf: scri
 
 from edgespec.engines import proof
 from edgespec.engines.onnx import OnnxEngine, sessions
-from edgespec.engines.onnx.edge import FLASH_OFF, end_of_pass, rows_before
+from edgespec.engines.onnx.caches import end_of_pass, rows_before
+from edgespec.engines.onnx.sessions import FLASH_OFF
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.export.gguf.convert import convert
 from edgespec.export.onnx.writer import convert_gguf, open_gguf

@@ -15,7 +15,7 @@ import pytest
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.heads import try_head
-from edgespec.engines.trial import check_model_file
+from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ModelFileError, VocabularyMismatch
 from edgespec.formats.gguf.heads import MAX_BLOCK, head_kind_of, read_head
 from tiny_dflash import LAYERS, MASK_ID, TARGET, WIDTH, HeadShape, write_dflash
@@ -39,8 +39,8 @@ def test_a_sound_head_is_told_from_others(target: LlamaCppEngine, tiny_path: Pat
     sizes = read_head(path)
     assert (sizes.width, sizes.layers, sizes.feature_width, sizes.mask_id) == (WIDTH, tuple(LAYERS), 192, MASK_ID)
     assert (sizes.has_markov, sizes.has_confidence, sizes.first_row, sizes.most_drafted) == (True, True, 0, 6)
-    check_model_file(path)
-    check_model_file(write_dflash(tmp_path / "bare.gguf", tensors=dict.fromkeys(OWN_TABLES)))
+    check_model_files({path: False})
+    check_model_files({write_dflash(tmp_path / "bare.gguf", tensors=dict.fromkeys(OWN_TABLES)): False})
     with target.load_head(path) as head:
         assert head.facts.end_ids == target.vocabulary.end_ids
     with pytest.raises(CapabilityError, match=r"is a DFlash head, .* draft="):

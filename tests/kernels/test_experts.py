@@ -33,12 +33,13 @@ class Model:
         self.attributes: dict[str, Any] = {"K": SIZE, "F": INNER, "experts": COUNT, "used": used, "gate": gate}
         self.attributes["types"] = [tiles.TYPES[kind] for kind in kinds]
 
-    def session(self, threads: int = 1, **changes: Any) -> Any:
+    def session(self, threads: int = 1, *, has_shared: bool = False, **changes: Any) -> Any:
         biases = [f"{name}_bias" for name in NAMES[: len(self.kinds)]]
         names = ["x", "logits", *biases, *[""] * (3 - len(biases)), "scales", *NAMES[: len(self.kinds)]]
+        names += [*[""] * (3 - len(self.kinds)), "shared"] if has_shared else []
         made = node("Experts", names, ["y"], **{**self.attributes, **changes})
         weights = {**self.weights, "scales": self.scales, **dict(zip(biases, self.biases, strict=True))}
-        return session([made], X, ["y"], weights, threads)
+        return session([made], X | ({"shared": TensorProto.FLOAT} if has_shared else {}), ["y"], weights, threads)
 
     def expert(self, number: int, x: Floats) -> Floats:
         """One expert by the operators and functions of products."""
@@ -117,6 +118,22 @@ def test_a_row_has_the_same_bits_beside_any_others_on_every_path(
                 got, expected = found.run(None, rows)[0], wanted[start : start + count]
                 assert np.all((bits(got) == bits(expected)) | np.isnan(expected)), (path, threads, start, count)
     assert model.session().run(None, {name: values[:0] for name, values in given.items()})[0].shape == (0, SIZE)
+
+
+@pytest.mark.parametrize(("kinds", "gate"), [MODELS[0], MODELS[2]])
+def test_a_shared_result_is_added_by_the_sigmoid_of_its_logit(kinds: tuple[str, ...], gate: int) -> None:
+    """To the very result without one, for each row by itself."""
+    model, given, rng = Model(kinds, gate, used=3), inputs(40), np.random.default_rng(1)
+    shared, logit = (rng.standard_normal((40, width)).astype(np.float32) for width in (SIZE, 1))
+    alone = model.session().run(None, given)[0]
+    both = given | {"logits": np.concatenate((given["logits"], logit), axis=1), "shared": shared}
+    found = model.session(has_shared=True)
+    got = found.run(None, both)[0]
+    assert np.abs(got - (alone + shared / (1 + np.exp(-logit)))).max() < 1e-6 * np.abs(alone).max()
+    some = {name: values[7:9] for name, values in both.items()}
+    assert np.array_equal(bits(found.run(None, some)[0]), bits(got[7:9]))
+    with pytest.raises(Exception, match="shared result is not 40 rows"):
+        found.run(None, both | {"shared": shared[:3]})
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from edgespec import GenerateOptions
 from edgespec.config.options import LoadOptions
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.loading.requirements import resolve_pair
-from edgespec.memory.heads import heads_bytes
-from edgespec.memory.plan import planned
+from edgespec.memory.plan import heads_bytes, planned
 
 EAGLE = DEMO / "heads" / "eagle.npz"
 SIZE = EAGLE.stat().st_size

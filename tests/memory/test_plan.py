@@ -18,7 +18,7 @@ from edgespec.config.values import DrafterName
 from edgespec.engines.llamacpp import library
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx.plugins import possible_devices
+from edgespec.engines.onnx.library import possible_devices
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.loading.requirements import resolve_pair

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.engines.onnx import waiting as session_waiting
-from edgespec.engines.onnx.waiting import Sessions
+from edgespec.engines.onnx import sessions as onnx_sessions
+from edgespec.engines.onnx.sessions import Sessions
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
-from edgespec.generation.relief import Relief
-from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch
+from edgespec.memory.watch import LEAST_FREE_BYTES, MemoryWatch, Relief
 from edgespec.platform.memory import own_bytes, return_freed_memory, spare_memory
 from table_engine import TableEngine
 from waiting import until
@@ -70,7 +69,7 @@ def test_what_is_planned_and_not_taken_yet_is_not_spare() -> None:
     assert free is not None
     watch = MemoryWatch(now + 200 * mib, planned_bytes=120 * mib, grows_to_bytes=now + 120 * mib)
     assert abs((spare_memory() or 0) - 80 * mib) < 8 * mib
-    sessions = Sessions(lambda spins: spins, True, 60 * mib)
+    sessions = Sessions(lambda spins: spins, 60 * mib)
     sessions.want(spins=False)
     assert sessions.is_settled and sessions.current() is True  # there is no room for another
     watch.close()
@@ -85,9 +84,9 @@ def test_what_is_planned_and_not_taken_yet_is_not_spare() -> None:
 
 def test_the_memory_of_a_session_goes_back_after_the_pass_that_still_held_it(monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[bool] = []
-    monkeypatch.setattr(session_waiting, "KEPT_S", 0.0)
-    monkeypatch.setattr(session_waiting, "return_freed_memory", lambda: returned.append(True))
-    sessions = Sessions(lambda spins: spins, True, 0)
+    monkeypatch.setattr(onnx_sessions, "KEPT_S", 0.0)
+    monkeypatch.setattr(onnx_sessions, "return_freed_memory", lambda: returned.append(True))
+    sessions = Sessions(lambda spins: spins, 0)
     sessions.want(spins=False)
     until(lambda: returned or sessions.current() is None)
     assert sessions.current() is False and returned == [True]

@@ -299,7 +299,7 @@ def test_without_the_library_the_server_says_what_to_install(client: TestClient,
     from edgespec.sampling.constraint import library
     from edgespec.sampling.constraint.state import Constraints
 
-    monkeypatch.setattr(service.require().model._requests, "_constraints", Constraints())
+    monkeypatch.setattr(service.require().model, "_constraints", Constraints())
     monkeypatch.setattr(library, "is_importable", lambda name: False)
     answered = client.post(CHAT, json={"messages": QUESTION, "response_format": FORMAT})
     assert answered.status_code == 501 and "needs llguidance" in answered.json()["error"]["message"]

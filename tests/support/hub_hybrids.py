@@ -24,6 +24,11 @@ BOTH = {
     **{f"self_attn.{kind}": f"attn_{kind[0]}_norm" for kind in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")},
     **{f"self_attn.{kind}": "attn_output" for kind in ("o_proj", "out_proj")},
     **{f"mlp.{kind}_proj": f"ffn_{kind}" for kind in ("gate", "up", "down")},
+    **{f"mlp.shared_expert.{kind}_proj": f"ffn_{kind}_shexp" for kind in ("gate", "up", "down")},
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     **{f"feed_forward.{own}": f"ffn_{kind}" for own, kind in (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
     **{f"conv.{kind}": f"shortconv.{kind}" for kind in ("conv", "in_proj", "out_proj")},
     "linear_attn.in_proj_qkv": "attn_qkv",
@@ -42,20 +47,24 @@ OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": 
 def make_hybrid(kind: str, path: Path, shape: HybridShape) -> Any:
     """The random model of transformers, in eval mode, after writing it to `path`."""
     torch.manual_seed(shape.seed)
-    made = (_qwen35 if kind == "qwen35" else _lfm2)(shape).eval()
+    made = (_lfm2 if kind == "lfm2" else _qwen35)(shape).eval()
     with torch.no_grad():
         for name, weights in made.named_parameters():
             if "norm" in name:
                 weights.add_(0.2 * torch.randn_like(weights))
             elif weights.ndim > 1:
-                weights.copy_(torch.randn_like(weights) * 1.5 / weights[0].numel() ** 0.5)
+                weights.copy_(torch.randn_like(weights) * 1.5 / weights.shape[-1] ** 0.5)
     tensors = dict(_converted(made, kind, shape))
-    (write_qwen35 if kind == "qwen35" else write_lfm2)(path, shape, tensors=tensors)
+    (write_lfm2 if kind == "lfm2" else write_qwen35)(path, shape, tensors=tensors)
     return made
 
 
 def _qwen35(shape: HybridShape) -> Any:
-    config = transformers.Qwen3_5TextConfig(
+    count, used, inner = shape.experts
+    settings: dict[str, Any] = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": inner}
+    settings |= {"shared_expert_intermediate_size": shape.hidden, "experts_implementation": "eager"}
+    config = (transformers.Qwen3_5MoeTextConfig if count else transformers.Qwen3_5TextConfig)(
+        **(settings if count else {}),
         **_common(shape),
         rms_norm_eps=EPSILON,
         head_dim=shape.head_size,
@@ -71,7 +80,7 @@ def _qwen35(shape: HybridShape) -> Any:
             "mrope_section": [shape.rotated // 4, shape.rotated // 8, shape.rotated // 8],
         },
     )
-    return transformers.Qwen3_5ForCausalLM(config)
+    return (transformers.Qwen3_5MoeForCausalLM if count else transformers.Qwen3_5ForCausalLM)(config)
 
 
 def _lfm2(shape: HybridShape) -> Any:
@@ -105,17 +114,18 @@ def _converted(made: Any, kind: str, shape: HybridShape) -> Any:
         values = weights.detach().numpy().astype(np.float32)
         parts = name.removeprefix("model.").split(".")
         if parts[0] != "layers":
-            yield f"{OUTER[parts[0]]}.weight", values + (kind == "qwen35" and "norm" in parts[0])
+            yield f"{OUTER[parts[0]]}.weight", values + (kind != "lfm2" and "norm" in parts[0])
             continue
         rest = ".".join(parts[2:]).removesuffix(".weight")
         own = BOTH[rest] + ("" if rest.endswith(("dt_bias", "A_log")) else ".weight")
-        if kind == "qwen35" and "norm" in rest and "linear" not in rest:
+        if kind != "lfm2" and "norm" in rest and "linear" not in rest:
             values = values + np.float32(1)  # these norms multiply by 1 + weight
         if rest.endswith("A_log"):
             values = -np.exp(values)
         if rest.startswith("linear_attn") and "norm" not in rest:
             values = _spread(values, rest, shape)
-        yield f"blk.{parts[1]}.{own}", values[:, 0] if values.ndim > 2 else values
+        values = values[:, 0] if values.shape[1:2] == (1,) else values
+        yield f"blk.{parts[1]}.{own}", values[0] if len(values) == 1 else values
 
 
 def _spread(values: Floats, rest: str, shape: HybridShape) -> Floats:

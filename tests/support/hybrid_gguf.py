@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from tiny_gguf import Shape, add_tensor, write_vocabulary
+from tiny_gguf import Shape, add_tensor, vocabulary, write_vocabulary
 
 Extents = Mapping[str, tuple[int, ...]]
 CONV_KERNEL = 4
@@ -19,7 +19,11 @@ CONV_KERNEL = 4
 
 @dataclass(frozen=True)
 class HybridShape:
-    """Sizes of a hybrid; every fourth layer has keys and values. `rotated`: of a head's values, 0: all."""
+    """Sizes of a hybrid; every fourth layer has keys and values. `rotated`: of a head's values, 0: all.
+
+    `experts` of a Qwen3.5 MoE: count, used, inner size; `hidden` is then that of the shared one. `is_joined`: their
+    gate and up are one tensor.
+    """
 
     layers: int = 4
     width: int = 64
@@ -34,7 +38,13 @@ class HybridShape:
     context: int = 512
     merges: int = 40
     seed: int = 0
+    experts: tuple[int, int, int] = (0, 0, 0)
+    is_joined: bool = False
     weights: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+
+    @property
+    def qwen35(self) -> str:
+        return "qwen35moe" if self.experts[0] else "qwen35"
 
     def is_recurrent(self, layer: int) -> bool:
         return layer % 4 != 3
@@ -75,7 +85,7 @@ def write_qwen35(
 
     `has_mtp`: with a multi-token prediction layer; `only_mtp`: without all others; `tensors` replace random ones.
     """
-    writer = _begin(path, "qwen35", shape, shape.layers + has_mtp)
+    writer = _begin(path, shape.qwen35, shape, shape.layers + has_mtp)
     inner, size = shape.state_heads * shape.state_size, shape.head_size
     channels = inner + 2 * shape.key_heads * shape.state_size
     writer.add_head_count_kv(shape.kv_heads)
@@ -89,10 +99,15 @@ def write_qwen35(
     writer.add_ssm_state_size(shape.state_size)
     writer.add_ssm_time_step_rank(shape.state_heads)
     writer.add_ssm_group_count(shape.key_heads)
-    writer.add_uint32("qwen35.full_attention_interval", 4)
+    writer.add_uint32(f"{shape.qwen35}.full_attention_interval", 4)
+    if shape.experts[0]:
+        writer.add_expert_count(shape.experts[0])
+        writer.add_expert_used_count(shape.experts[1])
+        writer.add_expert_feed_forward_length(shape.experts[2])
+        writer.add_expert_shared_feed_forward_length(shape.hidden)
     extents: dict[str, tuple[int, ...]] = {"output_norm.weight": (shape.width,)}
     if has_mtp:
-        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        writer.add_uint32(f"{shape.qwen35}.nextn_predict_layers", 1)
         block = f"blk.{shape.layers}"
         extents |= {
             f"{block}.attn_norm.weight": (shape.width,),
@@ -137,11 +152,23 @@ def _begin(path: Path, architecture: str, shape: HybridShape, layers: int) -> gg
 
 
 def _feed_forward(layer: int, shape: HybridShape, norm: str) -> Extents:
-    return {
+    count, _, inner = shape.experts
+    end = "_shexp" if count else ""
+    found: dict[str, tuple[int, ...]] = {
         f"blk.{layer}.{norm}.weight": (shape.width,),
-        f"blk.{layer}.ffn_gate.weight": (shape.hidden, shape.width),
-        f"blk.{layer}.ffn_up.weight": (shape.hidden, shape.width),
-        f"blk.{layer}.ffn_down.weight": (shape.width, shape.hidden),
+        f"blk.{layer}.ffn_gate{end}.weight": (shape.hidden, shape.width),
+        f"blk.{layer}.ffn_up{end}.weight": (shape.hidden, shape.width),
+        f"blk.{layer}.ffn_down{end}.weight": (shape.width, shape.hidden),
+    }
+    if not count:
+        return found
+    gates = ({"gate_up": 2 * inner} if shape.is_joined else {"gate": inner, "up": inner}).items()
+    return {
+        **found,
+        f"blk.{layer}.ffn_gate_inp.weight": (count, shape.width),
+        f"blk.{layer}.ffn_gate_inp_shexp.weight": (shape.width,),
+        **{f"blk.{layer}.ffn_{name}_exps.weight": (count, size, shape.width) for name, size in gates},
+        f"blk.{layer}.ffn_down_exps.weight": (count, shape.width, inner),
     }
 
 
@@ -161,7 +188,8 @@ def _finish(
 ) -> None:
     tokens = write_vocabulary(writer, Shape(merges=shape.merges))
     rng = np.random.default_rng(shape.seed)
-    for name, size in {"token_embd.weight": (tokens, shape.width), **extents}.items():
+    further = {name: values.shape for name, values in given.items() if name not in extents}
+    for name, size in {"token_embd.weight": (tokens, shape.width), **extents, **further}.items():
         kind = shape.weights if "conv" not in name else gguf.GGMLQuantizationType.F32
         add_tensor(writer, name, given.get(name, _values(rng, name, size)), kind)
     writer.write_header_to_file()
@@ -183,3 +211,33 @@ def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArr
 def tensors_of(path: Path) -> dict[str, NDArray[np.float32]]:
     """The float32 tensors of a GGUF by name, matrices as [rows, columns]."""
     return {tensor.name: np.array(tensor.data).reshape(tensor.shape[::-1]) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def cycle_tensors(shape: HybridShape, share: float) -> tuple[dict[str, NDArray[np.float32]], NDArray[np.bool_]]:
+    """Tensors with which a Qwen3.5 writes its vocabulary in a cycle, and behind which tokens its layer is right.
+
+    Token n + 1 follows token n: no layer adds anything, and the head scores a token by the embedding of the one before
+    it. The further layer passes the token on, and its own head is wrong behind the other tokens.
+    """
+    tokens, rng = len(vocabulary(shape.merges)[0]), np.random.default_rng(shape.seed)
+    table = rng.standard_normal((tokens, shape.width)).astype(np.float32)
+    known = rng.random(tokens) < share
+    wrong = np.roll(table, 1, axis=0)
+    others = np.flatnonzero(np.roll(~known, 1))
+    wrong[others] = wrong[np.roll(others, 1)]
+    silent = {"ffn_down": shape.hidden, "attn_output": shape.heads * shape.head_size}
+    silent["ssm_out"] = shape.state_heads * shape.state_size
+    one, none = np.eye(shape.width, dtype=np.float32), np.zeros((shape.width, shape.width), np.float32)
+    further = f"blk.{shape.layers}.nextn"
+    return {
+        "token_embd.weight": table,
+        "output.weight": np.roll(table, 1, axis=0),
+        f"{further}.eh_proj.weight": np.concatenate((one, none), axis=1),
+        f"{further}.shared_head_head.weight": wrong,
+        **{
+            f"blk.{layer}.{name}.weight": np.zeros((shape.width, inputs), np.float32)
+            for layer in range(shape.layers + 1)
+            for name, inputs in silent.items()
+            if (name == "ssm_out") == (layer < shape.layers and shape.is_recurrent(layer)) or name == "ffn_down"
+        },
+    }, known

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.llamacpp.devices import handles_of
 from edgespec.engines.llamacpp.facts import metadata, pooling_of
-from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, complaints, forget_complaints, library, open_model
+from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, complaints, forget_complaints, library
 from edgespec.engines.llamacpp.rows import RowBuffer
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
@@ -32,6 +31,7 @@ from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     choose_context_length,
     new_context,
+    open_for,
 )
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles
@@ -67,13 +67,7 @@ class EncoderEngine(Engine):
             )
         length = choose_context_length(path, check_gguf(path).context_length, use.context_length, use.default_context)
         settings = ContextSettings.checked(use, length)
-        model = open_model(
-            path,
-            gpu_layers=use.gpu_layers,
-            devices=None if use.devices is None else handles_of(use.devices),
-            check_tensors=use.check_tensors,
-            is_repacked=use.is_repacked,
-        )
+        model = open_for(path, use)
         try:
             return cls(path, model, settings)
         except BaseException:
@@ -154,16 +148,6 @@ def _facts(model: Any, settings: ContextSettings) -> EngineFacts:
         pooling=pooling_of(model),
         writes=False,
     )
-
-
-def try_encoder(path: Path) -> str | None:
-    """Use an encoder as a trial does, with little memory. The reason when it cannot be used, else None."""
-    with EncoderEngine.load(path, context_length=16, threads=1, is_repacked=False) as engine:
-        before, behind = engine.vocabulary.embedded_ends()
-        ids = np.array([*before, *engine.vocabulary.encode("a b"), *behind][:16] or [0], np.int32)
-        if not np.isfinite(engine.embed([ids], "mean")).all():
-            return f"{path} is not a usable model: its embeddings are not numbers. Download or export it again"
-    return None
 
 
 LEAST_CELLS = 512  # texts of a context share as many, or what the longest of them needs

@@ -1,7 +1,10 @@
 """The llama.cpp engine, on the library's low-level functions.
 
 One unified KV cache holds all sequences; where they need no branches, and in reproducible mode, each has a stream of
-its own.
+its own. A cache of keys and values is shortened by dropping cells. A running state (`running_state`) is not: it can
+drop the last rows of a pass where the library has snapshots of it, and return to copies of it at lengths that a caller
+chose. Layers with a sliding window keep all their cells, but llama.cpp saves only those in the window: a text that was
+loaded can be continued, not shortened.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -18,24 +22,46 @@ from numpy.typing import NDArray
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts, check_threads
 from edgespec.engines.booked import BookedEngine
-from edgespec.engines.llamacpp.cached_texts import CachedTexts
+from edgespec.engines.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.cells import Cells
 from edgespec.engines.llamacpp.embeddings import Embedder
-from edgespec.engines.llamacpp.facts import read_facts
+from edgespec.engines.llamacpp.facts import measured_facts, read_facts
 from edgespec.engines.llamacpp.heads import DEFAULT_CONTEXT as HEAD_CONTEXT
 from edgespec.engines.llamacpp.heads import FORMS, Head, load_head, own_layers
-from edgespec.engines.llamacpp.library import ABORTED, NO_ROOM, complaints, forget_complaints, library, version
-from edgespec.engines.llamacpp.loading import OpenModel, load_engine
+from edgespec.engines.llamacpp.library import (
+    ABORTED,
+    NO_ROOM,
+    CancelFlag,
+    complaints,
+    forget_complaints,
+    library,
+    version,
+)
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.rpc import RpcServer
+from edgespec.engines.llamacpp.running_state import RunningState, keeps_running_state, why_only_asked
+from edgespec.engines.llamacpp.settings import (
+    ContextSettings,
+    choose_context_length,
+    create_context,
+    has_streams,
+    open_for,
+    require_generator,
+)
 from edgespec.engines.llamacpp.states import AllStates, HiddenStates, LayerInputs
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.rows import SequenceBook, SequenceRows, check_texts
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
-from edgespec.formats.gguf.check import is_gemma4_drafter, model_files
-from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.check import (
+    HEAD_NAMES,
+    check_gguf,
+    head_kind,
+    is_gemma4_drafter,
+    model_files,
+    require_language_model,
+)
+from edgespec.formats.gguf.header import GgufHeader, read_header
 from edgespec.formats.gguf.heads import check_cache
 from edgespec.types import Batch, Logits, PoolingName, TokenIds
 
@@ -48,10 +74,9 @@ class LlamaCppEngine(BookedEngine):
 
     vocabulary: LlamaCppVocabulary
 
-    def __init__(self, path: Path, found: OpenModel) -> None:
+    def __init__(self, path: Path, model: Any, context: Any, settings: ContextSettings, cancel: CancelFlag) -> None:
         llama = library()
-        model, context, settings, self._cancel = found
-        self._path, self._settings = path, settings
+        self._path, self._settings, self._cancel = path, settings, cancel
         self._embedder: Embedder | None = None
         self._model, self._context = model, context
         self._decode, self._get_logits = llama.llama_decode, llama.llama_get_logits
@@ -61,7 +86,8 @@ class LlamaCppEngine(BookedEngine):
         self._scratch_id = settings.scratch_id
         self._place = 0, 0  # address and rows of the logits
         self._all_logits = np.zeros((0, 0), np.float32)
-        self._texts = CachedTexts(self._cells, self._book)
+        self._checkpoints = Checkpoints()
+        self._least: dict[int, int] = {}  # by sequence, the length below which a loaded text lacks cells
         self._layer_inputs = LayerInputs(model, context)
         kinds = (settings.cache_type_k, settings.cache_type_v, settings.flash_attention, version())
         self._held = HeldFiles(model_files(path))
@@ -75,28 +101,75 @@ class LlamaCppEngine(BookedEngine):
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
 
     @classmethod
-    def load(
-        cls,
-        path: Path,
-        use: ModelUse | None = None,
-        *,
-        servers: tuple[RpcServer, ...] = (),
-        **changes: Any,
-    ) -> Self:
+    def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> Self:
         """Load `path` and measure what it can do; `changes`: of `use`.
 
-        `servers`: RPC servers whose devices this process has (see `RemoteEngine`), and which hold all layers unless
-        `gpu_layers` tells how many. The widest pass of a width class limits `facts.max_batch`, so that prompts are read
-        inside it. Where reproducible mode would pad single tokens with keys in f16, and no type was asked for, they are
-        cached in q8_0.
+        RPC servers, whose devices this process must have (see `RemoteEngine`), hold all layers unless `gpu_layers` says
+        how many. The widest pass of a width class limits `facts.max_batch`, so that prompts are read inside it.
+        Where reproducible mode would pad single tokens with keys in f16, and no type was asked for, they are cached in
+        q8_0.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
         """
         use = replace(use or ModelUse(), **changes)
-        engine = load_engine(cls, path, use, servers)
+        if use.endpoints and not use.gpu_layers:
+            use = replace(use, gpu_layers=-1)
+        header = checked_target(path)
+        state = RunningState.of(header)
+        length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
+        snapshots = state.snapshots_for(use.speculates) if state else 0
+        checked = partial(ContextSettings.checked, context_length=length, snapshots=snapshots)
+        types_are_free = use.cache_type_k is use.cache_type_v is None and use.flash_attention is not False
+        engine = None
+        if use.reproducible and not use.gpu_layers and types_are_free:
+            engine = cls._open_unpadded(path, use, checked(replace(use, cache_type_k="q8_0")))
+        engine = engine or cls._open(path, use, checked(use))
         with closed_on_failure(engine):
+            if use.speculates is None and state and state.snapshots and not snapshots:
+                engine.facts = replace(engine.facts, why_no_speculation=why_only_asked(header, state))
             engine.read_layers(use.state_layers)
+        return engine
+
+    @classmethod
+    def _open_unpadded(cls, path: Path, use: ModelUse, settings: ContextSettings) -> Self | None:
+        """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
+
+        With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
+        tokens have to be padded, which takes 1.5 to 2 times as long. With keys in q8_0 it has not. Values stay f16:
+        behind 1,536 tokens q8_0 values made prompts a quarter slower and single tokens a seventh.
+        """
+        try:
+            engine = cls._open(path, use, settings)
+        except CapabilityError:
+            return None
+        if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
+            note = (
+                "reproducible: the cached keys are q8_0, so that single-token steps need no padding (-ctk f16 keeps "
+                "f16, at up to twice the time per undrafted token)"
+            )
+            engine.facts = replace(engine.facts, notes=(*engine.facts.notes, note))
+            return engine
+        engine.close()
+        return None
+
+    @classmethod
+    def _open(cls, path: Path, use: ModelUse, settings: ContextSettings) -> Self:
+        model = open_for(path, use)
+        settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
+        if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
+            settings = replace(settings, max_branches=0, streams=True)
+        cancel = CancelFlag()
+        try:
+            require_generator(model, path)
+            context = create_context(model, path, settings, cancel)
+        except BaseException:
+            library().llama_model_free(model)
+            raise
+        engine = cls(path, model, context, settings, cancel)
+        with closed_on_failure(engine):
+            state_size = partial(library().llama_state_seq_get_size, context, 0)
+            engine.facts = measured_facts(engine, path, settings, state_size)
         return engine
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
@@ -205,15 +278,48 @@ class LlamaCppEngine(BookedEngine):
             self.states_of = way.rows
 
     def _truncate(self, to_length: int, sequence: int) -> None:
-        self._texts.rollback(to_length, sequence, self.facts)
+        facts, length = self.facts, self._book.lengths[sequence]
+        if 0 < to_length < (least := self._least.get(sequence, 0)):
+            raise CapabilityError(
+                f"a saved state of a {facts.architecture} model holds the last {facts.state_window} tokens of layers "
+                f"with a sliding window; this one, loaded with {least} tokens, cannot be rolled back to {to_length}: "
+                "roll back to 0"
+            )
+        droppable = self._droppable(sequence)
+        was_tree = self._book.forget_last(sequence)
+        self._checkpoints.shorten(to_length, sequence)
+        if to_length == 0:
+            self._least.pop(sequence, None)
+            if length or was_tree or not facts.can_rollback:
+                self._cells.forget(sequence)
+        elif to_length == length and not was_tree:
+            if not facts.can_rollback:  # report now that an aborted pass cannot be undone; else the next one trims
+                self._cells.trim(sequence)
+        elif facts.can_rollback or length - to_length <= droppable:
+            self._cells.drop_from(to_length, sequence)
+        elif (state := self._checkpoints.at(to_length, sequence)) is not None:
+            self._cells.return_to(state, to_length, sequence)
+        else:
+            raise CapabilityError(
+                f"{facts.architecture} models keep a running state that cannot be rolled back to {to_length} of "
+                f"{length} tokens; use --drafter none"
+            )
+
+    def _droppable(self, sequence: int) -> int:
+        """Rows of the last pass that a model with a running state can drop."""
+        return min(self._book.droppable(sequence), self.facts.rollback_rows)
 
     def checkpoint(self, sequence: int = 0) -> None:
-        if self.facts.has_checkpoints and self.length(sequence):
-            self._texts.checkpoint(sequence)
+        if self.facts.has_checkpoints and (length := self.length(sequence)):
+            self._checkpoints.add(length, sequence, lambda: self._cells.running_state(sequence))
 
     def reachable(self, to_length: int, sequence: int = 0) -> int:
-        self.length(sequence)
-        return self._texts.reachable(to_length, sequence, self.facts)
+        dropped = self.length(sequence) - to_length
+        if to_length < self._least.get(sequence, 0):
+            return 0
+        if self.facts.can_rollback or 0 <= dropped <= self._droppable(sequence):
+            return to_length
+        return self._checkpoints.latest(to_length, sequence)
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         """In reproducible mode an accepted side branch is decoded again as a chain."""
@@ -243,13 +349,20 @@ class LlamaCppEngine(BookedEngine):
                 self._is_cancelled = True
 
     def _copy(self, source: int, destination: int) -> None:
-        self._texts.fork(source, destination)
+        self._book.forget_last(destination)
+        self._cells.fork(source, destination)
+        self._checkpoints.fork(source, destination)
+        self._least[destination] = self._least.get(source, 0)
 
     def _state(self, sequence: int) -> memoryview:
         return self._cells.save(sequence)
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
-        self._texts.load(state, length, sequence, self.facts)
+        self._book.forget_last(sequence)
+        self._checkpoints.shorten(0, sequence)
+        self._least.pop(sequence, None)
+        self._cells.load(state, length, sequence)
+        self._least[sequence] = self.facts.loaded_reach(length)
 
     @property
     def most_branches(self) -> int:
@@ -281,3 +394,15 @@ class LlamaCppEngine(BookedEngine):
             self._embedder.close()
         library().llama_free(self._context)
         library().llama_model_free(self._model)
+
+
+def checked_target(path: Path) -> GgufHeader:
+    """The header of a model that generates text. Raises ModelNotFound, ModelFileError, CapabilityError for a head."""
+    header = check_gguf(path)
+    require_language_model(path, header)
+    kind = head_kind(header)
+    if kind is not None:
+        raise CapabilityError(
+            f"{path.name} is {HEAD_NAMES[kind]}, which only drafts for another model: give it with -md/--model-draft"
+        )
+    return header

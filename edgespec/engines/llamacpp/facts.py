@@ -15,7 +15,7 @@ from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.proof import PREFIX
-from edgespec.engines.widths import METHOD, fastest_facts, packs_alike, pinned_facts
+from edgespec.engines.widths import METHOD, fastest_facts, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
 from edgespec.platform import disk_cache
@@ -71,13 +71,7 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
     if not settings.reproducible:
         return fastest_facts(engine, key)
     advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
-    facts = pinned_facts(engine, key, widest=settings.widest, advice=advice)
-    if not settings.streams:
-        return facts
-    # A pass over several streams is split into parts of equal widths, which padding cannot bring into a class.
-    engine.facts = replace(facts, can_pack=False)
-    can_pack = facts.pinned_class is not None and facts.pinned_class[0] == 1 and packs_alike(engine, key)
-    return replace(facts, can_pack=can_pack)
+    return pinned_facts(engine, key, widest=settings.widest, advice=advice)
 
 
 def _facts_with_state(
@@ -148,9 +142,8 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
     """The devices that compute layers other than the CPU's; empty if there are none."""
     if not settings.gpu_layers or settings.devices == ():
         return ()
-    seen = tuple((device.name, device.description) for device in gpus())
-    servers = tuple(server.identity for server in settings.servers)
-    return seen, settings.devices, servers, settings.kv_offload, *settings.overrides
+    seen = tuple((device.name, device.description, device.total_bytes) for device in gpus())
+    return seen, settings.devices, settings.servers, settings.kv_offload, *settings.overrides
 
 
 def pooling_of(model: Any) -> str:

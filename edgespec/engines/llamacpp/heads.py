@@ -267,7 +267,7 @@ class Head(DraftHead):
 
     # -- its life
 
-    def another(self) -> Head:
+    def another(self, sequence: int) -> Head:
         self._require_open()
         found = Head(self._new_context, self._sizes, self.facts)
         self._others.append(found)

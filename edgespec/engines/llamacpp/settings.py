@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.config.values import CPU, TensorOverrides
-from edgespec.engines.llamacpp.devices import gpus, handles_of
+from edgespec.engines.llamacpp.devices import gpus, handles_of, overriding
 from edgespec.engines.llamacpp.library import (
     CancelFlag,
     complaints,
     forget_complaints,
     library,
+    open_model,
     require_threads,
     uninterrupted,
 )
-from edgespec.engines.llamacpp.rpc import RpcServer
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.platform.machine import default_threads
@@ -49,11 +49,11 @@ class ContextSettings:
     """Checked settings. `context_length` in tokens per sequence; `flash_attention` None leaves it to the library.
 
     `devices`: names of those that the `gpu_layers` are placed on; None: RPC servers first, then all GPUs; none: the
-    processor. `overrides`: tensors that do not lie with their layers. `servers`: RPC servers, whose devices this
-    process has. `kv_offload`: whether the KV cache of these layers lies on their devices. `streams`: every sequence has
-    cells of its own, so that attention reads no others' and adds in the order of its tokens whatever the others hold;
-    there are no branches then, and a pass with different numbers of rows of several sequences becomes several.
-    Otherwise all share their cells.
+    processor. `overrides`: tensors that do not lie with their layers. `servers`: endpoints of RPC servers, whose
+    devices this process has. `kv_offload`: whether the KV cache of these layers lies on their devices. `streams`: every
+    sequence has cells of its own, so that attention reads no others' and adds in the order of its tokens whatever the
+    others hold; there are no branches then, and a pass with different numbers of rows of several sequences becomes
+    several. Otherwise all share their cells.
     `keeps_state`: the model keeps a running state, of which there are `snapshots` copies for each sequence.
     """
 
@@ -70,16 +70,14 @@ class ContextSettings:
     widest: int
     devices: tuple[str, ...] | None = None
     overrides: TensorOverrides = ()
-    servers: tuple[RpcServer, ...] = ()
+    servers: tuple[str, ...] = ()
     kv_offload: bool = True
     streams: bool = False
     keeps_state: bool = False
     snapshots: int = 0
 
     @classmethod
-    def checked(
-        cls, use: ModelUse, context_length: int, *, servers: tuple[RpcServer, ...] = (), snapshots: int = 0
-    ) -> Self:
+    def checked(cls, use: ModelUse, context_length: int, *, snapshots: int = 0) -> Self:
         """Raises ConfigError for a value out of range, CapabilityError for one that this build does not support."""
         settings = cls(
             context_length=context_length,
@@ -95,7 +93,7 @@ class ContextSettings:
             widest=use.widest,
             devices=use.devices,
             overrides=use.overrides,
-            servers=servers,
+            servers=use.endpoints,
             kv_offload=use.kv_offload,
             snapshots=snapshots,
         )
@@ -155,7 +153,7 @@ class ContextSettings:
             return "cpu"
         if self.devices:
             return ",".join(self.devices)
-        return "rpc " + ",".join(server.endpoint for server in self.servers) if self.servers else "gpu"
+        return "rpc " + ",".join(self.servers) if self.servers else "gpu"
 
     @property
     def scratch_id(self) -> int:
@@ -212,6 +210,19 @@ def choose_context_length(path: Path, trained: int | None, asked: int | None, de
             "at most that, or -c max"
         )
     return asked
+
+
+def open_for(path: Path, use: ModelUse) -> Any:
+    """The model at `path` as `use` asks. Raises as `open_model` and `handles_of`."""
+    return open_model(
+        path,
+        gpu_layers=use.gpu_layers,
+        devices=None if use.devices is None else handles_of(use.devices),
+        overrides=overriding(use.overrides),
+        check_tensors=use.check_tensors,
+        is_repacked=use.is_repacked,
+        has_mtp=use.has_mtp,
+    )
 
 
 def require_generator(model: Any, path: Path) -> None:

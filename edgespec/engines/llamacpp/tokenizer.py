@@ -17,9 +17,8 @@ from edgespec.formats.gguf.check import check_gguf
 from edgespec.vocabulary import FimTokens, Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
-NORMAL, CONTROL, USER_DEFINED, LSTRIP = 4, 8, 16, 128  # llama.cpp's attributes of tokens
+NORMAL, CONTROL, USER_DEFINED = 4, 8, 16  # llama.cpp's attributes of tokens
 _PIECE_BYTES = 256
-_MARK, _PART = re.compile(r"<[^<>\s]{1,64}>"), 4096  # characters
 # Many vocabularies (of GPT-4o, Llama 4, Mistral and DeepSeek among others) make llama.cpp split text into words with
 # std::regex, which recurses for every character of a match: 343 bytes of stack each as measured. 24,400 equal letters
 # overflow a stack of 8 MiB and 1,500 one of 512 KiB, which is what a thread gets on macOS, and end the process.
@@ -52,23 +51,10 @@ class LlamaCppVocabulary(Vocabulary):
         self._require_open()
         # The library's add_special may also append an end token, so the begin-of-text token is added here.
         ids = [self.bos_id] if add_bos and self.bos_id is not None else []
-        for part in parts_at(text, self._cuts[parse_special]):
-            is_long = self._splits_by_regex and _LONG_STRETCH.search(part) is not None
-            for short in bounded_parts(part, self._names_in_texts) if is_long else (part,):
-                ids += self._encode_part(short, parse_special)
+        is_long = self._splits_by_regex and _LONG_STRETCH.search(text) is not None
+        for part in bounded_parts(text, self._names_in_texts) if is_long else (text,):
+            ids += self._encode_part(part, parse_special)
         return ids
-
-    @cached_property
-    def _cuts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Names of tokens before which a text can be cut: without and with control tokens.
-
-        The library splits a text at them first. Not those that take the blanks before them, nor parts of other names.
-        """
-        names = {self.token_name(token_id): kind for token_id, kind in self._special if kind & (CONTROL | USER_DEFINED)}
-        whole = "\0".join(names)
-        found = {name: kind for name, kind in names.items() if _MARK.fullmatch(name) and whole.count(name) == 1}
-        found = {name: kind for name, kind in found.items() if not kind & LSTRIP}
-        return frozenset(name for name, kind in found.items() if kind & USER_DEFINED), frozenset(found)
 
     def embedded_ends(self) -> tuple[list[int], list[int]]:
         """As in the base class: many embedding models read a token at the end of a text, too."""
@@ -171,19 +157,6 @@ class VocabularyFile(LlamaCppVocabulary, Closing):
         if self._model is not None:
             library().llama_model_free(self._model)
         super().close()
-
-
-def parts_at(text: str, names: frozenset[str]) -> Iterator[str]:
-    """`text` in parts of some length that begin with one of `names`: the library takes time with the square of their
-    number in one text.
-    """
-    begin = 0
-    if len(text) > _PART and names:
-        for mark in _MARK.finditer(text):
-            if mark.start() - begin >= _PART and mark[0] in names:
-                yield text[begin : mark.start()]
-                begin = mark.start()
-    yield text[begin:]
 
 
 def bounded_parts(text: str, names: Sequence[str] = ()) -> Iterator[str]:

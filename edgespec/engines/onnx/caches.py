@@ -1,64 +1,35 @@
-"""The KV caches of an ONNX engine: their interface, and one cache per sequence. `packed` holds all in one.
+"""The KV caches of an ONNX engine, one for each sequence.
 
-With a cache of its own, a sequence's bits depend on its own tokens alone, and what others hold does not slow it down.
-This is needed in reproducible mode, and for exports without an attention bias. Sequences with a single row each go
-through the model together, all others in passes of their own.
+A sequence's bits depend on its own tokens alone, and what others hold does not slow it down. Sequences with a single
+row each go through the model together, all others in passes of their own. In reproducible mode passes are padded into
+the width class, and none goes across the edge of attention (`settings.EDGE`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.edge import end_of_pass, rows_before
 from edgespec.engines.onnx.passes import Passes, PassRows, SharedPasses
 from edgespec.engines.rows import SequenceRows
 from edgespec.types import Batch, Logits, TokenIds
 
 
-class Caches(ABC):
-    """The caches of all sequences; the engine keeps their lengths."""
-
-    can_tree: bool
-
-    @abstractmethod
-    def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
-        """Score a checked batch; logits of the wanted rows in their order. Chains are in the cache afterwards."""
-
-    @abstractmethod
-    def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
-        """Keep the rows of `path` among the last rows of a sequence."""
-
-    @abstractmethod
-    def truncate(self, sequence: int, to_length: int) -> None:
-        """Drop all tokens from position `to_length` on, and an unsettled tree."""
-
-    @abstractmethod
-    def fork(self, source: int, destination: int, length: int) -> None:
-        """Make `destination` the first `length` tokens of `source`."""
-
-    @abstractmethod
-    def save(self, sequence: int, length: int) -> bytes:
-        """Tokens, keys and values of a sequence."""
-
-    @abstractmethod
-    def load(self, sequence: int, payload: bytes | memoryview, length: int) -> None:
-        """Restore what `save` gave."""
-
-    @abstractmethod
-    def hidden(self, width: int) -> NDArray[np.float32]:
-        """Last hidden states [width, hidden size] of the last batch's rows; a view that the next one overwrites."""
+def end_of_pass(base: int, end: int, edge: int) -> int:
+    """Where a pass over the cells from `base` to `end` has to end: at the edge if that lies between them."""
+    return edge if base < edge < end else end
 
 
-class SeparateCaches(Caches):
+def rows_before(base: int, missing: int, edge: int) -> int:
+    """How many of `missing` rows can be the ones before cell `base`: all or none."""
+    return missing if missing <= base and not base - missing < edge <= base else 0
+
+
+class Caches:
     """One cache per sequence, chains only. Narrower passes are padded to `least_rows` rows, none goes across `edge`.
 
     `has_batches`: whether single rows of several sequences share a pass.
     """
-
-    can_tree = False
 
     def __init__(self, passes: Passes, max_sequences: int, edge: int = 0) -> None:
         self._passes, self._edge = passes, edge
@@ -71,6 +42,7 @@ class SeparateCaches(Caches):
         self._states: NDArray[np.float32] | None = None  # of the last batch, if several passes gave them
 
     def run(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        """Score a checked batch of chains, which are in the caches afterwards; logits of the wanted rows in order."""
         self._states = None
         if len(placed) == 1:
             ((sequence, part),) = placed.items()
@@ -179,9 +151,6 @@ class SeparateCaches(Caches):
         found: TokenIds = self._ids[sequence]
         return found
 
-    def keep(self, sequence: int, part: SequenceRows, path: list[int]) -> None:
-        """Nothing to do: the path of a chain is its beginning, which is in place."""
-
     def truncate(self, sequence: int, to_length: int) -> None:
         """Cells beyond a sequence's length are overwritten before they are read."""
         self._ends[sequence] = to_length
@@ -192,14 +161,15 @@ class SeparateCaches(Caches):
         self._ends[destination] = length
 
     def save(self, sequence: int, length: int) -> bytes:
-        return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, slice(0, length))
+        return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, length)
 
     def load(self, sequence: int, payload: bytes | memoryview, length: int) -> None:
         self._ids[sequence, :length] = np.frombuffer(payload, np.int32, length)
-        self._passes.write(sequence, slice(0, length), payload[4 * length :])
+        self._passes.write(sequence, payload[4 * length :])
         self._ends[sequence] = length
 
     def hidden(self, width: int) -> NDArray[np.float32]:
+        """Last hidden states [width, hidden size] of the last batch's rows; a view that the next one overwrites."""
         if self._states is not None:
             return self._states
         return self._passes.hidden()[self._shift : self._shift + width]

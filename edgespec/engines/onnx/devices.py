@@ -1,65 +1,55 @@
-"""Finds by trial what a device other than the CPU computes correctly: when it is wrong, it reports no error.
+"""What a device other than the CPU needs of a graph, and how many rows at once it computes correctly, found by trial.
 
-Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes of 32 rows and more gave wrong logits, and
-attention took the index of a token's cell for its position.
+When a device is wrong it reports no error. Seen with ONNX Runtime's WebGPU (plugin 0.4.0, on a software device): passes
+of 32 rows and more gave wrong logits.
+
+On CUDA GroupQueryAttention has kernels for float16 and bfloat16 only, so in a float32 graph its inputs are cast to
+float16 and its result back; everything else stays as it was exported. The cache then holds float16.
+Kernels by type: onnxruntime/docs/OperatorKernels.md, of 1.2x; contrib_ops/cuda/bert/group_query_attention.cc.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, CacheEntry, Graph
+from edgespec.engines.onnx.head import FLOAT
 from edgespec.engines.onnx.library import device_identity, version
 from edgespec.engines.onnx.passes import Passes, PassRows
 from edgespec.errors import CapabilityError
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
-from edgespec.types import NO_PARENT, Logits, TokenIds
+from edgespec.types import Logits, TokenIds
 
-METHOD = 1  # increase it when more is tried
+METHOD = 2  # increase it when more is tried
 NARROW = 8  # rows of the passes that wider ones are compared with
-GAP = 3  # cells that no token sees
 TOLERANCE = 0.02  # in standard deviations of the logits
 WIDTHS = (16, 31, 64, 128, 256, 512)
+HALF_ONLY = frozenset({"cuda"})
+LARGEST_HEAD, HEAD_STEP = 256, 8
+_ACTIVATIONS, _TABLES = (0, 1, 2), (7, 8)  # query, key and value, or all in the first; cosines and sines
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLimits:
-    """`widest`: most rows of a pass; `keeps_positions`: whether a token's cell may differ from its position."""
-
-    widest: int
-    keeps_positions: bool
-
-    def notes(self, provider: str, asked: int) -> tuple[str, ...]:
-        """What the user should know."""
-        found = []
-        if self.widest < asked:
-            found.append(
-                f"{provider} gives wrong results for more than {self.widest} rows at once here: prompts take longer"
-            )
-        if not self.keeps_positions:
-            found.append(f"the attention of {provider} ignores positions: no trees, and one answer at a time")
-        return tuple(found)
-
-
-def device_limits(
+def widest_correct(
     passes: Passes, files: Sequence[Path], provider: str, vocabulary: int, rows: int, exit_layer: int | None = None
-) -> DeviceLimits:
-    """Tried once per model, device and version. Uses cache 0, and passes of at most `rows` rows.
+) -> int:
+    """Most rows of a pass, up to `rows`, that gives the logits of narrow ones. Uses cache 0.
 
-    `exit_layer`: the layer after which the graph is cut, since a part of a graph is tried separately. Passes that only
-    ever append to a text are not tried with gaps. Raises CapabilityError where not even narrow passes agree.
+    Tried once per model, device and version. `exit_layer`: the layer after which the graph is cut, since a part of a
+    graph is tried separately. Raises CapabilityError where not even narrow passes agree.
     """
     if passes.capacity < 4 * NARROW:  # too small a context to try anything in
-        return DeviceLimits(min(rows, NARROW), keeps_positions=False)
+        return min(rows, NARROW)
     measured = (provider, version(), device_identity(provider), rows, type(passes).__name__, exit_layer)
     key = key_of("device", METHOD, measured, *map(file_key, files))
-    known: DeviceLimits | None = disk_cache.get("devices", key, DeviceLimits)
-    if known is None or known.widest < 1:
-        known = _Trial(passes, vocabulary, rows).limits()
+    known: int | None = disk_cache.get("devices", key, int)
+    if known is None or known < 1:
+        known = _Trial(passes, vocabulary, rows).widest()
         disk_cache.put("devices", key, known)
     return known
 
@@ -70,9 +60,8 @@ class _Trial:
         self._ids = np.random.default_rng(0).integers(0, vocabulary, max(rows, 4 * NARROW)).astype(np.int32)
         self._rows = rows
 
-    def limits(self) -> DeviceLimits:
-        halves = self._narrow(0, 2 * NARROW)
-        if not _agree(self._one_by_one(2 * NARROW), halves):
+    def widest(self) -> int:
+        if not _agree(self._one_by_one(2 * NARROW), self._narrow(0, 2 * NARROW)):
             raise CapabilityError(
                 "this device gives wrong results for this model: use --provider cpu, or another export"
             )
@@ -82,7 +71,7 @@ class _Trial:
             if not _agree(self._last(0, self._ids[:width]), wanted):
                 break  # no wider one is worth a try
             sound = width
-        return DeviceLimits(min(sound, self._rows), self._has_positions(halves))
+        return min(sound, self._rows)
 
     def _narrow(self, start: int, end: int) -> Logits:
         """Logits of the last token before `end`, by narrow passes from `start` on."""
@@ -96,16 +85,69 @@ class _Trial:
     def _one_by_one(self, count: int) -> Logits:
         return [self._last(at, self._ids[at : at + 1]) for at in range(count)][-1]
 
-    def _has_positions(self, wanted: Logits) -> bool:
-        """Whether the second half of a text scores the same after cells that are masked; True if that never happens."""
-        if not self._passes.takes_gaps:
-            return True
-        self._last(0, self._ids[: NARROW + GAP])
-        ids, positions = self._ids[NARROW : 2 * NARROW], np.arange(NARROW, 2 * NARROW, dtype=np.int32)
-        parents, sees = [NO_PARENT, *range(NARROW - 1)], [np.arange(NARROW)] * NARROW
-        rows = PassRows(NARROW + GAP, ids, np.array([NARROW - 1]), parents, positions, sees)
-        return _agree(self._passes.run(0, rows)[0], wanted)
-
 
 def _agree(found: Logits, wanted: Logits) -> bool:
     return bool(np.abs(found - wanted).max() <= TOLERANCE * wanted.std())
+
+
+def adapted(graph: Graph, provider: str, head_size: int) -> Graph:
+    """`graph` as `provider` runs it, with attention heads of `head_size` values; the same where it lacks nothing.
+
+    Raises CapabilityError for heads that the attention of `provider` does not take.
+    """
+    if provider not in HALF_ONLY or not graph.is_shared:
+        return graph
+    if head_size % HEAD_STEP or head_size > LARGEST_HEAD:
+        raise CapabilityError(
+            f"attention on {provider} takes heads of at most {LARGEST_HEAD} values, in multiples of {HEAD_STEP}; this "
+            f"model's have {head_size}. Use --provider cpu"
+        )
+    if graph.is_half:
+        return graph
+    from onnx import ModelProto
+
+    model = ModelProto.FromString(graph.serialised)
+    _declare(model.graph, {entry.past for entry in graph.cache} | {entry.present for entry in graph.cache})
+    _cast(model.graph)
+    return replace(graph, serialised=model.SerializeToString(), cache=tuple(map(_halved, graph.cache)), is_half=True)
+
+
+def _declare(graph: Any, cached: set[str]) -> None:
+    """Make the inputs and outputs `cached` float16 that are float32; an int8 cache stays one."""
+    for value in (*graph.input, *graph.output):
+        kind = value.type.tensor_type
+        if value.name in cached and kind.elem_type == FLOAT:
+            kind.elem_type = FLOAT16
+
+
+def _cast(graph: Any) -> None:
+    """Cast what attention reads to float16, and its result to float32. Casts of tables are done when a session is made.
+
+    The result keeps its name, at which a graph may be cut.
+    """
+    from onnx import helper
+
+    nodes: list[Any] = []
+    made: set[str] = set()
+    for node in graph.node:
+        if node.op_type != ATTENTION:
+            nodes.append(node)
+            continue
+        for place in (*_ACTIVATIONS, *_TABLES):
+            value = node.input[place] if place < len(node.input) else ""
+            if not value:
+                continue
+            node.input[place] = half = f"{value}.float16"
+            if half not in made:  # layers share their tables
+                nodes.append(helper.make_node("Cast", [value], [half], to=FLOAT16, name=half))
+                made.add(half)
+        result, node.output[0] = node.output[0], f"{node.output[0]}.float16"
+        widened = helper.make_node("Cast", [node.output[0]], [result], to=FLOAT, name=f"{result}.float32")
+        nodes += [node, widened]
+    copies = [type(node).FromString(node.SerializeToString()) for node in nodes]  # of what clearing would free
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
+def _halved(entry: CacheEntry) -> CacheEntry:
+    return replace(entry, element_type=FLOAT16) if entry.element_type == FLOAT else entry

@@ -1,11 +1,8 @@
-"""The ONNX Runtime engine: in reproducible mode a cache and a pass per sequence, otherwise one for all.
-
-The first makes the bits of a sequence independent of the others, the second takes trees and several sequences in one
-pass.
-"""
+"""The ONNX Runtime engine on its own kernels: chains only, and a cache for each sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,25 +14,22 @@ from numpy.typing import NDArray
 from edgespec.engines.base import EarlyExit, EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx import cuda
-from edgespec.engines.onnx.caches import Caches, SeparateCaches
-from edgespec.engines.onnx.devices import DeviceLimits, device_limits
+from edgespec.engines.onnx.caches import Caches
+from edgespec.engines.onnx.devices import widest_correct
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
-from edgespec.engines.onnx.first_passes import batches_work, check_logits
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
-from edgespec.engines.onnx.opening import cache_scales, open_passes, widths_key
-from edgespec.engines.onnx.packed import PackedCaches
-from edgespec.engines.onnx.passes import SharedPasses, cache_name
+from edgespec.engines.onnx.opening import batches_work, cache_scales, check_logits, open_passes, widths_key
+from edgespec.engines.onnx.passes import cache_name
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.engines.widths import fastest_facts, packs_alike, pinned_facts
+from edgespec.engines.widths import fastest_facts, pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
@@ -54,43 +48,35 @@ class OnnxEngine(SessionEngine):
         self.thread_change_bytes = graph.weight_bytes
         self._exit_passes = passes if isinstance(passes, ExitPasses) else None
         max_batch = min(settings.max_batch, settings.context_length)
-        limits = DeviceLimits(max_batch, keeps_positions=True)
+        widest = max_batch
         if device.provider != "cpu":
             tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch, settings.exit_layer
-            limits = device_limits(*tried)
-        self._can_pack = settings.can_pack(graph) and limits.keeps_positions
-        is_packed = self._can_pack and settings.packs(graph)
-        if isinstance(passes, SharedPasses) and settings.packs(graph) and not is_packed:
-            passes.resize(settings.context_length)  # its caches were to hold all sequences
-        self._separate = SeparateCaches(passes, settings.max_sequences, settings.edge)
-        self._caches: Caches = self._separate
-        if is_packed and isinstance(passes, SharedPasses):
-            self._caches = PackedCaches(passes, settings.max_sequences)
+            widest = widest_correct(*tried)
+        self._caches = Caches(passes, settings.max_sequences, settings.edge)
         self._has_hidden = graph.hidden_size is not None
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
-        layout = f"{type(self._caches).__name__} {settings.exit_layer}"
         self._held = HeldFiles(source.mapped)
-        kinds = device.provider, cache_name(graph), layout
+        kinds = device.provider, cache_name(graph), settings.exit_layer
         self._stamp = StateStamp.of("onnx", source.files, version(), *kinds)
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
             context_length=settings.context_length,
             max_sequences=settings.max_sequences,
-            max_batch=limits.widest,
+            max_batch=widest,
             can_rollback=True,
-            can_tree=self._caches.can_tree,
+            can_tree=False,
             weight_bytes=source.weight_bytes(graph),
             kv_bytes_per_token=passes.bytes_per_token,
             width_classes=(),
             pinned_class=None,
             device=device.provider,
             threads=settings.threads,
-            can_pack=settings.max_sequences > 1 and (is_packed or self._separate.has_batches),
-            splits_passes=not is_packed and self._separate.has_batches,
-            own_cells=not is_packed,
-            notes=(*cuda.notes(exported, graph), *limits.notes(device.provider, max_batch)),
+            can_pack=self._caches.has_batches,
+            splits_passes=self._caches.has_batches,
+            own_cells=True,
+            notes=tuple(_device_notes(device.provider, widest, max_batch, is_cast=graph.is_half > exported.is_half)),
             placement=device_identity(device.provider),
         )
 
@@ -98,8 +84,7 @@ class OnnxEngine(SessionEngine):
     def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> OnnxEngine | KernelEngine:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `changes`: of `use`. Where each sequence has a cache of its own in the fastest mode, only single rows share a
-        pass, and no drafts.
+        `changes`: of `use`. Of several sequences only single rows share a pass, and no drafts.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -107,19 +92,17 @@ class OnnxEngine(SessionEngine):
         use = replace(use or ModelUse(), **changes)
         try:
             source = open_source(path)
-            graph = read_graph(source, hidden_states=use.hidden_states, state_layers=use.state_layers)
-            config = source.config()
+            read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
+            graph, config = read(), source.config()
         except OSError as exc:
             raise ModelFileError(f"{path.parent} cannot be read: {exc.strerror or exc}") from exc
         settings = OnnxSettings.checked(graph, config, use)
         if graph.head_sizes:
+            if source.max_positions is not None:  # its rotary tables are made as long as they are needed
+                graph = read(cells=settings.context_length)
             return _load_on_kernels(source, graph, settings, config, use)
-        widest, reproducible = settings.measured_widths, use.reproducible
-        gives = use.state_layers or use.hidden_states
-        cells = settings.cells(graph)
-        read = partial(read_graph, source, hidden_states=use.hidden_states, state_layers=use.state_layers)
-        is_short = graph.max_positions is not None and graph.max_positions < cells
-        if is_short or source.max_positions is not None:
+        cells, reproducible = settings.cells, use.reproducible
+        if graph.max_positions is not None and graph.max_positions < cells:
             graph = read(cells=cells)
         if settings.cache_type == "int8":
             graph = read(cache_scales(source, graph, settings), cells)
@@ -127,58 +110,44 @@ class OnnxEngine(SessionEngine):
         engine.state_layers = use.state_layers
         check_logits(engine, path)
         if engine.facts.splits_passes and not batches_work(engine):
-            engine._separate.never_batch()
+            engine._caches.never_batch()
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
-        widest = min(widest, engine.facts.max_batch)  # a device may compute less than was asked for
+        gives = use.state_layers or use.hidden_states
+        widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if reproducible:
-            engine._pin(key, widest)
+            advice = "Use --no-reproducible, or another export (w8a8, int8, int4)"
+            engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
+            assert engine.facts.pinned_class is not None
+            engine._pad_to(engine.facts.pinned_class[0])
         elif reproducible is None:
             engine.facts = fastest_facts(engine, key)
         return engine
-
-    def _pin(self, key: str, widest: int) -> None:
-        """Keep to a width class, where there is one. Raises CapabilityError where one was asked for and there is none.
-
-        Sequences then share passes where a test finds that each has the bits that it has alone.
-        """
-        advice, shares = "Use --no-reproducible, or another export (w8a8, int8, int4)", self.facts.can_pack
-        self.facts = replace(self.facts, can_pack=False)
-        self.facts = pinned_facts(self, key, widest=widest, advice=advice)
-        if self.facts.pinned_class is None:
-            self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
-            return
-        self._pad_to(self.facts.pinned_class[0])
-        shares = shares and self._separate.has_batches and packs_alike(self, key)
-        self.facts = replace(self.facts, can_pack=shares, splits_passes=shares)
 
     def drop_class(self) -> None:
         super().drop_class()
         self._pad_to(1)
 
     def _pad_to(self, rows: int) -> None:
-        self._separate.least_rows = rows
+        self._caches.least_rows = rows
         if self._exit_passes is not None:
             self._exit_passes.least_rows = rows
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
-        if not self.facts.can_tree and any(part.is_tree for part in placed.values()):
-            raise CapabilityError(self._chains_only())
+        if any(part.is_tree for part in placed.values()):
+            raise CapabilityError(
+                "ONNX Runtime's own kernels score chains only: trees need a GGUF, or an export to one of its types"
+            )
         self._held.check()
         logits = self._caches.run(batch, placed)
         self._last_width = batch.width
         return logits
 
-    def _chains_only(self) -> str:
-        if self._can_pack:  # attention adds over masked siblings too, in another order than without them
-            return "in reproducible mode ONNX Runtime scores chains only; trees need reproducible=False"
-        return "this export scores chains only: its attention takes no bias"
-
     def _truncate(self, to_length: int, sequence: int) -> None:
         self._caches.truncate(sequence, to_length)
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
-        self._caches.keep(sequence, part, path)
+        """The path of a chain is its beginning, which is in place."""
 
     def _copy(self, source: int, destination: int) -> None:
         self._book.settle(destination, 0)
@@ -199,12 +168,20 @@ class OnnxEngine(SessionEngine):
         self._require_open()
         if self._exit_passes is None:
             return super().early_exit()
-        return OnnxExit(self._exit_passes, self._book.lengths, self._separate, self.widest_pass)
+        return OnnxExit(self._exit_passes, self._book.lengths, self._caches, self.widest_pass)
 
     def _free(self) -> None:
         super()._free()
-        del self._caches, self._separate  # they hold the sessions too
+        del self._caches  # they hold the sessions too
         self._exit_passes = None
+
+
+def _device_notes(provider: str, widest: int, asked: int, *, is_cast: bool) -> Iterator[str]:
+    """What the user should know of the device."""
+    if is_cast:
+        yield "attention is computed in float16 on this device, and cached keys and values are at most 16 bits"
+    if widest < asked:
+        yield f"{provider} gives wrong results for more than {widest} rows at once here: prompts take longer"
 
 
 def _load_on_kernels(
@@ -214,10 +191,6 @@ def _load_on_kernels(
         raise CapabilityError(
             f"this model cannot run on {settings.provider}: {reason(settings.provider, graph.serialised, '')}. Use "
             "--provider cpu"
-        )
-    if source.max_positions is not None:  # its rotary tables are made as long as they are needed
-        graph = read_graph(
-            source, cells=settings.context_length, hidden_states=use.hidden_states, state_layers=use.state_layers
         )
     kind = HybridEngine if graph.states else KernelEngine
     engine = kind(source, graph, replace(settings, provider="cpu"), config)

@@ -9,7 +9,7 @@ passes of the pinned width class, so that the bits of a state do not depend on w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit
-from edgespec.engines.onnx.caches import SeparateCaches
-from edgespec.engines.onnx.edge import end_of_pass, rows_before
-from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph
-from edgespec.engines.onnx.head import LOGITS, producers
+from edgespec.engines.onnx.caches import Caches, end_of_pass, rows_before
+from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph, drop_dead
+from edgespec.engines.onnx.head import LOGITS
 from edgespec.engines.onnx.library import Device
-from edgespec.engines.onnx.passes import ELEMENTS, Cells, Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.passes import ELEMENTS, Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.sessions import open_sessions
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source
-from edgespec.engines.onnx.waiting import open_sessions
-from edgespec.errors import CapabilityError, ConfigError, ContextFull, ModelFileError
+from edgespec.errors import CapabilityError, ConfigError, ContextFull
 from edgespec.types import Logits, TokenIds
 
 _DRAFTED = 128  # rows of states beyond those of the widest pass
@@ -69,17 +68,21 @@ def partition(graph: Graph, path: Path, layers: int) -> Partition:
     cut, end = list(entry.input[:2]), list(final.input[:2])
     scale = next(tensor for tensor in model.graph.initializer if tensor.name == entry.input[2])
     kind = scale.data_type
-    own = [value for value in model.graph.input if not value.name.startswith("past_key_values.")]
-    logits = [value for value in model.graph.output if value.name == LOGITS]
 
-    def part(name: str, low: int, high: int, taken: Sequence[str], given: Sequence[str]) -> Graph:
+    def part(low: int, high: int, taken: Sequence[str], given: Sequence[str]) -> Graph:
         """Layers low <= N < high: from the tokens or two `taken` values to the logits or two `given` ones."""
-        renamed = _renamed(model, (*zip(taken, HIDDEN_IN, strict=False), *zip(given, HIDDEN_OUT, strict=False)))
+        found = onnx.ModelProto.FromString(graph.serialised)
+        incoming, outgoing = dict(zip(taken, HIDDEN_IN, strict=False)), dict(zip(given, HIDDEN_OUT, strict=False))
+        for node in found.graph.node:
+            node.input[:] = [incoming.get(value, outgoing.get(value, value)) for value in node.input]
+            node.output[:] = [outgoing.get(value, value) for value in node.output]
         cache = tuple(entry for entry in graph.cache if low <= _layer(entry) < high)
-        pasts, presents = {e.past for e in cache}, {e.present for e in cache}
-        inputs = [*own, *(v for v in model.graph.input if v.name in pasts), *_states(HIDDEN_IN if taken else (), kind)]
-        outputs = _states(HIDDEN_OUT, kind) if given else logits
-        found = extract(renamed, name, inputs, [*outputs, *(v for v in model.graph.output if v.name in presents)])
+        wanted = {entry.present for entry in cache} | (set() if given else {LOGITS})
+        outputs = [value for value in model.graph.output if value.name in wanted]
+        del found.graph.output[:]
+        found.graph.output.extend([*outputs, *_states(HIDDEN_OUT if given else (), kind)])
+        found.graph.input.extend(_states(HIDDEN_IN if taken else (), kind))
+        drop_dead(found.graph)
         return replace(
             graph,
             serialised=found.SerializeToString(),
@@ -91,9 +94,9 @@ def partition(graph: Graph, path: Path, layers: int) -> Partition:
         )
 
     return Partition(
-        part("first layers", 0, layers, (), cut),
-        part("other layers", layers, total, cut, end),
-        part("head", 0, 0, end, ()),
+        part(0, layers, (), cut),
+        part(layers, total, cut, end),
+        part(0, 0, end, ()),
         int(scale.dims[0]),
         kind,
     )
@@ -109,55 +112,6 @@ def _states(names: Sequence[str], kind: int) -> list[Any]:
     from onnx import helper
 
     return [helper.make_tensor_value_info(name, kind, [1, "sequence_length", None]) for name in names]
-
-
-def _renamed(model: Any, pairs: Sequence[tuple[str, str]]) -> Any:
-    """A copy in which some values have other names."""
-    import onnx
-
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    names = dict(pairs)
-    for node in copy.graph.node:
-        node.input[:] = [names.get(value, value) for value in node.input]
-        node.output[:] = [names.get(value, value) for value in node.output]
-    return copy
-
-
-def extract(model: Any, name: str, inputs: Iterable[Any], outputs: Iterable[Any]) -> Any:
-    """The part of a ModelProto that computes `outputs` from `inputs`, both ValueInfoProto, as a ModelProto.
-
-    Weights keep their places in the data file. Raises ModelFileError when `outputs` need something that is neither
-    computed nor among `inputs`.
-    """
-    import onnx
-
-    made = producers(model.graph)
-    inputs, outputs = list(inputs), list(outputs)
-    known = {value.name for value in inputs}
-    weights = {tensor.name for tensor in model.graph.initializer}
-    wanted, used = [value.name for value in outputs], set[str]()
-    kept: set[int] = set()
-    while wanted:
-        value = wanted.pop()
-        if not value or value in known or value in used:
-            continue
-        used.add(value)
-        if value in weights:
-            continue
-        if value not in made:
-            raise ModelFileError(f"{name} needs {value!r}, which the graph does not compute")
-        kept.add(id(made[value]))
-        wanted.extend(made[value].input)
-    graph = onnx.GraphProto(name=name)
-    graph.node.extend(node for node in model.graph.node if id(node) in kept)
-    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in used)
-    read = {value for node in graph.node for value in node.input}
-    graph.input.extend(value for value in inputs if value.name in read)
-    graph.output.extend(outputs)
-    part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, graph=graph)
-    part.opset_import.extend(model.opset_import)
-    return part
 
 
 class Part(SharedPasses):
@@ -200,11 +154,11 @@ class Drafted:
 
 
 class ExitPasses(Passes):
-    """`least_rows` of every pass of the first layers, as in `SeparateCaches`; `bytes_used` by states."""
+    """`least_rows` of every pass of the first layers, as in `Caches`; `bytes_used` by states."""
 
     def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
         cut = partition(graph, source.path, layers)
-        self.capacity = settings.cells(graph)
+        self.capacity = settings.cells
         self.least_rows, self.edge = 1, settings.edge
         self._parts: list[Part] = []
         self.device: Device
@@ -280,23 +234,23 @@ class ExitPasses(Passes):
         for part in self._parts:
             part.copy(source, destination, length)
 
-    def read(self, cache: int, cells: Cells) -> bytes:
-        return b"".join(part.read(cache, cells) for part in self._parts)
+    def read(self, cache: int, length: int) -> bytes:
+        return b"".join(part.read(cache, length) for part in self._parts)
 
-    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
+    def write(self, cache: int, payload: bytes | memoryview) -> None:
         self._drafted = Drafted()
         length = len(payload) // self.bytes_per_token
         start = 0
         for part in self._parts[:2]:
             end = start + length * part.bytes_per_token
-            part.write(cache, cells, payload[start:end])
+            part.write(cache, payload[start:end])
             start = end
 
 
 class OnnxExit(EarlyExit):
     """The exit of sequence 0. `lengths` and `caches` are the engine's own; `widest`: most rows of a pass."""
 
-    def __init__(self, passes: ExitPasses, lengths: list[int], caches: SeparateCaches, widest: int) -> None:
+    def __init__(self, passes: ExitPasses, lengths: list[int], caches: Caches, widest: int) -> None:
         self._passes, self._lengths, self._caches, self._widest = passes, lengths, caches, widest
         self._ids = np.zeros(passes.capacity, np.int32)
         self._end = 0

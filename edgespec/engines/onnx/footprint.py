@@ -20,18 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.engines.model_use import Footprint, ModelUse
-from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
-from edgespec.engines.onnx.graph import CacheEntry, Graph, read_graph
+from edgespec.engines.features import WINDOW
+from edgespec.engines.head import BYTES_PER_FEATURE
+from edgespec.engines.model_use import DEFAULT_CONTEXT, Footprint, ModelUse
+from edgespec.engines.onnx.devices import HALF_ONLY, adapted
+from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, CacheEntry, Graph, read_graph, tensor_bytes
 from edgespec.engines.onnx.head import attribute
 from edgespec.engines.onnx.hybrid_engine import running_bytes
 from edgespec.engines.onnx.kernel_engine import num_chunks
 from edgespec.engines.onnx.opening import NO_INT8_CACHE
 from edgespec.engines.onnx.passes import element_of
-from edgespec.engines.onnx.rewriting import ATTENTION, FLOAT16
 from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.engines.onnx.source import Source, open_source
-from edgespec.engines.onnx.weights import tensor_bytes
+from edgespec.engines.onnx.source import GgufFile, Source, open_source
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx import WHOLE_PRODUCT
@@ -51,12 +51,13 @@ _TOKEN_BYTES, _PIECE_BYTES = 310, 50
 _PARSED_BYTES = 560  # in addition while the file is read, with merges in lists
 _MOST_TIMES = 14  # most of either, as a multiple of the bytes of the file
 _ENCODED_BYTES = 400  # per token of a prompt while it is encoded
-_SESSION_BYTES = 6 << 20
+SESSION_BYTES = 6 << 20
 _RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
 _ARENA_RESERVED = 2.0  # multiple of the results that is reserved and unused: the last region is as large as all others
 _ROUTED_ROWS = 512  # of a pass that are among experts at once, as experts.cpp
 _INT8 = 3
+MOST_SCORED = 8  # rows of a draft head's pass that are scored, as many as a tree waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +83,32 @@ class Products:
 
 
 def footprint(path: Path, use: ModelUse) -> Footprint:
-    """The memory of the model at `path`. Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError."""
+    """The memory of the model at `path`, with the layer in it that drafts for it where `use` says so.
+
+    Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError.
+    """
     source = open_source(path)
-    graph, products = once("onnx products", path, lambda: _read(source))
+    found = _of_source(source, use)
+    if not use.has_mtp or not isinstance(source, GgufFile):
+        return found
+    layer = _of_source(source.drafter(), replace(use, context_length=min(found.context_length, DEFAULT_CONTEXT)))
+    return replace(
+        found,
+        packed=found.packed + layer.packed,
+        cache=found.cache + layer.cache,
+        compute=found.compute + layer.compute,
+        logits=found.logits + layer.logits,
+        reserved=found.reserved + layer.reserved,
+    )
+
+
+def _of_source(source: Source, use: ModelUse) -> Footprint:
+    graph, products = once(f"onnx products {source.is_drafter}", source.path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
-    cells, cache = settings.cells(graph), _cache_bytes(graph, settings)
+    cells, cache = settings.cells, 0 if source.reads_cache else _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
@@ -102,23 +121,27 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
     mapped = max(files - products.packed - products.only_looked_up, 0) + touched
     packed = products.packed
     if graph.has_tiles and not files:
-        packed = graph.weight_bytes + source.rotary_bytes(cells)
+        packed = graph.weight_bytes - source.reused_bytes() + source.rotary_bytes(cells)
     elif graph.has_tiles and graph.max_positions:
         mapped -= int(products.rotary * max(1 - cells / graph.max_positions, 0))  # positions that never occur
-    vocabulary, reading = _tokenizer_bytes(source, graph.vocabulary_size)
+    vocabulary, reading = (0, 0) if source.is_drafter else _tokenizer_bytes(source, graph.vocabulary_size)
+    encoded = 0 if source.is_drafter else _ENCODED_BYTES * settings.context_length
+    if source.is_drafter:  # its branches ask for a few rows, and the target keeps states for it
+        outputs = min(outputs, MOST_SCORED)
+        results += products.width * (4 * settings.max_rows + use.max_sequences * BYTES_PER_FEATURE * WINDOW)
     found = Footprint(
         mapped=mapped,
-        packed=packed + _SCALES_COPIES * products.scales + _SESSION_BYTES,
+        packed=packed + _SCALES_COPIES * products.scales + SESSION_BYTES,
         cache=cache,
         compute=int(results),
         logits=4 * outputs * graph.vocabulary_size,
-        vocabulary=vocabulary + _ENCODED_BYTES * settings.context_length,
+        vocabulary=vocabulary + encoded,
         loading=loading,
         loading_mapped=0 if loading else max(products.largest - touched, 0),
         reading=reading,
         # A limit of data counts files too, as ONNX Runtime maps them for writing.
-        # Logits of the widest pass and the zeros that a chain sees of the cache are there and hardly written.
-        reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * (settings.max_rows * cells + unused),
+        # Logits of the widest pass are there and hardly written.
+        reserved=mapped + products.largest + int(_ARENA_RESERVED * results) + 4 * unused,
         context_length=settings.context_length,
         sequences=use.max_sequences,
         grows=bool(graph.head_sizes),
@@ -134,18 +157,14 @@ def cache_type(path: Path, use: ModelUse) -> str:
 
 
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:
-    """Results of the widest pass, and what the rows of a tree see of the cache.
-
-    What a chain sees of it is zeros, which are read and never written.
-    """
+    """Results of the widest pass."""
     if graph.head_sizes:
         row = 3 * products.inner + 6 * products.width + products.beside
         return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
-    cells = settings.cells(graph)
+    cells = settings.cells
     is_tiled = not graph.is_half or settings.cache_type == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
-    results = _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
-    return results + 2 * 4 * settings.measured_widths * cells
+    return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
 
 
 def _loading_bytes(products: Products) -> int:
@@ -166,8 +185,8 @@ def _on_device(found: Footprint, files: int) -> Footprint:
 
     What its driver takes of this machine's memory is not known from any file.
     """
-    device = found.packed - _SESSION_BYTES + found.mapped + found.cache + found.compute
-    gone = replace(found, mapped=0, packed=_SESSION_BYTES, cache=0, compute=0, loading=0, reserved=files)
+    device = found.packed - SESSION_BYTES + found.mapped + found.cache + found.compute
+    gone = replace(found, mapped=0, packed=SESSION_BYTES, cache=0, compute=0, loading=0, reserved=files)
     return replace(gone, device=device, loading_mapped=files)
 
 
@@ -204,7 +223,7 @@ def _products(graph: Graph) -> Products:
             routed = max(routed, _routed_bytes(node))
             tiles |= tensors.keys() & set(node.input[6:])
         if node.op_type == PRODUCT:
-            sizes += _tiled_sizes(node)
+            sizes.append(_tiled_size(node, graph.vocabulary_size))
             tiles |= tensors.keys() & set(node.input[2:])
             continue
         weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
@@ -255,10 +274,15 @@ def _sizes(node: Any, weights: Any) -> tuple[int, int]:
     return (dims[-2], dims[-1]) if len(dims) > 1 else (1, 1)
 
 
-def _tiled_sizes(node: Any) -> list[tuple[int, int]]:
-    """(inputs, outputs) of each matrix of our kernels' operator."""
-    outputs = next(item.ints for item in node.attribute if item.name == "outputs")
-    return [(attribute(node, "K", 1), int(size)) for size in outputs]
+def _tiled_size(node: Any, vocabulary: int) -> tuple[int, int]:
+    """(inputs, outputs) of our kernels' operator, as large as what is in memory at once is beside a feed-forward's.
+
+    Of that there are a gate, as much beside it, and the inputs of the last product. Attention has queries, keys and
+    values side by side, and then its result.
+    """
+    outputs = sum(next(item.ints for item in node.attribute if item.name == "outputs"))
+    inputs = attribute(node, "K", 1)
+    return (inputs, outputs) if outputs == vocabulary else (2 * inputs // 3, outputs // 2)
 
 
 def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
@@ -273,5 +297,4 @@ def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
 
     per_token = sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
     # A cache that grows by concatenation exists twice while it is copied.
-    caches = 1 if settings.packs(graph) else settings.max_sequences
-    return per_token * settings.cells(graph) * caches * (1 if graph.is_shared else 2)
+    return per_token * settings.cells * settings.max_sequences * (1 if graph.is_shared else 2)

@@ -1,31 +1,24 @@
 """Reads an exported causal language model: its graph, rewritten for speculative decoding, and its properties.
 
-Graphs of onnxruntime-genai's builder are rewritten (`rewriting`), and their head runs on the rows whose logits are
-wanted. Graphs with a concatenated cache (Optimum) are left as they are.
+A graph of onnxruntime-genai's builder computes the lengths for GroupQueryAttention from an attention mask; afterwards
+the operator gets them from inputs of the graph, and its head runs on the rows whose logits are wanted. Weights stay in
+their file, untouched. Graphs with a concatenated cache (Optimum) are left as they are.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.engines.onnx.head import HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
-from edgespec.engines.onnx.rewriting import (
-    ATTENTION,
-    BIAS,
-    FLOAT16,
-    CacheScales,
-    drop_dead,
-    lengthen_rotary,
-    quantise_cache,
-    rewrite_attention,
-    slice_bias,
-    widen_logits,
-)
-from edgespec.engines.onnx.weights import weight_bytes
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.formats.onnx.graph import IN_MEMORY, external_entry, read_tensor
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, LAYOUT_VERSION, PRODUCT, SHORT_CONV
 from edgespec.kernels.library import library_path, why_missing
@@ -34,7 +27,11 @@ from edgespec.kernels.states import StateSizes
 if TYPE_CHECKING:
     from edgespec.engines.onnx.source import Source
 
-MASK = "attention_mask"
+ATTENTION = "GroupQueryAttention"
+MASK, POSITIONS = "attention_mask", "position_ids"
+LENGTHS, TOTAL = "edgespec.lengths", "edgespec.total"  # inputs of our own; a graph may use the plain names inside
+FLOAT16 = 10
+CacheScales = Mapping[str, NDArray[np.float32]]
 _OWN_LAYERS = (OWN_ATTENTION, DELTA_NET, SHORT_CONV)
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
@@ -55,7 +52,7 @@ class Graph:
     """A graph ready for a session.
 
     `is_shared`: past and present may be one buffer; `max_positions`: rows of the rotary table, or None;
-    `window`: the smallest sliding window, or None; `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
+    `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
     `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run it; `head_sizes`: of the
     heads of keys of all its layers, whose cache is then ours; `states`: of its layers that keep a running state;
     `cells`: of the caches that it was read for, 0 for any.
@@ -66,7 +63,6 @@ class Graph:
     vocabulary_size: int
     is_shared: bool
     max_positions: int | None
-    window: int | None
     inputs: frozenset[str]
     outputs: frozenset[str]
     hidden_size: int | None
@@ -76,23 +72,6 @@ class Graph:
     head_sizes: tuple[int, ...] = ()
     states: tuple[StateSizes, ...] = ()
     cells: int = 0
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether attention takes a bias: rows may then see any of the cells before them, as those of trees do."""
-        return BIAS in self.inputs
-
-
-def with_sliced_bias(graph: Graph) -> Graph:
-    """`graph` with a bias that has a column for every cell (see `slice_bias`); the same where it takes none."""
-    if not graph.has_bias:
-        return graph
-    from onnx import ModelProto
-
-    model = ModelProto.FromString(graph.serialised)
-    slice_bias(model.graph)
-    inputs = frozenset(value.name for value in model.graph.input)
-    return replace(graph, serialised=model.SerializeToString(), inputs=inputs)
 
 
 def read_graph(
@@ -120,21 +99,21 @@ def read_graph(
     layers_of_ours = [node for node in graph.node if node.op_type in _OWN_LAYERS and node.domain == DOMAIN]
     own = [node for node in layers_of_ours if node.op_type == OWN_ATTENTION]
     if cache_scales is not None:
-        quantise_cache(graph, attention, cache_scales)
+        _quantise_cache(graph, attention, cache_scales)
     cache = () if own else _cache_entries(graph, path)
     if hidden_states:
         layers = [_attention_of(layers_of_ours, attention, layer, path) for layer in state_layers]
         give_hidden(graph, path, layers)
     if attention:
-        rewrite_attention(graph, attention, is_half)
+        _rewrite_attention(graph, attention)
         keep_wanted_rows(graph, path)
-        widen_logits(graph)
+        _widen_logits(graph)
         drop_dead(graph)
     if own:
         keep_wanted_rows(graph, path)
     max_positions = source.max_positions or _rotary_rows(graph, attention or own, path)
     if attention and source.max_positions is None and max_positions is not None and max_positions < cells:
-        lengthen_rotary(graph, attention, path, cells)
+        _lengthen_rotary(graph, attention, path, cells)
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
     if not isinstance(vocabulary_size, int):
@@ -145,7 +124,6 @@ def read_graph(
         vocabulary_size=vocabulary_size,
         is_shared=bool(attention),
         max_positions=max_positions,
-        window=min((w for node in attention if (w := attribute(node, "local_window_size", -1)) > 0), default=None),
         inputs=frozenset(value.name for value in graph.input),
         outputs=frozenset(widths),
         hidden_size=hidden_size if isinstance(hidden_size, int) else None,
@@ -243,3 +221,126 @@ def _rotary_rows(graph: Any, attention: list[Any], path: Path) -> int | None:
                 "half a head) are needed. Export it again"
             )
     return min((shape[0] for shape in shapes.values()), default=None)
+
+
+def _rewrite_attention(graph: Any, attention: list[Any]) -> None:
+    """Feed lengths to every attention operator from inputs of the graph.
+
+    A row then attends to all cells before it, and its position is its cell, which the operator counts itself.
+    """
+    from onnx import TensorProto, helper
+
+    for node in attention:
+        inputs = ["" if place in (9, 10) else name for place, name in enumerate(node.input)]  # positions, a bias
+        inputs += [""] * (7 - len(inputs))
+        inputs[5], inputs[6] = LENGTHS, TOTAL
+        while not inputs[-1]:
+            inputs.pop()
+        node.input[:] = inputs
+    for name, shape in ((LENGTHS, ["batch_size"]), (TOTAL, [])):
+        graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT32, shape))
+
+
+def _quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> None:
+    """Make every attention operator store keys and values as int8, with a scale per channel."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    for node in attention:
+        inputs = [*node.input, *[""] * (14 - len(node.input))]
+        for place, past, kind in ((12, node.input[3], "k"), (13, node.input[4], "v")):
+            heads, size = scales[past].shape
+            inputs[place] = f"{past}.scale"
+            tensor = scales[past].astype(np.float32).reshape(1, heads, 1, size)
+            graph.initializer.append(numpy_helper.from_array(tensor, inputs[place]))
+            node.attribute.append(helper.make_attribute(f"{kind}_quant_type", "PER_CHANNEL"))
+        node.attribute.append(helper.make_attribute("kv_cache_bit_width", 8))
+        del node.input[:]
+        node.input.extend(inputs)
+    names = {node.input[i] for node in attention for i in (3, 4)} | {
+        node.output[i] for node in attention for i in (1, 2)
+    }
+    for value in (*graph.input, *graph.output):
+        if value.name in names:
+            value.type.tensor_type.elem_type = TensorProto.INT8
+
+
+def _widen_logits(graph: Any) -> None:
+    """Give logits of half precision as float32."""
+    from onnx import helper
+
+    value = next(value for value in graph.output if value.name == LOGITS)
+    if value.type.tensor_type.elem_type != FLOAT16:
+        return
+    narrow = f"{LOGITS}.float16"
+    for node in graph.node:
+        node.output[:] = [narrow if name == LOGITS else name for name in node.output]
+    graph.node.append(helper.make_node("Cast", [narrow], [LOGITS], to=FLOAT, name="widen_logits"))
+    value.type.tensor_type.elem_type = FLOAT
+
+
+def drop_dead(graph: Any) -> None:
+    """Remove operators, weights and inputs that no output needs, such as those that counted the attention mask."""
+    wanted = {value.name for value in graph.output}
+    for place in reversed(range(len(graph.node))):  # each after those whose results it reads
+        node = graph.node[place]
+        if wanted.isdisjoint(node.output):
+            del graph.node[place]
+        else:
+            wanted.update(filter(None, node.input))  # what is optional has no name
+    for values in (graph.initializer, graph.input):
+        for place in reversed(range(len(values))):
+            if values[place].name not in wanted:
+                del values[place]
+
+
+def _lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -> None:
+    """Repeat the last row of the rotary tables: the operator requires one per cell, although positions end earlier."""
+    from onnx import numpy_helper
+
+    tables = {name for node in attention for name in node.input[7:9] if name}
+    for tensor in graph.initializer:
+        if tensor.name in tables:
+            rows = read_tensor(tensor, path.parent)
+            longer = np.concatenate((rows, np.repeat(rows[-1:], cells - len(rows), axis=0)))
+            tensor.CopyFrom(numpy_helper.from_array(longer, tensor.name))
+
+
+def check_weight_files(graph: Any, path: Path) -> None:
+    """Raise ModelFileError unless every external weight is inside its file, and that beside the graph."""
+    sizes: dict[str, int] = {}
+    for tensor in graph.initializer:
+        entry = external_entry(tensor)
+        if entry.get("location", IN_MEMORY) == IN_MEMORY:
+            continue
+        name = entry["location"]
+        if Path(name).name != name:
+            raise ModelFileError(f"{path} names a weight file outside its own folder: {name!r}. Export it again")
+        if name not in sizes:
+            file = path.parent / name
+            if not file.is_file():
+                raise ModelFileError(f"{path} needs {name!r} beside it, which is missing. Copy it there")
+            sizes[name] = file.stat().st_size
+        offset, length = (
+            _whole(entry.get(key, "0"), f"{key} of {tensor.name!r}", path) for key in ("offset", "length")
+        )
+        end = offset + length
+        if end > sizes[name]:
+            raise ModelFileError(f"{path.parent / name} has {sizes[name]} bytes and needs {end}: it is truncated")
+
+
+def _whole(text: str, what: str, path: Path) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ModelFileError(
+            f"{path} is damaged: the {what} is {text[:40]!r}, a whole number is needed. Export it again"
+        )
+    return int(text)
+
+
+def weight_bytes(graph: Any) -> int:
+    return sum(map(tensor_bytes, graph.initializer))
+
+
+def tensor_bytes(tensor: Any) -> int:
+    """Bytes of one weight, in the graph or in a file beside it."""
+    entry = external_entry(tensor)
+    return int(entry.get("length", 0)) if entry else int(tensor.ByteSize())

@@ -18,16 +18,16 @@ from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import run_options, translated, version
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.session_engine import SessionEngine
+from edgespec.engines.onnx.sessions import open_sessions
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, StateError
-from edgespec.formats.onnx.tiles import CACHE, ROWS
+from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS
 from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
 from edgespec.kernels.tiles import path
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch, Logits, TokenIds
 
 MAX_BINDINGS = 512
 # Where plain decoding was measured to be 1.2 times as fast as llama.cpp's and more (docs/kernels.md), speculation may
@@ -38,14 +38,25 @@ LEADING_PATH, LEADING_SLOWDOWN = "avx512-vnni", 0.1
 class KernelEngine(SessionEngine):
     """On our kernels. Made by `OnnxEngine.load`."""
 
-    def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, config: ModelConfig) -> None:
-        """Raises CapabilityError for a device, an early exit or a size that the kernels do not have."""
+    def __init__(
+        self,
+        source: Source,
+        graph: Graph,
+        settings: OnnxSettings,
+        config: ModelConfig,
+        vocabulary: TokenizerFile | None = None,
+    ) -> None:
+        """`vocabulary`: of its target, for a draft head.
+
+        Raises CapabilityError for a device, an early exit or a size that the kernels do not have.
+        """
         if settings.exit_layer is not None:
             raise CapabilityError("edgespec's own kernels have no early exit: export the model as int4, int8 or w8a8")
         self._options = run_options()
         sessions, device = open_sessions(graph, source, settings)
         self._sessions = (sessions,)
-        self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
+        self.source, self.settings = source, settings
+        self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size)
         self._session = sessions.current()
         self.thread_change_s, self.thread_change_bytes = sessions.make_s, 0  # both sessions read the same tiles
         kind, slots = settings.cache_type.upper(), settings.max_sequences
@@ -59,6 +70,8 @@ class KernelEngine(SessionEngine):
         self._logits = untouched_zeros((self._max_outputs, graph.vocabulary_size), np.float32)
         self._hidden_size, self._has_hidden = graph.hidden_size, bool(graph.hidden_size)
         self._hidden = np.zeros((widest, graph.hidden_size or 0), np.float32)
+        # Of a draft head: the states that the rows of the next pass read.
+        self.features = np.zeros((widest if FEATURES in graph.inputs else 0, graph.hidden_size or 0), np.float32)
         self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
         self._bindings: dict[tuple[int, int], Any] = {}
         self._width = 0
@@ -109,6 +122,17 @@ class KernelEngine(SessionEngine):
                 start += count
         return self._run(batch.width, outputs)
 
+    def score(self, token_ids: TokenIds, rows: NDArray[np.int32]) -> Logits:
+        """Logits of all `rows` [n, 4] of a draft head that reads another engine's cache and adds nothing to it."""
+        self._require_open()
+        count = len(rows)
+        self._ids[:count], self._rows[:count] = token_ids, rows
+        return self._run(count, np.arange(count))
+
+    def read_cache_of(self, other: KernelEngine) -> None:
+        """Attend to keys and values of another engine's cache, which lives as long."""
+        self._named[CACHE] = other._named[CACHE]
+
     def _place(self, rows: NDArray[np.int32], sequence: int, part: SequenceRows, start: int) -> None:
         """Fill in `rows` [n, 4] of a sequence, the first of which is row `start` of the pass."""
         base, count = part.base, len(part.rows)
@@ -150,6 +174,8 @@ class KernelEngine(SessionEngine):
             OUTPUT_ROWS: ((count,), self._outputs),
             **{name: ((1,), number) for name, number in self._named.items()},
         }
+        if len(self.features):
+            inputs[FEATURES] = (1, width, self.features.shape[1]), self.features
         for name, (shape, array) in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
         shape = 1, count, self._logits.shape[1]

@@ -1,7 +1,8 @@
-"""Opens an ONNX model: its session, its caches, the scales of an int8 cache, and the key of its measurements."""
+"""Opens an ONNX model: its session and caches, the scales of an int8 cache, and what its first passes show."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,27 +10,43 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgespec.engines.onnx.calibration import TEXT, are_plausible, as_scales, measure_scales
-from edgespec.engines.onnx.concatenated import ConcatenatedPasses
-from edgespec.engines.onnx.cuda import HALF_ONLY, adapted
+from edgespec.engines.base import Engine
+from edgespec.engines.onnx.devices import HALF_ONLY, adapted
 from edgespec.engines.onnx.exits import ExitPasses
-from edgespec.engines.onnx.graph import Graph, read_graph, with_sliced_bias
+from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
 from edgespec.engines.onnx.library import Device, device_identity, run_options, version
-from edgespec.engines.onnx.passes import Passes, SharedPasses
-from edgespec.engines.onnx.rewriting import CacheScales
-from edgespec.engines.onnx.sessions import providers_for, try_graph
+from edgespec.engines.onnx.passes import ConcatenatedPasses, Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.sessions import open_sessions, providers_for, try_graph
 from edgespec.engines.onnx.settings import CONFIGS, OnnxSettings
 from edgespec.engines.onnx.source import ExportFolder, Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.onnx.waiting import open_sessions
 from edgespec.engines.proof import PREFIX
+from edgespec.engines.rows import fault_of
 from edgespec.engines.widths import METHOD
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, EngineError, ModelFileError
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import processor
 from edgespec.platform.memory import return_freed_memory
+from edgespec.types import Batch, packed
 
+# Of an int8 KV cache, for which it is measured how large each channel gets on a text of several kinds.
+MARGIN = 1.25  # values are clipped at this multiple of the largest one seen
+STEP = 32
+_LEAST_VALUE, _MOST_VALUE = 1e-6, 1e6  # plausible largest magnitude of a channel
+TEXT = """The old harbour was quiet in the morning, and only two boats were out. "When do we leave?" she asked.
+User: I need a table for four people at 7:30 pm on March 8th, please. Something Italian, not too expensive.
+Assistant: I found 3 restaurants in San Jose. The first one has 4.5 stars and asks for about $25 a person.
+
+def moving_average(values: list[float], width: int) -> list[float]:
+    if width <= 0:
+        raise ValueError(f"width must be positive, got {width}")
+    return [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
+
+Anna has 12 apples and gives 3/4 of them away; then she buys 17 more. 12 - 9 + 17 = 20, so she has 20 apples.
+{"name": "find_hotel", "arguments": {"city": "Z\u00fcrich", "nights": 3, "pets": false}}
+Grüße aus München: 25 °C, € 4,50. ¿Dónde está la estación?
+"""
 NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
 
 
@@ -80,8 +97,6 @@ def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_option
 def _open_on(provider: str, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     settings = replace(settings, provider=provider)
     graph = adapted(graph, provider, settings.head_size)
-    if provider == "cpu":
-        graph = with_sliced_bias(graph)
     if settings.exit_layer is not None:
         parts = ExitPasses(source, graph, settings, run_options, settings.exit_layer)
         return Opened(parts, parts.device, graph)
@@ -104,19 +119,74 @@ def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheS
                 f"the keys and values of {source.path} are not plausible numbers: export the model again"
             )
         disk_cache.put("cache-scales", key, measured)
-    return as_scales(measured)
+    return {name: np.array(values, np.float32) for name, values in measured.items()}
 
 
-def _measured_scales(source: Source, graph: Graph, settings: OnnxSettings) -> Any:
-    """In a session of its own, which is closed again."""
+def _measured_scales(source: Source, graph: Graph, settings: OnnxSettings) -> dict[str, list[list[float]]]:
+    """The step of a code [heads, head size] by name of the cache's input, in a session of its own."""
     passes, _, graph = open_passes(source, graph, replace(settings, exit_layer=None), run_options())
     assert isinstance(passes, SharedPasses)
-    ids = TokenizerFile(source.folder, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
-    return measure_scales(passes, graph, np.array(ids, np.int32))
+    text = TokenizerFile(source.folder, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
+    token_ids = np.array(text, np.int32)
+    for start in range(0, token_ids.size, STEP):
+        ids = token_ids[start : start + STEP]
+        passes.run(0, PassRows(start, ids, np.array([ids.size - 1], np.intp)))
+    largest = passes.largest_values(0, token_ids.size)
+    return {
+        entry.past: (np.maximum(found, _LEAST_VALUE) * MARGIN / 127).tolist()
+        for entry, found in zip(graph.cache, largest, strict=True)
+    }
+
+
+def are_plausible(measured: Mapping[str, Sequence[Sequence[float]]], graph: Graph, head_size: int) -> bool:
+    """Whether there is a possible scale for every channel of every head of `graph`."""
+    if measured.keys() != {entry.past for entry in graph.cache}:
+        return False
+    shapes = all(
+        len(measured[entry.past]) == entry.heads and all(len(head) == head_size for head in measured[entry.past])
+        for entry in graph.cache
+    )
+    low, high = 0.99 * _LEAST_VALUE * MARGIN / 127, _MOST_VALUE * MARGIN / 127
+    return shapes and all(low <= scale <= high for heads in measured.values() for head in heads for scale in head)
 
 
 def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
     """The cache key of measured width classes: files, machine, device, library and settings."""
     kernels = (settings.threads, provider, device_identity(provider), settings.cache_type, settings.exit_layer, states)
     measured = (widest, settings.context_length > PREFIX + widest)
-    return key_of(METHOD, "onnx", *map(file_key, source.files), version(), processor(), kernels, measured)
+    return key_of(METHOD, "onnx chains", *map(file_key, source.files), version(), processor(), kernels, measured)
+
+
+_ROUNDING = 0.1  # of the deviation of the logits: how far those of the same row may be off in another pass
+
+
+def check_logits(engine: Engine, path: Path) -> None:
+    """Raises ModelFileError where the weights are damaged, and closes the engine; else leaves it empty."""
+    count = min(2, engine.facts.max_batch, engine.vocabulary.size)
+    if fault := fault_of(engine.forward(Batch.chain(list(range(count))))):
+        engine.close()
+        raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
+    engine.rollback(0)
+
+
+def batches_work(engine: Engine) -> bool:
+    """Whether rows of two sequences in a batch have about the logits that they have alone; leaves both empty.
+
+    A graph of another exporter may have been made for a batch of one.
+    """
+    if engine.facts.context_length < 2:
+        return False
+    rows = [Batch.chain([sequence], sequence=sequence) for sequence in (0, 1)]
+    try:
+        for row in rows:
+            engine.forward(row)
+        together = engine.forward(packed(rows)).copy()
+        for sequence in (0, 1):
+            engine.rollback(1, sequence)
+        alone = np.concatenate([engine.forward(row).copy() for row in rows])
+    except EngineError:
+        return False
+    finally:
+        for sequence in (0, 1):
+            engine.rollback(0, sequence)
+    return bool(np.abs(together - alone).max() < _ROUNDING * alone.std())

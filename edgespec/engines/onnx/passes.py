@@ -4,6 +4,9 @@
 copied and a rollback only changes a length. Inputs and outputs are bound once per width. The caches of a layer lie
 behind one another, so that one pass can also extend several of them by a token each: the operator then takes them as a
 batch, and each row reads its own cache alone.
+
+`ConcatenatedPasses`: of exports whose cache grows by concatenation (Optimum), where every pass copies all keys and
+values: 1.6 to 1.9 times slower per token.
 """
 
 from __future__ import annotations
@@ -16,48 +19,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.attention_bias import AttentionBias
-from edgespec.engines.onnx.graph import CacheEntry, Graph
+from edgespec.engines.onnx.graph import LENGTHS, MASK, POSITIONS, TOTAL, CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.pages import untouched_zeros
-from edgespec.engines.onnx.rewriting import LENGTHS, POSITIONS, SEEN, TOTAL
+from edgespec.engines.onnx.sessions import Sessions
 from edgespec.engines.onnx.settings import OnnxSettings
-from edgespec.engines.onnx.waiting import Sessions
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits, TokenIds
 
 MAX_BINDINGS = 512
-Cells = slice | NDArray[np.intp]
 ELEMENTS = {1: np.float32, 10: np.float16, 3: np.int8, 2: np.uint8}
 NAMES = {np.float32: "f32", np.float16: "f16", np.int8: "int8", np.uint8: "uint8"}
 
 
 @dataclass(slots=True)
 class PassRows:
-    """`token_ids` [n], for the cells from `base` on; `outputs` [m], rows whose logits are wanted.
-
-    A chain attends to all cells before it but the first `skipped`, and its positions are counted from there. Otherwise
-    `parents` [n] (rows or -1), `positions` [n], and `sees` [n], by row the cells before `base` that it attends to.
-    """
+    """`token_ids` [n], a chain for the cells from `base` on; `outputs` [m], rows whose logits are wanted."""
 
     base: int
     token_ids: TokenIds
     outputs: NDArray[np.intp]
-    parents: Sequence[int] = ()
-    positions: TokenIds | None = None
-    sees: Sequence[NDArray[np.intp]] = ()
-    skipped: int = 0
 
 
 class Passes(ABC):
     """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
 
     `hidden_size` of the states that `hidden` gives, 0 if none. `sessions`: one for each part of the graph.
-    `takes_gaps`: a token may lie in a later cell than its position, after cells that are masked for it.
     """
 
-    takes_gaps = False
     hidden_size = 0
 
     bytes_per_token: int
@@ -74,12 +64,12 @@ class Passes(ABC):
         """Make the first `length` cells of `destination` those of `source`."""
 
     @abstractmethod
-    def read(self, cache: int, cells: Cells) -> bytes:
-        """Keys and values of `cells`."""
+    def read(self, cache: int, length: int) -> bytes:
+        """Keys and values of the first `length` cells."""
 
     @abstractmethod
-    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
-        """Write what `read` returned into `cells`."""
+    def write(self, cache: int, payload: bytes | memoryview) -> None:
+        """Write what `read` returned into the first cells."""
 
     def hidden(self) -> NDArray[np.float32]:
         """Last hidden states [rows, hidden size] of the last pass, which the next one overwrites."""
@@ -118,10 +108,9 @@ class SharedPasses(Passes):
         self.sessions = (sessions,)
         self._session = sessions.current()
         self._graph, self._device, self._options = graph, device, run_options
-        self.capacity = capacity = settings.cells(graph) if graph.cache else 0
+        self.capacity = settings.cells if graph.cache else 0
         self._head_size = settings.head_size
-        self.num_caches = 1 if settings.packs(graph) else settings.max_sequences
-        self.takes_gaps = graph.has_bias  # by which cells are masked
+        self.num_caches = settings.max_sequences
         self.has_batches = self.num_caches > 1 and device.memory == "cpu" and bool(graph.cache)
         self._whole: list[NDArray[Any]] = []  # per input, all caches [num_caches, heads, capacity, head size]
         self._buffers: dict[tuple[int, int], list[Any]] = {}  # those of some caches, by the first and their number
@@ -131,24 +120,11 @@ class SharedPasses(Passes):
         self._output_rows = np.zeros(max(max_outputs, max_rows), np.int64)
         self._lengths = np.zeros(self.num_caches, np.int32)
         self._total = np.zeros(1, np.int32)
-        self._seen = np.zeros(1, np.int64)
-        self._bias: AttentionBias | None = None
-        if graph.has_bias:
-            self._bias = AttentionBias(max_rows, capacity, is_sliced=SEEN in graph.inputs)
         self.logits = untouched_zeros((max_outputs, tokens), np.float32)
         self.hidden_size = graph.hidden_size or 0
         self._hidden = np.zeros((max_rows if self.hidden_size else 0, self.hidden_size), np.float32)
-        self._counting = np.arange(capacity + max_rows, dtype=np.int64)
+        self._counting = np.arange(self.capacity + max_rows, dtype=np.int64)
         self.bytes_per_token = bytes_per_token(graph, settings.head_size)
-
-    def resize(self, capacity: int) -> None:
-        """Have caches of fewer cells from now on; what is in them is lost."""
-        self.capacity = capacity
-        if self._bias is not None:
-            self._bias.capacity = capacity
-        self._whole.clear()
-        self._buffers.clear()
-        self._bindings.clear()
 
     def run(self, cache: int, rows: PassRows) -> Logits:
         self._run(self._bound(cache, rows))
@@ -163,13 +139,8 @@ class SharedPasses(Passes):
         self._follow_session()
         self._ids[:count] = token_ids
         self._positions[:count] = self._lengths[:count] = bases
-        self._output_rows[0], self._total[0], self._seen[0] = 0, total, total
-        binding = self._binding(first, count, 1, 1, False)
-        if self._bias is not None:
-            self._bias.fill_chain(1, total, 0)
-            if not self._bias.is_sliced:
-                self._bias.bind(binding, 1, total, is_tree=False)
-        self._run(binding)
+        self._output_rows[0], self._total[0] = 0, total
+        self._run(self._binding(first, count, 1, 1))
         return self.logits[:count]
 
     def _run(self, binding: Any) -> None:
@@ -183,21 +154,12 @@ class SharedPasses(Passes):
         self._follow_session()
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
-        counted = self._counting[rows.base - rows.skipped : total - rows.skipped]
-        self._positions[:width] = counted if rows.positions is None else rows.positions
+        self._positions[:width] = self._counting[rows.base : total]
         self._output_rows[:count] = rows.outputs
-        self._lengths[0], self._total[0], self._seen[0] = total - 1, total, total
-        is_tree = bool(rows.parents)
-        binding = self._binding(cache, 1, width, count, is_tree)
+        self._lengths[0], self._total[0] = total - 1, total
+        binding = self._binding(cache, 1, width, count)
         if self._device.memory != "cpu":
             self._bind_rows(binding, 1, width, count)  # which copies them to the device: a binding keeps that copy
-        if self._bias is not None:
-            if is_tree:
-                self._bias.fill_tree(rows.base, rows.parents, rows.sees)
-            else:
-                self._bias.fill_chain(width, total, rows.skipped)
-            if not self._bias.is_sliced:
-                self._bias.bind(binding, width, total, is_tree=is_tree)
         return binding
 
     def _follow_session(self) -> None:
@@ -222,19 +184,16 @@ class SharedPasses(Passes):
             POSITIONS: ((num_caches, width), self._positions),
             LENGTHS: ((num_caches,), self._lengths),
             TOTAL: ((), self._total),
-            SEEN: ((1,), self._seen),
             OUTPUT_ROWS: ((count,), self._output_rows),
         }
         for name, (shape, array) in inputs.items():
             if name in self._graph.inputs:
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
-    def _bind(self, first: int, num_caches: int, width: int, count: int, is_tree: int) -> Any:
+    def _bind(self, first: int, num_caches: int, width: int, count: int) -> Any:
         """For `num_caches` from `first` on, `width` rows in each, `count` of them with logits."""
         binding = self._session.io_binding()
         self._bind_rows(binding, num_caches, width, count)
-        if self._bias is not None and self._bias.is_sliced:
-            self._bias.bind(binding, width, self.capacity, is_tree=bool(is_tree))
         for entry, buffer in zip(self._graph.cache, self._cache_buffers(first, num_caches), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
             binding.bind_ortvalue_output(entry.present, buffer)
@@ -264,37 +223,103 @@ class SharedPasses(Passes):
         self._whole = self._whole or list(made)
         return (memory[first : first + count] for memory in self._whole)
 
-    def _put(self, buffer: Any, cells: Cells, values: NDArray[Any]) -> None:
-        """Write `values` [heads, n, head size] into cells of a buffer; device memory is read, changed and sent back."""
+    def _put(self, buffer: Any, values: NDArray[Any]) -> None:
+        """Write `values` [heads, n, head size] to the beginning of a buffer; that of a device is read and sent back."""
         whole = buffer.numpy()
-        whole[0, :, cells] = values if isinstance(cells, slice) else values.swapaxes(0, 1)
+        whole[0, :, : values.shape[1]] = values
         if self._device.memory != "cpu":
             buffer.update_inplace(whole)
 
-    def move(self, cache: int, source: NDArray[np.intp], destination: slice) -> None:
-        """Copy the cells `source` to `destination`."""
-        for buffer in self._cache_buffers(cache):
-            self._put(buffer, destination, buffer.numpy()[0][:, source])
-
     def copy(self, source: int, destination: int, length: int) -> None:
         for ours, theirs in zip(self._cache_buffers(source), self._cache_buffers(destination), strict=True):
-            self._put(theirs, slice(0, length), ours.numpy()[0, :, :length])
+            self._put(theirs, ours.numpy()[0, :, :length])
 
     def largest_values(self, cache: int, length: int) -> list[NDArray[np.float32]]:
         """Per buffer [heads, head size]: the largest magnitude among the first `length` cells."""
         return [np.abs(buffer.numpy()[0, :, :length]).max(axis=1) for buffer in self._cache_buffers(cache)]
 
-    def read(self, cache: int, cells: Cells) -> bytes:
-        return b"".join(buffer.numpy()[0][:, cells].tobytes() for buffer in self._cache_buffers(cache))
+    def read(self, cache: int, length: int) -> bytes:
+        return b"".join(buffer.numpy()[0, :, :length].tobytes() for buffer in self._cache_buffers(cache))
 
-    def write(self, cache: int, cells: Cells, payload: bytes | memoryview) -> None:
-        length = len(payload) // self.bytes_per_token
-        start = 0
-        for entry, buffer in zip(self._graph.cache, self._cache_buffers(cache), strict=True):
-            shape = (entry.heads, length, self._head_size)
-            values = np.frombuffer(payload, element_of(entry), entry.heads * length * self._head_size, start)
-            self._put(buffer, cells, values.reshape(shape))
-            start += values.nbytes
+    def write(self, cache: int, payload: bytes | memoryview) -> None:
+        parts = _parts(payload, self._graph, self._head_size, self.bytes_per_token)
+        for buffer, values in zip(self._cache_buffers(cache), parts, strict=True):
+            self._put(buffer, values)
 
     def hidden(self) -> NDArray[np.float32]:
         return self._hidden if self.hidden_size else super().hidden()
+
+
+KNOWN_INPUTS = frozenset({"input_ids", MASK, POSITIONS})
+
+
+class ConcatenatedPasses(Passes):
+    """Caches as one array per layer and sequence, [1, heads, cells, head size], cut to size before each pass."""
+
+    def __init__(
+        self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
+    ) -> None:
+        past = {entry.past for entry in graph.cache}
+        unknown = sorted(graph.inputs - KNOWN_INPUTS - past)
+        if unknown:
+            raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
+        self.sessions = (sessions,)
+        self._graph, self._options, self._head_size = graph, run_options, settings.head_size
+        self.capacity = settings.cells
+        self._caches: dict[int, list[Any]] = {}
+        self.logits = untouched_zeros((settings.max_outputs(graph.vocabulary_size), graph.vocabulary_size), np.float32)
+        hidden = [HIDDEN] if HIDDEN in graph.outputs else []
+        self._outputs = [LOGITS, *hidden, *(entry.present for entry in graph.cache)]
+        self.hidden_size = graph.hidden_size or 0
+        self._hidden: NDArray[np.float32] | None = None
+        self.bytes_per_token = bytes_per_token(graph, settings.head_size)
+
+    def run(self, cache: int, rows: PassRows) -> Logits:
+        total = rows.base + rows.token_ids.size
+        feeds: dict[str, Any] = {"input_ids": rows.token_ids.astype(np.int64)[None]}
+        if MASK in self._graph.inputs:
+            feeds[MASK] = np.ones((1, total), np.int64)
+        if POSITIONS in self._graph.inputs:
+            feeds[POSITIONS] = np.arange(rows.base, total, dtype=np.int64)[None]
+        make = library().OrtValue.ortvalue_from_numpy
+        feeds = {name: make(array) for name, array in feeds.items()}
+        for entry, array in zip(self._graph.cache, self._cells(cache), strict=True):
+            whole = array.shape[2] == rows.base
+            feeds[entry.past] = make(array if whole else np.ascontiguousarray(array[:, :, : rows.base]))
+        with translated(self._options):
+            found, *present = self.sessions[0].current().run_with_ort_values(self._outputs, feeds, self._options)
+        if HIDDEN in self._graph.outputs:
+            self._hidden = present.pop(0).numpy()[0]
+        self._caches[cache] = [value.numpy() for value in present]
+        count = rows.outputs.size
+        np.take(found.numpy()[0], rows.outputs, axis=0, out=self.logits[:count])
+        return self.logits[:count]
+
+    def hidden(self) -> NDArray[np.float32]:
+        return super().hidden() if self._hidden is None else self._hidden
+
+    def _cells(self, cache: int) -> list[Any]:
+        if cache not in self._caches:
+            self._caches[cache] = [
+                np.zeros((1, entry.heads, 0, self._head_size), element_of(entry)) for entry in self._graph.cache
+            ]
+        return self._caches[cache]
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self._caches[destination] = [array[:, :, :length].copy() for array in self._cells(source)]
+
+    def read(self, cache: int, length: int) -> bytes:
+        return b"".join(array[0, :, :length].tobytes() for array in self._cells(cache))
+
+    def write(self, cache: int, payload: bytes | memoryview) -> None:
+        parts = _parts(payload, self._graph, self._head_size, self.bytes_per_token)
+        self._caches[cache] = [values[None].copy() for values in parts]
+
+
+def _parts(payload: bytes | memoryview, graph: Graph, head_size: int, bytes_per_token: int) -> Iterator[NDArray[Any]]:
+    """The keys or values of a state [heads, tokens, head size], by entry of the cache."""
+    length, start = len(payload) // bytes_per_token, 0
+    for entry in graph.cache:
+        values = np.frombuffer(payload, element_of(entry), entry.heads * length * head_size, start)
+        yield values.reshape(entry.heads, length, head_size)
+        start += values.nbytes

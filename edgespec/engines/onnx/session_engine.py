@@ -8,8 +8,8 @@ from typing import Any
 from edgespec.engines.base import check_threads
 from edgespec.engines.booked import BookedEngine
 from edgespec.engines.model_files import HeldFiles
+from edgespec.engines.onnx.sessions import Sessions
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.onnx.waiting import Sessions
 from edgespec.errors import CapabilityError
 
 
@@ -30,7 +30,7 @@ class SessionEngine(BookedEngine):
             raise CapabilityError("this model was loaded without hidden states: load it with hidden_states=True")
 
     def set_threads(self, threads: int) -> bool:
-        """With fewer, the same threads sleep instead of spinning (see `waiting`); the bits are the same."""
+        """With fewer, the same threads sleep instead of spinning (see `Sessions`); the bits are the same."""
         self._require_open()
         check_threads(threads, self.facts)
         if self.facts.device != "cpu" or self.facts.threads == 1:

@@ -1,47 +1,52 @@
-"""Makes sessions of ONNX Runtime, on one device, and says on which devices a model is to be tried."""
+"""Sessions of ONNX Runtime on one device: making them, how their threads wait, and which devices are to be tried."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
+from time import monotonic, perf_counter
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.onnx.cuda import without_kernels
-from edgespec.engines.onnx.edge import without_flash
+from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import (
     ERRORS_ONLY,
     PROVIDERS,
     Device,
+    failures,
     failures_of_library,
     installed_providers,
     is_hardware,
     library,
     load_cuda,
+    plugin_devices,
 )
-from edgespec.engines.onnx.plugins import failures, plugin_devices
-from edgespec.engines.onnx.unsigned import Weights, make_unsigned
-from edgespec.errors import CapabilityError, ConfigError, ModelFileError
+from edgespec.engines.onnx.settings import OnnxSettings
+from edgespec.engines.onnx.source import Source
+from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError
 from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import install_command
 from edgespec.kernels.library import library_path
 from edgespec.kernels.tiles import held
 from edgespec.platform.machine import products_saturate
+from edgespec.platform.memory import keep_one_arena, return_freed_memory, spare_memory
 
-_TRIED_SIZE = 64
 Arrays = Mapping[str, NDArray[Any]]
 NO_ARRAYS: Arrays = MappingProxyType({})
 _made: WeakSet[Any] = WeakSet()
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
+KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
+ROOM = 1.5  # times the weights: what nobody may have planned for before they are held twice
+FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+_lock, _num_without = threading.Lock(), 0
 
 
 def providers_for(provider: str) -> tuple[str, ...]:
@@ -77,7 +82,7 @@ def open_session(
 ) -> tuple[Any, Device]:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
-    `spins`: see `waiting`; `flash` False: without flash attention on the CPU, see `edge`.
+    `spins`: see `Sessions`; `flash` False: without flash attention on the CPU.
 
     Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
     """
@@ -85,9 +90,29 @@ def open_session(
         return _open(graph, folder, threads, provider, arrays, spins=spins), Device(provider, PROVIDERS[provider][1])
 
 
+@contextmanager
+def without_flash() -> Iterator[None]:
+    """No flash attention in the sessions for the CPU that are made here, nor in others that are made meanwhile.
+
+    ONNX Runtime has no option for that but a variable of the environment. It is set for good, and only its value
+    changes later: another thread may read the environment, which must not move then.
+    """
+    global _num_without
+    with _lock:
+        _num_without += 1
+        os.environ[FLASH_OFF] = "1"
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_without -= 1
+            if not _num_without:
+                os.environ[FLASH_OFF] = "0"
+
+
 def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *, spins: bool = True) -> Any:
     ort = library()
-    options, graph, weights = _options(graph, folder, threads, name)
+    options, graph = _options(graph, folder, threads, name)
     if arrays:  # a GGUF. Else a second pass of one width gets a block for all results, beside those of the first.
         options.enable_mem_pattern = False
     if not spins:
@@ -100,9 +125,8 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *
         providers = None if device else [PROVIDERS[name][0]]
         with _given(graph, arrays, options) if arrays else nullcontext(graph) as made:
             session = ort.InferenceSession(made, options, providers=providers)
-        if arrays or (weights and not reads_packed_weights()):
-            # It reads them as long as it lives, and holds no reference to them.
-            session.edgespec_weights = weights, arrays
+        if arrays:  # it reads them as long as it lives, and holds no reference to them
+            session.edgespec_weights = arrays
         _made.add(session)
         return session
     except failures_of_library() as exc:
@@ -136,6 +160,93 @@ def _given(graph: bytes, arrays: Arrays, options: Any) -> Iterator[bytes]:
         yield model.SerializeToString()
 
 
+class Sessions:
+    """The session in use, and how its threads wait for one another between operators: spinning, or asleep.
+
+    Spinning is faster on an idle machine, by 5 to 12% for a model of 1.2 billion weights. Beside another busy program a
+    thread that spins takes the core that the thread it waits for needs, and sleeping is up to 1.4 times as fast. ONNX
+    Runtime fixes the way when a session is made, so the other one needs a second session. It is made in a thread of its
+    own while passes go on, takes the first one's place, and the one that is no longer used is freed soon after. A core
+    is busy with it for as long as with the load: whoever asks for it weighs that (`ThreadControl`).
+
+    `make(spins)` opens one of `weight_bytes`; the first spins, and took `make_s`.
+    """
+
+    def __init__(self, make: Callable[[bool], Any], weight_bytes: int) -> None:
+        started_s = perf_counter()
+        self._make, self._weight_bytes = make, weight_bytes
+        self._open: dict[bool, Any] = {True: make(True)}
+        self.make_s = perf_counter() - started_s
+        self._spins = True
+        self._making: threading.Thread | None = None
+        self._left_s = 0.0  # when the other one was last in use
+        self._was_dropped = False  # since the last pass
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the session in use waits as was asked for."""
+        return self._making is None
+
+    def want(self, *, spins: bool) -> None:
+        """Use a session that waits in this way as soon as there is one; the present one where memory is short."""
+        if spins == self._spins:
+            return
+        self._spins, self._left_s = spins, 0.0
+        if spins in self._open or self._making is not None or not self._has_room():
+            return
+        # In an arena of its own, what the thread allocates in between would keep the session's memory after its end.
+        keep_one_arena()
+        self._making = threading.Thread(target=self._add, args=(spins,), name="edgespec-session", daemon=True)
+        self._making.start()
+
+    @property
+    def spins(self) -> bool:
+        """Whether the session for the next pass spins."""
+        return self._spins if self._spins in self._open else not self._spins
+
+    def current(self) -> Any:
+        """The session for the next pass."""
+        if self._making is not None and not self._making.is_alive():
+            self._making = None
+        if self._was_dropped:  # and freed by now: the last pass may still have held it
+            self._was_dropped = False
+            return_freed_memory()
+        found = self._open[self.spins]
+        if len(self._open) > 1 and self._making is None:
+            now_s = monotonic()
+            self._left_s = self._left_s or now_s
+            if now_s > self._left_s + KEPT_S:
+                self._open = {self.spins: found}
+                self._left_s, self._was_dropped = 0.0, True
+        return found
+
+    def close(self) -> None:
+        """Wait for a session that is being made, which reads the model's files, and drop all."""
+        if self._making is not None:
+            self._making.join()
+        self._open.clear()
+
+    def _has_room(self) -> bool:
+        spare = spare_memory()
+        return spare is None or spare > ROOM * self._weight_bytes
+
+    def _add(self, spins: bool) -> None:
+        try:
+            self._open[spins] = self._make(spins)
+        except (EdgespecError, MemoryError, OSError):  # the last: the model's folder is gone
+            return  # passes go on in the present one
+
+
+def open_sessions(graph: Graph, source: Source, settings: OnnxSettings) -> tuple[Sessions, Device]:
+    """Sessions of `graph`, whose weights are those of `source`. Raises as `open_session`."""
+    given: dict[str, Any] = {"arrays": source.arrays(graph.cells), "threads": settings.threads}
+    given |= {"provider": settings.provider, "flash": settings.flash}
+    sessions = Sessions(
+        lambda spins: open_session(graph.serialised, source.folder, spins=spins, **given)[0], graph.weight_bytes
+    )
+    return sessions, Device(settings.provider, PROVIDERS[settings.provider][1])
+
+
 def reason(name: str, graph: bytes, said: str) -> str:
     """Why `graph` cannot run on `name`, of which ONNX Runtime `said` something."""
     for operator, what in ((WHOLE_PRODUCT, "w8a8 runs"), (PRODUCT, "edgespec's own kernels run")):
@@ -147,10 +258,8 @@ def reason(name: str, graph: bytes, said: str) -> str:
         return f"{missing} ({said})"
     if NO_FALLBACK not in said:
         return said
-    lacking = without_kernels(graph)
-    which = f"these operators of it may have none: {', '.join(lacking)}" if lacking else said
     return (
-        f"not all of it has a kernel for CUDA ({which}). edgespec export writes graphs that have; GGUF files run on "
+        f"not all of it has a kernel for CUDA ({said}). edgespec export writes graphs that have; GGUF files run on "
         f"NVIDIA's GPUs through llama.cpp (run.py install llamacpp --backend cuda), ONNX models through WebGPU "
         f"({install_command('webgpu')})"
     )
@@ -202,37 +311,6 @@ def with_real_files(graph: bytes, folder: Path) -> tuple[bytes, Path]:
     return model.SerializeToString(), place
 
 
-@cache
-def reads_packed_weights() -> bool:
-    """Whether a session, once made, no longer reads the weights of integer products that it was given.
-
-    Tried on a small product: its weights are overwritten after the session is made.
-    """
-    from onnx import TensorProto, helper
-
-    weights = np.random.default_rng(0).integers(0, 256, (_TRIED_SIZE, _TRIED_SIZE), np.uint8)
-    given = TensorProto(name="weights", data_type=TensorProto.UINT8, dims=weights.shape)
-    given.data_location = TensorProto.EXTERNAL
-    given.external_data.add(key="location", value="weights")
-    sums = helper.make_tensor_value_info("sums", TensorProto.FLOAT, ["rows", _TRIED_SIZE])
-    codes = helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", _TRIED_SIZE])
-    one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])
-    middle = helper.make_tensor("middle", TensorProto.UINT8, [], [128])
-    product = helper.make_node(
-        WHOLE_PRODUCT, ["codes", "weights", "one", "one", "middle", "middle"], ["sums"], domain="com.microsoft"
-    )
-    graph = helper.make_graph([product], "packing", [codes], [sums], [given, one, middle])
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = _plain_options(1)
-    options.add_external_initializers(["weights"], [library().OrtValue.ortvalue_from_numpy(weights)])
-    session = library().InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    exact = weights.astype(np.int64) - 128
-    weights[:] = 0
-    rows = (np.arange(count * _TRIED_SIZE, dtype=np.uint8).reshape(count, -1) for count in (1, 2, 5, 16, 64))
-    return all((session.run(None, {"codes": x})[0] == (x.astype(np.int64) - 128) @ exact).all() for x in rows)
-
-
 def _plain_options(threads: int) -> Any:
     """Options of every session."""
     options = library().SessionOptions()
@@ -246,21 +324,15 @@ def _plain_options(threads: int) -> Any:
     return options
 
 
-def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes, Weights]:
-    """Options of a session, its graph, and weights that must be kept at least until it is made."""
-    ort = library()
-    weights: Weights = {}
+def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, bytes]:
+    """Options of a session, and its graph."""
     options = _plain_options(threads)
     if name != "cpu":
         # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
-        # Unsigned weights have exact kernels on every processor.
-        graph, weights, is_left = make_unsigned(graph, folder)
-        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
-        options.add_external_initializers(list(weights), values)
-        if is_left:
-            options.add_session_config_entry("session.x64quantprecision", "1")
+        # ONNX Runtime makes signed weights unsigned, for which every processor has exact kernels.
+        options.add_session_config_entry("session.x64quantprecision", "1")
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
-    return options, graph, weights
+    return options, graph

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
-from edgespec.engines.onnx.edge import edge_of
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.widths import MAX_PADDED_WIDTH
 from edgespec.errors import ConfigError, ModelFileError
@@ -17,7 +16,11 @@ from edgespec.platform.machine import default_threads, is_x86
 LOGITS_BYTES = 32 << 20
 CACHE_TYPES = ("f32", "int8")
 KERNEL_CACHE_TYPES = ("f16", "q8_0")
-FIRST = 1  # the first cell that is used of a cache that sequences share
+# ONNX Runtime multiplies queries and keys 128 values of a head at a time, but all of them at once where a text has at
+# most 64 cells, which rounds otherwise. With wider heads, as Gemma's, the first 64 rows would have other bits in a pass
+# that ends behind them: no pass goes across this edge in reproducible mode. Flash attention counts these cells anew in
+# each of its blocks, whose size depends on the processor's caches: sessions are made without it then.
+EDGE, VALUES_AT_ONCE = 64, 128
 CONFIGS = ("config.json", "genai_config.json")
 
 
@@ -72,7 +75,7 @@ def _size(config: dict[str, Any], *names: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OnnxSettings:
-    """Checked settings; `context_length` in tokens per sequence; `shares_cells`: several may share a cache."""
+    """Checked settings; `context_length` in tokens per sequence."""
 
     context_length: int
     threads: int
@@ -84,7 +87,6 @@ class OnnxSettings:
     reproducible: bool | None
     widest: int
     exit_layer: int | None = None
-    shares_cells: bool = True
 
     @classmethod
     def checked(cls, graph: Graph, config: ModelConfig, use: ModelUse) -> Self:
@@ -112,7 +114,6 @@ class OnnxSettings:
             reproducible=use.reproducible,
             widest=use.widest,
             exit_layer=use.exit_layer,
-            shares_cells=use.max_branches > 0,
         )
         if settings.cache_type not in types:
             raise ConfigError(
@@ -139,32 +140,15 @@ class OnnxSettings:
         """Rows with logits per pass; bounded so that a wide batch over a large vocabulary stays small."""
         return min(max(LOGITS_BYTES // (4 * vocabulary_size), 64), self.max_rows)
 
-    def can_pack(self, graph: Graph) -> bool:
-        """Whether sequences may share a cache: not without a bias, which keeps them apart.
-
-        Nor with a sliding window, which counts cells and not positions.
-        """
-        return graph.has_bias and not (graph.window is not None and graph.window < self.context_length)
-
-    def packs(self, graph: Graph) -> bool:
-        """Whether sequences do share a cache: not in reproducible mode, and by default only if there are several.
-
-        A single one may have such a cache too, for trees.
-        """
-        is_wanted = self.reproducible is False or (self.reproducible is None and self.max_sequences > 1)
-        is_allowed = self.shares_cells or self.max_sequences == 1
-        return is_wanted and is_allowed and self.exit_layer is None and self.can_pack(graph)
-
-    def cells(self, graph: Graph) -> int:
+    @property
+    def cells(self) -> int:
         """Cells of one cache."""
-        if self.packs(graph):
-            return FIRST + self.context_length * self.max_sequences
         return self.context_length + (MAX_PADDED_WIDTH - 1 if self.edge else 0)  # scratch rows follow the edge
 
     @property
     def edge(self) -> int:
-        """The cell that no pass may go across (see the module `edge`), 0 outside reproducible mode."""
-        return edge_of(self.head_size) if self.reproducible else 0
+        """The cell that no pass may go across, 0 for none."""
+        return EDGE if self.reproducible and self.head_size > VALUES_AT_ONCE else 0
 
     @property
     def flash(self) -> bool:

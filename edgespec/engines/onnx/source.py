@@ -12,37 +12,37 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engines.onnx.graph import Graph, check_weight_files
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig
 from edgespec.engines.onnx.tokenizer import tokenizer_file
-from edgespec.engines.onnx.weights import check_weight_files
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
-from edgespec.formats.gguf.check import check_gguf, model_files
-from edgespec.formats.gguf.header import once
+from edgespec.formats.gguf.check import check_gguf, head_kind, model_files
+from edgespec.formats.gguf.header import TensorInfo, once
 from edgespec.formats.gguf.model import KINDS, GgufModel, GgufTensors, read_model
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD
+from edgespec.formats.onnx.gemma4 import Gemma4Config
 from edgespec.formats.onnx.graph import MemoryWriter
+from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama import llama_graph, rotary_bytes
-from edgespec.formats.onnx.tiles import Tiles
+from edgespec.formats.onnx.tiles import Tiles, tiles_name
 from edgespec.installation import IMPORT_FAILURES, has_memory_limit, not_importable
 from edgespec.kernels import tiles
 from edgespec.platform.disk_cache import cache_folder, file_key, key_of
 from edgespec.platform.files import write_atomically
 from edgespec.platform.machine import usable_processors
-
-if TYPE_CHECKING:
-    from edgespec.engines.onnx.graph import Graph
 
 ALIGNMENT, TILE_ROWS = 64, 16  # bytes at which tiles begin, outputs of one
 CHUNK_BYTES = 4 << 20  # of a file that a thread packs at once
@@ -55,7 +55,8 @@ class Source(ABC):
     """`path` as the user gave it; `folder`: of the tokenizer and its settings; `files` hold the graph and its weights.
 
     `mapped`: those of them that are read while the model is in use. `max_positions`: of a graph that is made for any
-    number of them; None: the graph's tables say.
+    number of them; None: the graph's tables say. `is_drafter`: for another model, whose tokenizer it uses, and whose
+    keys and values where it `reads_cache`.
     """
 
     path: Path
@@ -63,6 +64,8 @@ class Source(ABC):
     files: tuple[Path, ...]
     mapped: tuple[Path, ...] = ()
     max_positions: int | None = None
+    is_drafter: bool = False
+    reads_cache: bool = False
 
     @abstractmethod
     def graph(self, cells: int = 0) -> Any:
@@ -90,6 +93,10 @@ class Source(ABC):
 
     def rotary_bytes(self, cells: int) -> int:
         """Size of rotary tables that are made for so many `cells`."""
+        return 0
+
+    def reused_bytes(self) -> int:
+        """Of the weights of its graph, what is in memory anyway."""
         return 0
 
 
@@ -141,55 +148,116 @@ class ExportFolder(Source):
 
 
 class GgufFile(Source):
-    """A GGUF on our kernels. Raises as `open_source`."""
+    """A GGUF on our kernels, or the layer in it that predicts a further token (`nextn`). Raises as `open_source`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, nextn: bool = False) -> None:
         self.path, self.files = path, (path,)
-        self._model = readable_model(path)
-        self.max_positions = self._model.config.max_positions
+        self.model = readable_model(path, nextn=nextn)
+        config = self.model.config
+        self.max_positions = config.max_positions
+        self.reads_cache = isinstance(config, Gemma4Config) and bool(config.target_width)
+        self.is_drafter = self.reads_cache or (isinstance(config, HybridConfig) and config.is_nextn)
         self._version = file_key(path)
         self._packed: dict[str, NDArray[np.uint8]] = {}
+        self._given: dict[str, NDArray[np.uint8]] = {}  # tiles of the model that it drafts for
         self._folder: Path | None = None
 
     @property
     def folder(self) -> Path:  # type: ignore[override]
         """Where its tokenizer is; written when it is first asked for."""
         if self._folder is None:
-            self._folder = _tokenizer_folder(self._model)
+            self._folder = _tokenizer_folder(self.model)
         return self._folder
 
+    def drafter(self, path: Path | None = None) -> GgufFile:
+        """What drafts for this model: the layer in its file that predicts a further token, or what `path` holds.
+
+        Embeddings and head that both have are this model's own arrays. Raises as `open_source`.
+        """
+        found = GgufFile(path or self.path, nextn=path is None)
+        found._folder = self._folder
+        if path is None:
+            found._lend(self, {info.offset: name for name, info in self._ends()})
+        elif isinstance(found.model.config, Gemma4Config):
+            found._read_cache_of(self)
+        return found
+
+    def _lend(self, model: GgufFile, names: Mapping[int, str]) -> None:
+        """Use tiles of `model`, whose tensors have these `names` by their place."""
+        nothing = np.empty(0, np.uint8)  # before anything is packed, as in a plan
+        for name, info in self._ends():
+            if info.offset in names:
+                self._given[name] = model._packed.get(tiles_name(names[info.offset]), nothing)
+
+    def _read_cache_of(self, model: GgufFile) -> None:
+        """Let the layers of Gemma 4's drafter read the keys and values of the last two layers, and its embeddings."""
+        config, whole = self.model.config, model.model.config
+        assert isinstance(config, Gemma4Config)
+        assert isinstance(whole, Gemma4Config)
+        heads = [layer.first_head for layer in whole.layers[-2:]]  # of the windowed one, then of the full one
+        layers = (
+            replace(layer, first_head=heads[number not in config.windowed_layers])
+            for number, layer in enumerate(config.layers)
+        )
+        self._given[EMBEDDING] = model._packed[tiles_name(EMBEDDING)]
+        tensors = {**self.model.tensors, EMBEDDING: model.model.tensors[EMBEDDING]}
+        self.model = replace(self.model, config=replace(config, layers=tuple(layers)), tensors=tensors)
+
+    def _ends(self) -> Iterator[tuple[str, TensorInfo]]:
+        tensors = self.model.tensors
+        return ((name, tensors[name][0]) for name in (EMBEDDING, HEAD) if name in tensors)
+
+    def _reused(self) -> set[str]:
+        """The embeddings or the head, where these are tiles of the model's, or the first ones of the embeddings."""
+        infos = dict(self._ends())
+        is_tied = not self._given and HEAD in infos and infos[HEAD].offset == infos[EMBEDDING].offset
+        return {*self._given, *([HEAD] if is_tied else [])}
+
+    def reused_bytes(self) -> int:
+        weights = GgufTiles(self.model)
+        return sum(map(weights.num_bytes, self._reused()))
+
     def config(self) -> ModelConfig:
-        found = self._model
+        found = self.model
         return ModelConfig(found.kind.model_type, found.config.max_positions, found.config.head_dim)
 
     def graph(self, cells: int = 0) -> Any:
         return self._write(cells)[0]
 
     def _write(self, cells: int) -> tuple[Any, MemoryWriter]:
-        config = replace(self._model.config, max_positions=max(cells, 1))
-        data, weights = MemoryWriter(), GgufTiles(self._model)
+        config = replace(self.model.config, max_positions=max(cells, 1))
+        data, weights = MemoryWriter(), GgufTiles(self.model)
         return llama_graph(config, data, lambda nodes: Tiles(weights, nodes)), data
 
     def weight_bytes(self, graph: Graph) -> int:
-        return sum(tensor.num_bytes for tensor in self._model.header.tensors)
+        reused = self._reused()
+        return sum(tensor.num_bytes for name, (tensor, _) in self.model.tensors.items() if name not in reused)
 
     def arrays(self, cells: int) -> Mapping[str, NDArray[Any]]:
         _, data = self._write(cells)
         if not self._packed:
-            self._packed = _packed(data)
+            self._packed = self._pack(data)
             if file_key(self.path) != self._version:
                 raise ModelFileError(f"{self.path} was changed while it was read: load it again")
         return {**data.arrays, **self._packed}
 
+    def _pack(self, data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
+        sizes = {name: data.later.pop(tiles_name(name))[0] for name in self._reused()}
+        made = _packed(data)
+        for name, size in sizes.items():
+            whole = self._given[name] if name in self._given else made[tiles_name(EMBEDDING)]
+            made[tiles_name(name)] = whole[:size]
+        return made
+
     def rotary_bytes(self, cells: int) -> int:
-        return rotary_bytes(replace(self._model.config, max_positions=cells))
+        return rotary_bytes(replace(self.model.config, max_positions=cells))
 
     def reading_bytes(self) -> int:
-        largest = max(tensor.num_bytes for tensor in self._model.header.tensors)
+        largest = max(tensor.num_bytes for tensor in self.model.header.tensors)
         return usable_processors() * 2 * min(CHUNK_BYTES, largest)
 
     def tokenizer_bytes(self) -> int:
-        return self._model.header.data_start * JSON_BYTES
+        return self.model.header.data_start * JSON_BYTES
 
 
 class GgufTiles(GgufTensors):
@@ -216,15 +284,15 @@ class GgufTiles(GgufTensors):
         return [partial(fill, start, stop) for start, stop in self.spans(name, CHUNK_BYTES, TILE_ROWS)]
 
 
-def readable_model(path: Path) -> GgufModel:
-    """The model of a GGUF that our kernels run, from its header.
+def readable_model(path: Path, *, nextn: bool = False) -> GgufModel:
+    """The model of a GGUF that our kernels run, from its header; `nextn`: the layer that predicts a further token.
 
     Raises ModelNotFound and ModelFileError for a damaged file, CapabilityError for one that llama.cpp has to run.
     """
-    return once("on kernels", path, lambda: _readable_model(path))
+    return once(f"on kernels {nextn}", path, lambda: _readable_model(path, nextn))
 
 
-def _readable_model(path: Path) -> GgufModel:
+def _readable_model(path: Path, nextn: bool) -> GgufModel:
     header = check_gguf(path)
     if len(model_files(path)) > 1:
         raise CapabilityError("it is one of several files of a model")
@@ -232,7 +300,7 @@ def _readable_model(path: Path) -> GgufModel:
         known = ", ".join(KINDS)
         raise CapabilityError(f"the kernels have no architecture {header.architecture!r}, only {known}")
     try:
-        model = read_model(path, header)
+        model = read_model(path, header, nextn=nextn or head_kind(header) == "mtp")
         splitter_of(header)
     except ModelFileError as exc:
         raise CapabilityError(str(exc).removeprefix(f"{path} cannot be converted to ONNX: ")) from exc

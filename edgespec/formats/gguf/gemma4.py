@@ -8,6 +8,7 @@ from typing import Any
 from edgespec.formats.architectures import Sizes, Tensor
 from edgespec.formats.gguf.header import GgufNumbers, TensorInfo
 from edgespec.formats.gguf.model import HEAD_MULTIPLE, GgufModel, Reader
+from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Layer
 
 # Tensors that all layers have, or none of them.
@@ -33,7 +34,7 @@ class Gemma4Reader(Reader):
         inner, kv_heads = (self._each_layer(key, layers) for key in ("feed_forward_length", "attention.head_count_kv"))
         head_dims = self._head_dim("", width // heads), self._head_dim("_swa", width // heads)
         experts = int(self._number("expert_count", 0))
-        outer = Sizes(
+        outer = self._made(
             *(layers, width, inner[0], heads, kv_heads[0], head_dims[0], len(self._header.tokens), context, experts),
             self._size("expert_feed_forward_length") if experts else 0,
             int(self._number("embedding_length_per_layer_input", 0)),
@@ -72,6 +73,9 @@ class Gemma4Reader(Reader):
             experts=replace(self._experts(outer), gate="gelu", is_joined=True) if experts else None,
         )
         return GgufModel(self._path, self._header, self._kind, config, tensors)
+
+    def _made(self, *sizes: int) -> Sizes:
+        return Sizes(*sizes)
 
     def _each_layer(self, key: str, layers: int) -> list[int]:
         """A size that is given for all layers together or for each."""
@@ -127,3 +131,41 @@ class Gemma4Reader(Reader):
         ):
             if wrong := [name for name in names if (name in tensors) != is_there]:
                 raise self._wrong(f"it {'lacks' if is_there else 'should not have'} what it calls {wrong[0]}")
+
+
+class _DrafterSizes(Sizes):
+    """Of a drafter; `per_layer`: the width of its target."""
+
+    def shape(self, letters: str) -> tuple[int, ...]:
+        own = {"P": self.per_layer, "2P": 2 * self.per_layer}
+        return tuple(own[each] if each in own else Sizes.shape(self, each)[0] for each in letters.split())
+
+
+class Gemma4DrafterReader(Gemma4Reader):
+    """Gemma 4's drafter: layers of queries alone. Until its target is known, embeddings are its own."""
+
+    def read(self) -> GgufModel:
+        found = super().read()
+        config, width = found.config, self._size("embedding_length_out")
+        assert isinstance(config, Gemma4Config)
+        # Its rows are at the last token that the target has read, one before their place (`Gemma4DrafterGraph`).
+        config = replace(
+            config,
+            window=config.window - 1,
+            per_layer_size=0,
+            target_width=width,
+            embedding_scale=float(width**0.5),
+        )
+        return replace(found, config=config, tensors={**found.tensors, HEAD: found.tensors[EMBEDDING]})
+
+    def _made(self, *sizes: int) -> Sizes:
+        return replace(_DrafterSizes(*sizes), per_layer=self._size("embedding_length_out"))
+
+    def _layers(
+        self, sizes: list[Sizes], windowed: frozenset[int], tensors: dict[str, tuple[TensorInfo, Tensor]]
+    ) -> tuple[Gemma4Layer, ...]:
+        return tuple(Gemma4Layer("q", size.kv_heads, size.head_dim, 0) for size in sizes)
+
+    def _check_parts(self, tensors: dict[str, Any], sizes: Sizes) -> None:
+        if any(f"model.layers.{layer}.layer_scalar" not in tensors for layer in range(sizes.layers)):
+            raise self._wrong("some of its layers lack layer_output_scale")

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Architecture, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
-from edgespec.formats.gguf.tables import GEMMA4, GEMMA4_KEYS, GPT_OSS, LFM2, QWEN3_MOE, QWEN35
+from edgespec.formats.gguf.tables import (
+    GEMMA4,
+    GEMMA4_DRAFTER,
+    GEMMA4_KEYS,
+    GPT_OSS,
+    LFM2,
+    QWEN3_MOE,
+    QWEN35,
+    QWEN35_MOE,
+)
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
 
@@ -45,6 +54,10 @@ NEUTRAL = {
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 MOST_EXPERTS, MOST_USED = 1024, 64  # as experts.cpp
 STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
+QWEN35_KEYS = (
+    *(*STATE_KEYS, "full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
+    "nextn_predict_layers",
+)
 YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
 
 
@@ -82,14 +95,20 @@ KINDS = {
     "gemma4": Kind(
         "Gemma4ForCausalLM", "gemma4_text", has_head_norms=True, table=GEMMA4, keys=(*EXPERT_KEYS, *GEMMA4_KEYS)
     ),
-    "qwen35": Kind(
-        *("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "gemma4-assistant": Kind(
+        *("Gemma4AssistantForCausalLM", "gemma4_assistant"),
         has_head_norms=True,
-        table=QWEN35,
-        keys=(
-            *(*STATE_KEYS, "full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
-            "nextn_predict_layers",
-        ),
+        table=GEMMA4_DRAFTER,
+        keys=(*GEMMA4_KEYS, "embedding_length_out", "nextn_predict_layers"),
+    ),
+    "qwen35": Kind(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", has_head_norms=True, table=QWEN35, keys=QWEN35_KEYS, is_hybrid=True
+    ),
+    "qwen35moe": Kind(
+        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+        has_head_norms=True,
+        table=QWEN35_MOE,
+        keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length"),
         is_hybrid=True,
     ),
     "lfm2": Kind(
@@ -152,8 +171,11 @@ class GgufModel:
         return found
 
 
-def read_model(path: Path, header: GgufHeader) -> GgufModel:
-    """The model in the file of this `header`. Raises ModelFileError for one that cannot be written as a graph."""
+def read_model(path: Path, header: GgufHeader, *, nextn: bool = False) -> GgufModel:
+    """The model in the file of this `header`; `nextn`: its layer that predicts a further token, as a model.
+
+    Raises ModelFileError for one that cannot be written as a graph.
+    """
     kind = KINDS.get(header.architecture)
     if kind is None:
         raise ModelFileError(
@@ -161,21 +183,21 @@ def read_model(path: Path, header: GgufHeader) -> GgufModel:
             "GGUF as it is, with llama.cpp, or export the folder of the original model, of which more are known"
         )
     try:
-        return _reader(path, header).read()
+        return _reader(path, header, nextn=nextn).read()
     except (OverflowError, ZeroDivisionError) as exc:
         raise ModelFileError(f"{path} is damaged: its sizes are not those of a model ({exc})") from exc
 
 
-def _reader(path: Path, header: GgufHeader) -> Reader:
+def _reader(path: Path, header: GgufHeader, *, nextn: bool) -> Reader:
     """What reads a file. Gemma 4 has sizes that differ by layer, hybrids layers of two kinds."""
-    from edgespec.formats.gguf.gemma4 import Gemma4Reader
+    from edgespec.formats.gguf.gemma4 import Gemma4DrafterReader, Gemma4Reader
     from edgespec.formats.gguf.hybrid import hybrid_reader
 
     kind = KINDS[header.architecture]
     if kind.is_hybrid:
-        return hybrid_reader(path, header, kind)
-    reader = Gemma4Reader if header.architecture == "gemma4" else Reader
-    return reader(path, header, kind)
+        return hybrid_reader(path, header, kind, nextn=nextn)
+    readers: dict[str, type[Reader]] = {"gemma4": Gemma4Reader, "gemma4-assistant": Gemma4DrafterReader}
+    return readers.get(header.architecture, Reader)(path, header, kind)
 
 
 class Reader:

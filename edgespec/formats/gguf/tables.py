@@ -28,6 +28,12 @@ EXPERT_BIASES = {
     "mlp.experts.up.bias": Tensor("ffn_up_exps.bias", "e x"),
     "mlp.experts.down.bias": Tensor("ffn_down_exps.bias", "e d"),
 }
+SHARED_EXPERT = {
+    "mlp.shared_gate.weight": Tensor("ffn_gate_inp_shexp.weight", "d"),
+    "mlp.gate_proj.weight": Tensor("ffn_gate_shexp.weight", "f d"),
+    "mlp.up_proj.weight": Tensor("ffn_up_shexp.weight", "f d"),
+    "mlp.down_proj.weight": Tensor("ffn_down_shexp.weight", "d f"),
+}
 QWEN3_MOE = Architecture("qwen3moe", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS})
 GPT_OSS = Architecture(
     "gpt-oss",
@@ -80,7 +86,15 @@ GEMMA4_LAYER = {
     "mlp.experts.scale": Tensor("ffn_down_exps.scale", "e", is_optional=True),
 }
 GEMMA4 = Architecture("gemma4", GEMMA4_OUTER, GEMMA4_LAYER)
+# Its drafter reads embeddings and states of its target, which are P wide here.
+GEMMA4_DRAFTER_OUTER = {
+    **LLAMA_OUTER,
+    "model.pre_projection.weight": Tensor("nextn.pre_projection.weight", "d 2P"),
+    "model.post_projection.weight": Tensor("nextn.post_projection.weight", "P d"),
+}
+GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, GEMMA4_LAYER)
 
 # Hybrids have layers of two kinds, whose tensors are in `hybrid`.
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
+QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
 LFM2 = Architecture("lfm2", {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}, {})

@@ -1,6 +1,7 @@
 """Models with routed experts: each token's feed-forward is the weighted sum of a few of many (Shazeer et al., 2017).
 
-A router's logits choose them and, by a softmax over the chosen, weigh them: as in Qwen3 MoE, gpt-oss and Gemma 4.
+A router's logits choose them and, by a softmax over the chosen, weigh them: as in Qwen3 MoE, gpt-oss and Gemma 4. In
+Qwen3.5 MoE one more expert, which all tokens share, is weighed by the sigmoid of a logit of its own.
 """
 
 from __future__ import annotations
@@ -15,22 +16,31 @@ class ExpertsGraph(KernelGraph):
 
     def _feed_forward(self, layer: int) -> None:
         experts = self._config.experts
-        assert experts is not None
+        if experts is None:
+            super()._feed_forward(layer)
+            return
         state = self._norm(f"layers.{layer}/post_attention_layernorm")
-        self._delta = self._experts(layer, experts, state, state)
+        shared = self._dense(layer, state) if experts.has_shared else ""
+        self._delta = self._experts(layer, experts, state, state, shared=shared)
 
-    def _experts(self, layer: int, experts: Experts, routed: str, state: str, scales: str = "") -> str:
-        """The experts of `state`, chosen by `routed`; `scales` [experts]: of their results."""
+    def _experts(
+        self, layer: int, experts: Experts, routed: str, state: str, scales: str = "", shared: str = ""
+    ) -> str:
+        """The experts of `state`, chosen by `routed`, and `shared`; `scales` [experts]: of their results."""
         here, there = f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
         logits, output = f"{here}/router/MatMul/output_0", f"{here}/experts/output_0"
         bias = self._stored(f"{there}.router.bias") if experts.has_biases else ""
-        self._form.products(f"{here}/router/MatMul", routed, [f"{there}.router.weight"], [logits], bias)
+        routers = [f"{there}.router.weight", *([f"{there}.shared_gate.weight"] if shared else [])]
+        self._form.products(f"{here}/router/MatMul", routed, routers, [logits], bias)
         kinds = ["gate", "down"] if experts.is_joined else ["gate", "down", "up"]
         sources = [f"{there}.experts.{kind}.weight" for kind in kinds]
         biases = [self._stored(f"{there}.experts.{kind}.bias") if experts.has_biases else "" for kind in kinds]
         self._nodes.add(
             EXPERTS,
-            [state, logits, *biases, *[""] * (3 - len(kinds)), scales, *map(self._form.tiles, sources)],
+            [
+                *(state, logits, *biases, *[""] * (3 - len(kinds)), scales, *map(self._form.tiles, sources)),
+                *([*[""] * (3 - len(kinds)), shared] if shared else []),
+            ],
             [output],
             f"{here}/experts",
             domain=DOMAIN,

@@ -9,12 +9,16 @@ is scaled by a number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import onnx
+from onnx import TensorProto, helper
 
 from edgespec.formats.onnx.experts import ExpertsGraph
+from edgespec.formats.onnx.llama import Tables, rotary_tables
 from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.formats.onnx.tiles import FEATURES, NEXT_STATES
 
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 
@@ -34,11 +38,15 @@ class Gemma4Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(LlamaConfig):
-    """`per_layer_size`: of the second embedding in each layer, 0 without; `has_scales`: of the layers' results."""
+    """`per_layer_size`: of the second embedding in each layer, 0 without; `has_scales`: of the layers' results.
+
+    `target_width`: of the model that this one drafts for, whose keys and values its `layers` read; 0: it is a model.
+    """
 
     layers: tuple[Gemma4Layer, ...]
     per_layer_size: int = 0
     has_scales: bool = True
+    target_width: int = 0
 
 
 class Gemma4Graph(ExpertsGraph):
@@ -93,7 +101,7 @@ class Gemma4Graph(ExpertsGraph):
         if self._config.experts:
             self._dense_and_experts(layer)
         else:
-            super(ExpertsGraph, self)._feed_forward(layer)
+            super()._feed_forward(layer)
         config, here, there = self._config, f"/model/layers.{layer}", f"model.layers.{layer}"
         if not (config.per_layer_size or config.has_scales):
             return
@@ -136,3 +144,35 @@ class Gemma4Graph(ExpertsGraph):
 
     def _normed(self, place: str, value: str) -> str:
         return self._plain_norm(f"/model/{place}/LayerNorm", value, self._vector(place), f"/model/{place}/output_0")
+
+
+class Gemma4DrafterGraph(Gemma4Graph):
+    """Reads a state of the target and the embedding of the token behind it there; gives the next state, too.
+
+    All tokens of a draft are at the place behind the target's text. Their rows name the text's last one, whose key is
+    in the target's cache, and rotary tables begin a place later.
+    """
+
+    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+        inputs, outputs = super().values()
+        found = [
+            helper.make_tensor_value_info(
+                name, TensorProto.FLOAT, ["batch_size", "sequence_length", self._config.target_width]
+            )
+            for name in (FEATURES, NEXT_STATES)
+        ]
+        return [*inputs, found[0]], [*outputs, found[1]]
+
+    def _rotary_tables(self, config: LlamaConfig) -> Tables:
+        cosines, sines = rotary_tables(replace(config, max_positions=config.max_positions + 1))
+        return cosines[1:], sines[1:]
+
+    def _embed(self) -> None:
+        super()._embed()
+        here = "/model/pre_projection"
+        self._nodes.add("Concat", [self._residual, FEATURES], [f"{here}/pair"], f"{here}/Concat", axis=-1)
+        self._residual = self._product(f"{here}/MatMul", f"{here}/pair", ("model.pre_projection",))
+
+    def _head(self) -> None:
+        super()._head()
+        self._product("/model/post_projection/MatMul", self._residual, ("model.post_projection",), NEXT_STATES)

@@ -11,16 +11,17 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edgespec.formats.onnx.llama import KernelGraph
+from edgespec.formats.onnx.experts import ExpertsGraph
 from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, ROWS, SHORT_CONV, STATES
+from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, FEATURES, ROWS, SHORT_CONV, STATES
 
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig(LlamaConfig):
     """`recurrent_layers` are gated delta nets with `value_heads` heads of `state_size`, or short convolutions (0).
 
-    `taps`: inputs that a result of a convolution sees; `has_gated_attention`: each head of queries comes with a gate.
+    `taps`: inputs that a result of a convolution sees; `has_gated_attention`: each head of queries comes with a gate;
+    `is_nextn`: the one layer, of attention, predicts a further token from states of another model.
     """
 
     recurrent_layers: frozenset[int] = frozenset()
@@ -29,9 +30,10 @@ class HybridConfig(LlamaConfig):
     value_heads: int = 0
     state_size: int = 0
     has_gated_attention: bool = False
+    is_nextn: bool = False
 
 
-class HybridGraph(KernelGraph):
+class HybridGraph(ExpertsGraph):
     """Recurrent layers in the place of some layers' attention."""
 
     _config: HybridConfig
@@ -94,3 +96,22 @@ class HybridGraph(KernelGraph):
         """A convolution's kernel [taps, channels], which files have as [channels, taps]."""
         kernel = self._form.vector(name).reshape(-1, self._config.taps)
         return self._nodes.store(name, np.ascontiguousarray(kernel.T))
+
+
+class NextnGraph(HybridGraph):
+    """Attention over pairs of a `FEATURES` row, a state of the text, and the embedding of the token behind it."""
+
+    def values(self) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+        inputs, outputs = super(HybridGraph, self).values()
+        shape = ["batch_size", "sequence_length", self._config.hidden_size]
+        return [*inputs, helper.make_tensor_value_info(FEATURES, TensorProto.FLOAT, shape)], outputs
+
+    def _embed(self) -> None:
+        super()._embed()
+        here, there = "/model/nextn", "model.layers.0"
+        normed = [
+            self._plain_norm(f"{here}/{kind}/Norm", value, self._stored(f"{there}.{kind}.weight"), f"{here}/{kind}")
+            for kind, value in (("enorm", self._residual), ("hnorm", FEATURES))
+        ]
+        self._nodes.add("Concat", normed, [f"{here}/pair"], f"{here}/Concat", axis=-1)
+        self._residual = self._product(f"{here}/eh_proj/MatMul", f"{here}/pair", (f"{there}.eh_proj",))

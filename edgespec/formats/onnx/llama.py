@@ -63,13 +63,13 @@ def llama_graph(
 def _kernel_graph(config: LlamaConfig) -> type[KernelGraph]:
     """The writer of a model's architecture; those of others than Llama's family extend `KernelGraph`."""
     from edgespec.formats.onnx.experts import ExpertsGraph
-    from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4Graph
-    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph
+    from edgespec.formats.onnx.gemma4 import Gemma4Config, Gemma4DrafterGraph, Gemma4Graph
+    from edgespec.formats.onnx.hybrid import HybridConfig, HybridGraph, NextnGraph
 
     if isinstance(config, HybridConfig):
-        return HybridGraph
+        return NextnGraph if config.is_nextn else HybridGraph
     if isinstance(config, Gemma4Config):
-        return Gemma4Graph
+        return Gemma4DrafterGraph if config.target_width else Gemma4Graph
     return ExpertsGraph if config.experts else KernelGraph
 
 
@@ -149,11 +149,14 @@ class _Graph:
         self._form.embed(self._residual)
         if config.embedding_scale != 1:
             self._residual = self._scalar("Mul", self._residual, config.embedding_scale, "/model/embed_tokens/Mul")
-        for name, table in zip(_TABLES, rotary_tables(config), strict=True):
+        for name, table in zip(_TABLES, self._rotary_tables(config), strict=True):
             self._nodes.store(name, table)
         if config.has_window_tables:
-            for name, table in zip(_WINDOW_TABLES, rotary_tables(config.for_window()), strict=True):
+            for name, table in zip(_WINDOW_TABLES, self._rotary_tables(config.for_window()), strict=True):
                 self._nodes.store(name, table)
+
+    def _rotary_tables(self, config: LlamaConfig) -> Tables:
+        return rotary_tables(config)
 
     def _norm(self, place: str, *, is_last: bool = False) -> str:
         """The normed sum of residual and delta, which becomes the residual. The first norm has no delta."""
@@ -393,3 +396,4 @@ class KernelGraph(_Graph):
     def _head(self) -> None:
         state = self._norm(f"layers.{self._config.num_layers}/final_norm_layernorm", is_last=True)
         self._form.products("/lm_head/MatMul", state, [HEAD], ["logits"], cap=self._config.logit_cap or 0.0)
+        self._residual = state

@@ -16,7 +16,7 @@ class Experts:
     """The feed-forward parts of a layer of which each token takes `used` of `count`, each `inner` wide.
 
     `gate`: its activation, a key of `tiles.GATES`; `has_biases`: of the router and the experts; `is_joined`: gate and
-    up are one matrix.
+    up are one matrix; `has_shared`: one more is taken by all, which is `intermediate_size` wide.
     """
 
     count: int
@@ -25,6 +25,7 @@ class Experts:
     gate: str = "silu"
     has_biases: bool = False
     is_joined: bool = False
+    has_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

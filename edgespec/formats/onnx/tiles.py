@@ -17,8 +17,9 @@ from edgespec.formats.onnx.graph import Nodes
 
 DOMAIN, PRODUCT, LOOKUP, ATTENTION, NORM = "edgespec", "TiledMatMul", "TiledLookup", "Attention", "Norm"
 DELTA_NET, SHORT_CONV, EXPERTS = "DeltaNet", "ShortConv", "Experts"
-# Inputs of a graph: slot, position, cell, parent of rows; a cache; running states.
-ROWS, CACHE, STATES = "edgespec.rows", "edgespec.cache", "edgespec.states"
+# Inputs of a graph: slot, position, cell, parent of rows; a cache; running states; states of another model.
+ROWS, CACHE, STATES, FEATURES = "edgespec.rows", "edgespec.cache", "edgespec.states", "edgespec.features"
+NEXT_STATES = "hidden_states"  # an output: what takes the place of the latter behind a row
 LAYOUT_VERSION = 2  # of tiles and operators, which exports keep in files: increase it when they change
 GATES = {"silu": 1, "gelu": 2, "clamped": 3}  # of the input of a product: the first half through this, times the second
 
@@ -105,10 +106,15 @@ class Tiles:
     def tiles(self, source: str) -> str:
         """The name under which the tiles of a matrix are kept."""
         source = EMBEDDING if source == HEAD and self._weights.is_tied else source
-        name = f"{weight_name(source.removesuffix('.weight'))}_tiles"
+        name = tiles_name(source)
         if not self._nodes.has(name):
             self._nodes.store_later(name, self._weights.num_bytes(source), lambda out: self._weights.pack(source, out))
         return name
+
+
+def tiles_name(source: str) -> str:
+    """What the tiles of a matrix are called in a graph."""
+    return f"{weight_name(source.removesuffix('.weight'))}_tiles"
 
 
 def q8_0(weights: NDArray[np.float32]) -> NDArray[np.uint8]:

@@ -1,8 +1,8 @@
 // An operator of ONNX Runtime in the domain "edgespec":
-//   Experts(x [..., K], logits [..., E], gate_bias? [E, F], down_bias? [E, K], up_bias? [E, F], scales? [E], gate, down, up?) -> y [..., K]
+//   Experts(x [..., K], logits [..., E], gate_bias? [E, F], down_bias? [E, K], up_bias? [E, F], scales? [E], gate, down, up?, shared? [..., K]) -> y [..., K]
 // A row takes the `used` experts with the highest logits, the first of equal ones. Its result is the sum over these, in
 // the order of their logits, of softmax(their logits) * scale * expert(x), an expert being down of the gate of gate(x) and
-// up(x) (Path::quantise). Matrices are those of all experts one below the other, in tiles; without up, gate holds both of
+// up(x) (Path::quantise). `shared`, times the sigmoid of one more logit of a row, is added to that. Matrices are those of all experts one below the other, in tiles; without up, gate holds both of
 // each expert side by side, with 2 F biases.
 //
 // Rows are grouped by expert, so a pass reads the tiles of every expert that one of its rows takes once (a pass of more
@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kBatch = 512, kMostExperts = 1024, kMostUsed = 64, kMostSize = 1 << 24;
 enum { kGateUp = 0, kDown = 1, kUp = 2, kMatrices = 3 };  // kGateUp: gate, or both
 const char* const kNames[] = {"gate", "down", "up"};
-constexpr size_t kFirstMatrix = 6;
+constexpr size_t kFirstMatrix = 6, kShared = kFirstMatrix + kMatrices;
 
 struct Matrix {
   int64_t type, outputs, inputs;  // of one expert
@@ -28,6 +28,8 @@ struct Matrix {
 struct Experts {
   int64_t size, inner, experts, used, gate;
   bool has_up;  // as a matrix of its own
+  bool has_shared;
+  int64_t num_logits() const { return experts + has_shared; }
   Matrix matrices[kMatrices];
 };
 OrtStatus* create_experts(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** out) {
@@ -42,10 +44,11 @@ OrtStatus* create_experts(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo
   TRY(attributes(info, "types", nullptr, &count));
   TRY(num_inputs(info, &inputs));
   e.has_up = count == 3;
+  e.has_shared = inputs == kShared + 1;
   if (e.size < 1 || e.size > kMostSize || e.size % kOutputs || e.inner < 1 || e.inner > kMostSize || e.inner % kOutputs || e.experts < 1 || e.experts > kMostExperts || e.used < 1 || e.used > e.experts || e.used > kMostUsed)
     return invalid("edgespec: Experts cannot use %lld of %lld experts of %lld x %lld; at most %lld of %lld, and sizes that 16 divides, are allowed", (long long)e.used, (long long)e.experts, (long long)e.inner, (long long)e.size, (long long)kMostUsed, (long long)kMostExperts);
   if (e.gate < kSilu || e.gate > kClamped) return invalid("edgespec: Experts has a gate %lld, 1 (silu), 2 (gelu) and 3 (clamped) are known", (long long)e.gate);
-  if ((count != 2 && count != 3) || inputs != kFirstMatrix + count) return invalid("edgespec: Experts has %zu types and %zu inputs, expected 2 and 8, or 3 and 9", count, inputs);
+  if ((count != 2 && count != 3) || (inputs != kFirstMatrix + count && !e.has_shared)) return invalid("edgespec: Experts has %zu types and %zu inputs, expected 2 and 8, 3 and 9, or 10 with a shared result", count, inputs);
   TRY(attributes(info, "types", types, &count));
   e.matrices[kGateUp] = {types[kGateUp], e.has_up ? e.inner : 2 * e.inner, e.size, nullptr, nullptr};
   e.matrices[kDown] = {types[kDown], e.size, e.inner, nullptr, nullptr};
@@ -66,7 +69,7 @@ struct Choice { int32_t expert; float weight; int64_t place; };
 struct Pass {
   Experts e;
   const Path* path;
-  const float *x, *logits, *scales;
+  const float *x, *logits, *scales, *shared;
   float* y;
   int64_t rows, active, block_rows, pieces;
   Choice* choices;       // [rows][used]
@@ -102,7 +105,7 @@ struct Pass {
 };
 void ORT_CALL choose(void* with, size_t number) {
   const Pass& s = *static_cast<const Pass*>(with);
-  const float* logits = s.logits + int64_t(number) * s.e.experts;
+  const float* logits = s.logits + int64_t(number) * s.e.num_logits();
   Choice* choices = s.choices + int64_t(number) * s.e.used;
   bool is_taken[kMostExperts] = {};
   float top = 0, total = 0;
@@ -209,6 +212,9 @@ void ORT_CALL add_row(void* with, size_t number) {
     if (c) for (int64_t i = 0; i < s.e.size; i++) y[i] += weight * from[i];
     else for (int64_t i = 0; i < s.e.size; i++) y[i] = weight * from[i];
   }
+  if (!s.shared) return;
+  const float *from = s.shared + int64_t(number) * s.e.size, weight = 1.f / (1.f + exponential(-s.logits[int64_t(number) * s.e.num_logits() + s.e.experts]));
+  for (int64_t i = 0; i < s.e.size; i++) y[i] += weight * from[i];
 }
 OrtStatus* run_stage(const OrtKernelContext* context, Pass& s, int stage) {
   int64_t bytes = 0;
@@ -229,13 +235,18 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
   s.e = *static_cast<const Experts*>(self);
   s.path = &path_in_use();
   const Experts& e = s.e;
-  Tensor x, logits;
+  Tensor x, logits, shared = {};
   const OrtValue* value;
   TRY(read_floats(context, 0, "x", &x));
   TRY(read_floats(context, 1, "logits", &logits));
   if (!x.rank || x.dims[x.rank - 1] != e.size) return invalid("edgespec: Experts' x is %lld wide, expected %lld", (long long)(x.rank ? x.dims[x.rank - 1] : 0), (long long)e.size);
   const int64_t all = elements(x, x.rank - 1);
-  if (!logits.rank || logits.dims[logits.rank - 1] != e.experts || elements(logits, logits.rank - 1) != all) return invalid("edgespec: Experts' logits are not %lld rows of %lld", (long long)all, (long long)e.experts);
+  if (!logits.rank || logits.dims[logits.rank - 1] != e.num_logits() || elements(logits, logits.rank - 1) != all) return invalid("edgespec: Experts' logits are not %lld rows of %lld", (long long)all, (long long)e.num_logits());
+  if (e.has_shared) {
+    TRY(read_floats(context, kShared, "shared", &shared));
+    if (!shared.rank || shared.dims[shared.rank - 1] != e.size || elements(shared, shared.rank - 1) != all) return invalid("edgespec: Experts' shared result is not %lld rows of %lld", (long long)all, (long long)e.size);
+    s.shared = static_cast<const float*>(shared.data);
+  }
   for (size_t i = 0; i < kMatrices; i++) {
     Matrix& m = s.e.matrices[i];
     if (i == kUp && !e.has_up) continue;
@@ -271,7 +282,8 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
     TRY(run_stage(context, s, 0));
     TRY(run_stage(context, s, 1));
     TRY(run_all(context, s.rows * e.used * e.size < 65536, add_row, s.rows, &s));
-    s.x += s.rows * e.size; s.logits += s.rows * e.experts; s.y += s.rows * e.size;
+    s.x += s.rows * e.size; s.logits += s.rows * e.num_logits(); s.y += s.rows * e.size;
+    if (s.shared) s.shared += s.rows * e.size;
   }
   return nullptr;
 }
@@ -283,9 +295,9 @@ OrtStatus* add_experts(OrtDomain* domain) {
   OrtCustomOp* op = &experts_operator;
   describe(op);
   op->name = [](const OrtCustomOp*) -> const char* { return "Experts"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return kFirstMatrix + kMatrices; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return kShared + 1; };
   op->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i < kFirstMatrix ? kTypeFloat : kTypeUint8; };
+  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i < kFirstMatrix || i == kShared ? kTypeFloat : kTypeUint8; };
   op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i < 2 || i == kFirstMatrix || i == kFirstMatrix + 1 ? kRequired : kOptional; };
   op->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
   op->create = create_experts;

@@ -134,12 +134,18 @@ class LlamaServer(ServerRuntime):
         if program is None:
             raise Refusal("no llama-server is given or found: build llama.cpp and give --llama-server PATH")
         self.start([program, *arguments(files, settings)], Path(files["log"]))
-        if settings["setting"] == "draft" and "failed to initialize speculative" in self._log.read_text("utf-8"):
+        if settings["setting"] == "draft" and (complaint := self.complaint()):
             self.close()
-            raise Refusal(f"llama-server would run without its draft: {self.last_words('speculative')}")
+            raise Refusal(complaint)
         told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
         lines = [line for line in (told.stderr + told.stdout).splitlines() if line.startswith("version")]
         return f"llama.cpp's server {lines[0].removeprefix('version:').strip()}" if lines else "llama.cpp's server"
+
+    def complaint(self) -> str:
+        """Why it would run without its draft; empty: it has one, or was asked for none."""
+        if "failed to initialize speculative" not in self._log.read_text("utf-8", "replace"):
+            return ""
+        return f"llama-server would run without its draft: {self.last_words('speculative')}"
 
 
 def arguments(files: Files, settings: Settings) -> list[str]:

@@ -1,0 +1,164 @@
+"""Draft heads on our kernels: an engine of a layer that predicts a further token, with states as an input.
+
+Its passes take rows of several texts and trees at little more than the cost of one row, as the target's do. It has
+keys and values of its own, which stay behind when the target drops a draft: those of guesses are never kept. Gemma 4's
+drafter has none, and reads those of its target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from edgespec.engines.head import DraftHead, HeadFacts, States
+from edgespec.engines.model_use import DEFAULT_CONTEXT
+from edgespec.engines.onnx.graph import read_graph
+from edgespec.engines.onnx.kernel_engine import KernelEngine
+from edgespec.engines.onnx.source import GgufFile
+from edgespec.errors import BatchError, CapabilityError, ContextFull, VocabularyMismatch
+from edgespec.formats.gguf.check import is_gemma4_drafter
+from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import check_cache, read_head
+from edgespec.types import Batch, Logits, TokenIds
+
+
+class KernelHead(DraftHead):
+    """One text's view of `engine`, which is closed with the head of the first text. Make it with `load_drafter`."""
+
+    def __init__(self, engine: KernelEngine, slot: int = 0) -> None:
+        width, facts = engine.features.shape[1], engine.facts
+        self._engine, self._slot = engine, slot
+        self.start = self.end = 0
+        self.facts = HeadFacts(
+            context_length=facts.context_length,
+            layers=(),
+            feature_width=width,
+            width=width,
+            end_ids=engine.vocabulary.end_ids,
+            num_bytes=facts.weight_bytes + facts.max_sequences * facts.context_length * facts.kv_bytes_per_token,
+            can_tree=True,
+            keeps_oldest=True,
+        )
+
+    def encode(self, features: States) -> States:
+        if features.ndim != 2 or features.shape[1] != self.facts.width:
+            raise BatchError(f"features of the shape [n, {self.facts.width}] are needed, got {features.shape}")
+        return features
+
+    def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
+        self._check(token_ids, states)
+        before, most = self.end, self._engine.facts.max_batch
+        try:
+            for first in range(0, token_ids.size, most):
+                part = Batch.chain(token_ids[first : first + most], sequence=self._slot, last_only=True)
+                logits = self._pass(part, states[first : first + most])
+                self.end += part.width
+        except BaseException:
+            self.rollback(before)
+            raise
+        return logits[0], self._engine.hidden_states()[part.width - 1]
+
+    def branch(
+        self, token_ids: TokenIds, states: States, parents: list[int], wanted: list[int]
+    ) -> tuple[Logits, States]:
+        self._check(token_ids, states)
+        outputs = np.zeros(token_ids.size, np.bool_)
+        outputs[wanted] = True
+        sequences = np.full(token_ids.size, self._slot, np.int32)
+        batch = Batch(token_ids, np.array(parents, np.int32), sequences, outputs)
+        try:
+            return self._pass(batch, states), self._engine.hidden_states()[wanted]
+        finally:
+            self.rollback(self.end)
+
+    def _pass(self, batch: Batch, states: States) -> Logits:
+        self._engine.features[: batch.width] = states
+        return self._engine.forward(batch)
+
+    def _check(self, token_ids: TokenIds, states: States) -> None:
+        if token_ids.size == 0 or states.shape != (token_ids.size, self.facts.width):
+            raise BatchError(
+                f"one state of width {self.facts.width} per token and at least one token are needed, got "
+                f"{token_ids.size} tokens and states {states.shape}"
+            )
+        room = self.facts.context_length - (self.end - self.start)
+        if token_ids.size > room:
+            raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more pairs")
+
+    def rollback(self, to_end: int) -> None:
+        if not self.start <= to_end <= self.end:
+            raise BatchError(f"the head's cache holds entries {self.start}..{self.end}, {to_end} is outside")
+        self._engine.rollback(to_end - self.start, self._slot)
+        self.end = to_end
+
+    def drop_before(self, start: int) -> None:
+        """All of them, or none: their places in the text are those in the cache."""
+        if start not in (self.start, self.end):
+            raise BatchError(f"the head's cache holds entries {self.start}..{self.end}, of which it can drop all")
+        if start > self.start:
+            self.restart(start)
+
+    def restart(self, position: int) -> None:
+        self._engine.rollback(0, self._slot)
+        self.start = self.end = position
+
+    def set_threads(self, threads: int) -> None:
+        self._engine.set_threads(min(threads, self._engine.facts.threads))
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def clear_cancel(self) -> None:
+        self._engine.clear_cancel()
+
+    def another(self, sequence: int) -> KernelHead:
+        return KernelHead(self._engine, sequence)
+
+    def close(self) -> None:
+        if self._slot == 0:
+            self._engine.close()
+
+
+class CacheHead(KernelHead):
+    """Gemma 4's drafter: all steps of a draft are at the place behind the text, and read the target's cache alone."""
+
+    def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
+        if state.shape != (self.facts.width,):
+            raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
+        engine, last = self._engine, position - 1
+        if not 0 <= token_id < engine.vocabulary.size or not 0 <= last < self.facts.context_length:
+            raise BatchError(f"token {token_id} at {position} is outside the head's vocabulary or context")
+        engine.features[0] = state
+        logits = engine.score(np.array([token_id]), np.array([[sequence, last, last, -1]], np.int32))
+        return logits[0], engine.hidden_states()[0]
+
+
+def load_drafter(target: KernelEngine, path: Path | None = None, context_length: int | None = None) -> KernelHead:
+    """The layer of `target` that predicts a further token, in its own file or in `path`, or Gemma 4's drafter.
+
+    It attends to `context_length` pairs of each text, or to the target's cache. Raises ModelNotFound, ModelFileError,
+    VocabularyMismatch, and CapabilityError for a drafter of another model.
+    """
+    whole, vocabulary = target.source, target.vocabulary
+    if not isinstance(whole, GgufFile):
+        raise CapabilityError("this draft head reads a model in GGUF: run the file that the export was made from")
+    if path is not None:
+        config, header = whole.model.config, read_header(path)
+        if is_gemma4_drafter(header):
+            check_cache(path.name, header, whole.model.header)
+        read_head(path).check_fits(path.name, config.hidden_size, config.num_layers, vocabulary.size)
+        if list(header.tokens) != list(whole.model.header.tokens):
+            raise VocabularyMismatch(f"{path.name} has other tokens than its target: give the file made for this model")
+    source = whole.drafter(path)
+    length = min(context_length or DEFAULT_CONTEXT, target.facts.context_length)
+    if source.reads_cache:
+        length = target.facts.context_length
+    graph = read_graph(source, cells=length, hidden_states=True)
+    settings = replace(target.settings, context_length=length)
+    engine = KernelEngine(source, graph, settings, source.config(), vocabulary)
+    if not source.reads_cache:
+        return KernelHead(engine)
+    engine.read_cache_of(target)
+    return CacheHead(engine)
