@@ -64,8 +64,8 @@ def contestants(
     lookup: dict[str, Axes] = {
         "llama-server": {
             "type": ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "default"),
-            "ngram": (None, 6, 3),
-            "max_tokens": (None, 16, 8, 4),
+            "ngram": (3, 5, None),
+            "max_tokens": (8, 4, 16, None),
         },
         "llama-cpp-python": {"num_tokens": (10, 5, 2), "max_ngram": (2, 3)},
         "openvino-genai": {"num_tokens": (5, 3, 8), "max_ngram": (3, 2)},
