@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from demo import DEMO, TEST_THREADS
-from edgespec.bench import prompts as datasets
 from edgespec.installation import has_engine
 from hybrid_gguf import HybridShape, write_lfm2, write_qwen35
 from tiny_gguf import Shape, write_model
 from tiny_onnx import write_concatenated_model
 from trainlib import demo_texts as corpus
+from trainlib import public_data as datasets
 from workers import Turns, wanted_processes
 
 os.environ.setdefault("OMP_NUM_THREADS", str(TEST_THREADS))  # of torch, which reads it when it is first imported
@@ -163,7 +163,7 @@ def q4_k_m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
     if not has_engine("llamacpp"):
         pytest.skip("quantises with llama.cpp, which is not installed")
-    from edgespec.export.gguf.quantise import export_gguf
+    from edgespec.export.gguf.convert import export_gguf
 
     path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
     export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)

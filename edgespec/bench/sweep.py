@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.bench.report import Side
+from edgespec.bench.report import Side, row, shown
 from edgespec.bench.runner import Measurement, Task, measure
 from edgespec.config.options import GenerateOptions
 from edgespec.config.values import DrafterName, DraftLength
@@ -108,7 +108,7 @@ def fixed_choices(model: Model, lengths: Sequence[int] = LENGTHS) -> list[Choice
 def sweep_lines(sweep: Sweep) -> Iterator[str]:
     """The best fixed setting for each kind of text beside `auto`, then the speedup of every setting over all texts."""
     widths = (15, 8, 20, 8, 8, 9)
-    yield _row(("domain", "plain", "best fixed setting", "speedup", "auto", "auto/best"), widths)
+    yield row(("domain", "plain", "best fixed setting", "speedup", "auto", "auto/best"), widths)
     for domain in (*sweep.domains, None) if len(sweep.domains) > 1 else sweep.domains:
         best = sweep.best(domain)
         if best is None:
@@ -116,24 +116,18 @@ def sweep_lines(sweep: Sweep) -> Iterator[str]:
         own, auto = sweep.speedup(best, domain), sweep.speedup(sweep.auto, domain)
         name = "plain decoding" if best == PLAIN else str(best)
         cells = f"{sweep.side(PLAIN, domain).pooled_rate:.1f}", name, _times(own), _times(auto)
-        yield _row((domain or "all", *cells, f"{auto / own:.2f}" if own and auto else "-"), widths)
+        yield row((domain or "all", *cells, f"{auto / own:.2f}" if own and auto else "-"), widths)
     yield "plain: tokens/s without speculation; speedups are over it. A fixed setting was chosen on these very prompts"
     yield ""
     lengths = sorted({choice.length for choice in sweep.choices if isinstance(choice.length, int)})
     table = (15, *(7 for _ in lengths))
-    yield _row(("draft length", *map(str, lengths)), table)
+    yield row(("draft length", *map(str, lengths)), table)
     for drafter in dict.fromkeys(choice.drafter for choice in sweep.choices if choice.is_fixed):
-        yield _row((drafter, *(_times(sweep.speedup(Choice(drafter, length))) for length in lengths)), table)
+        yield row((drafter, *(_times(sweep.speedup(Choice(drafter, length))) for length in lengths)), table)
 
 
 def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = cells
-    shown = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
-    return "  ".join((first.ljust(widths[0]), *shown)).rstrip()
+    return shown(value, "{:.2f}x")
 
 
 def sweep_json(sweep: Sweep) -> dict[str, Any]:

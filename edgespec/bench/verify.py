@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 from edgespec.config.options import GenerateOptions, Sampling
+from edgespec.generation.handle import Result
 from edgespec.generation.totals import Totals
 from edgespec.loading.sample_prompts import PROMPTS, BuiltInPrompt
 from edgespec.reports import Stats
@@ -96,17 +96,7 @@ def comparisons(model: Model, sampling: Sampling, options: GenerateOptions) -> I
         yield Comparison(prompt.domain, temperature, without.stats, with_draft.stats, divergence)
 
 
-class Answer(Protocol):
-    """An answer to compare: token ids and the target's log probability of each."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def logprobs(self) -> tuple[float, ...]: ...
-
-
-def first_divergence(plain: Answer, drafted: Answer) -> Divergence | None:
+def first_divergence(plain: Result, drafted: Result) -> Divergence | None:
     """The first difference of two answers to one prompt; None if they are equal."""
     pairs = zip(plain.token_ids, drafted.token_ids, strict=False)
     position = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)

@@ -7,14 +7,13 @@ tool's schema says which value a text without marks is.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from edgespec.chat.marks import begun
-from edgespec.chat.messages import no_constant
+from edgespec.chat.messages import finite, no_constant
 
 if TYPE_CHECKING:
     from edgespec.chat.tools import ToolCall
@@ -60,14 +59,7 @@ def dumped(value: object) -> str:
     return text
 
 
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError("too large")
-    return value
-
-
-_JSON = json.JSONDecoder(parse_constant=no_constant, parse_float=_finite)
+_JSON = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
 _WITH_LINE_ENDS = json.JSONDecoder(strict=False)
 
 

@@ -4,8 +4,8 @@ What a conversation holds from earlier turns is evidence and no input to validat
 request. Broken tool arguments, results without a text, refusals, and parts that no text model reads are shown as far as
 they have a text. Only a question that still waits for its answer must be readable.
 
-Numbers in JSON (`1e2` is not `100.0`) and tool arguments that are no JSON object are shown as they were written:
-templates would respell the one and quote the other, so they get stand-ins, which are replaced in what they render.
+Tool arguments that are no JSON object are shown as they were written: templates would quote them, so they get
+stand-ins, which are replaced in what they render.
 
 Some templates take other forms of the same messages: content as parts, arguments as text, ids of calls of nine letters
 and digits, which is Mistral's own form ("Tool call IDs should be alphanumeric strings with length 9!").
@@ -25,23 +25,8 @@ from typing import Any, NoReturn
 from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
 
 MAX_DEPTH = 64  # levels of arguments that templates can show
-_NONCE, _DIGITS = f"written{secrets.token_hex(8)}", f"{10**6 + secrets.randbelow(9 * 10**6)}"
-_NUMBER = re.compile(rf"1\.{_DIGITS}\d{{5}}7e-250")  # 14 digits, which Python writes as they are
+_NONCE = f"written{secrets.token_hex(8)}"
 _TEXT = re.compile(rf'"{_NONCE}(\d+)z"|{_NONCE}(\d+)z')
-
-
-class Spelled(float):
-    """A number that Python would write in another way than its `text`."""
-
-    def __new__(cls, text: str) -> Spelled:
-        found = super().__new__(cls, text)
-        found.text = text
-        return found
-
-    text: str
-
-    def __repr__(self) -> str:
-        return str(self.text)
 
 
 class Unread(str):
@@ -55,15 +40,12 @@ def no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _number(text: str) -> float:
+def finite(text: str) -> float:
+    """For `parse_float`: a number that a double holds."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("a number is too large")
-    return value if repr(value) == text else Spelled(text)
-
-
-def _whole_number(text: str) -> int | float:
-    return Spelled(text) if text == "-0" else int(text)
+    return value
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,9 +55,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_EXACT = json.JSONDecoder(
-    parse_float=_number, parse_int=_whole_number, parse_constant=no_constant, object_pairs_hook=_without_repeats
-)
+_EXACT = json.JSONDecoder(parse_float=finite, parse_constant=no_constant, object_pairs_hook=_without_repeats)
 
 
 def read_arguments(given: Any) -> Mapping[str, Any] | Unread:
@@ -112,28 +92,23 @@ class _StandIns:
 
     def __init__(self, wrap: Callable[[str], Any]) -> None:
         self._wrap = wrap
-        self.names, self.texts, self.numbers = list[str](), list[str](), dict[str, str]()
+        self.names, self.texts = list[str](), list[str]()
 
     def put(self, value: Any) -> Any:
         if isinstance(value, Unread):
             self.names.append(f"{_NONCE}{len(self.texts)}z")
             self.texts.append(str(value))
             return self._wrap(self.names[-1])
-        if isinstance(value, Spelled):
-            name = f"1.{_DIGITS}{len(self.numbers) % 10**5:05}7e-250"
-            self.numbers[name] = value.text
-            return float(name)
         if isinstance(value, Mapping):
             return {key: self.put(each) for key, each in value.items()}
         return [self.put(each) for each in value] if isinstance(value, list | tuple) else value
 
     def restore(self, text: str) -> str:
-        text = _NUMBER.sub(lambda found: self.numbers.get(found[0], found[0]), text) if self.numbers else text
         return _TEXT.sub(lambda found: self.texts[int(found[1] or found[2])], text) if self.texts else text
 
 
 def as_written(value: Any, write: Callable[[Any], str]) -> str:
-    """What `write` makes of a value, with its numbers and its unread arguments in it as they are written.
+    """What `write` makes of a value, with its unread arguments in it as they are written.
 
     Where it fails on arguments that are a text, or leaves them out, they become one argument. Raises its errors.
     """

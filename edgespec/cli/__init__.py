@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +19,7 @@ from edgespec.platform.files import expanded
 
 # A model's text must not move the cursor, change the window title or answer for the user.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_SHOWS_ALL = "edgespec.help-all"
 
 
 class FilePath(click.Path):
@@ -29,6 +30,23 @@ class FilePath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(expanded(value), param, ctx)
+
+
+def help_all_option(help: str, **attributes: Any) -> Callable[[Any], Any]:
+    """`--help-all`: what --help leaves out, too; `shows_all` is true of its context then."""
+
+    def print_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_SHOWS_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    flags: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+    return click.option("--help-all", callback=print_all, help=help, **flags, **attributes)
+
+
+def shows_all(ctx: click.Context) -> bool:
+    return bool(ctx.meta.get(_SHOWS_ALL))
 
 
 def has_escapes() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from itertools import count
@@ -19,22 +18,19 @@ from edgespec.bench.prompts import (
     Domains,
     built_in,
     choose,
-    read_data,
     read_prompts,
     with_synthetic,
 )
-from edgespec.bench.report import Report, Setup, report_of
+from edgespec.bench.report import Report, Setup, report_of, shown, table_lines
 from edgespec.bench.runner import Runner, Task, Trial, load_standard, tasks_of
 from edgespec.bench.sweep import Sweep, fixed_choices, sweep_json, sweep_lines
-from edgespec.bench.table import shown, table_lines
 from edgespec.cli import FilePath
 from edgespec.cli.interrupt import stops
 from edgespec.cli.main import INTERRUPTED
-from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import PRINTING, PROMPTING, REMEMBERING, STRUCTURE
-from edgespec.config.sources import Settings
 from edgespec.errors import ConfigError
 
 DEFAULT_TOKENS, SWEEP_TOKENS = 96, 48
@@ -47,10 +43,9 @@ _SHOWN_CHARACTERS = 44
 
 @click.command(cls=SettingsCommand)
 @settings_options("load", "generate", "sampling", "session", leave_out=_LEFT_OUT)
-@click.option("--prompts", type=_PATH, metavar="FILE", help='Your own prompts: lines of text, or of {"domain", "text"}')
-@click.option("--data", type=_PATH, metavar="FOLDER", help="Folder of data files  [default: built-in prompts]")
+@click.option("--prompts", type=_PATH, metavar="FILE", help='Lines, plain or {"domain", "text"}  [built-in prompts]')
 @click.option("--domain", "domains", multiple=True, metavar="NAME", help="Only this domain; repeatable")
-@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: 4 of --data, else all]")
+@click.option("--per-domain", type=click.IntRange(1), help="Prompts per domain  [default: all]")
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each prompt  [default: 3; 1 with --sweep, --explain]")
 @click.option("--sweep", is_flag=True, help="Try every drafter and draft length; show the best beside auto")
 @click.option("--explain", is_flag=True, help="Show costs, acceptance, expected beside measured speed, what would help")
@@ -64,15 +59,16 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
     """
     own = {name: given.pop(name) for name in _OWN}
     sweeps = own["sweep"] or own["explain"]
-    settings = _checked(resolve_settings(given, model_name, config_file))
+    settings = resolve_settings(given, model_name, config_file)
+    require_speculation(settings, "bench")
     if own["plot"] is not None:
         if sweeps:
             raise ConfigError("--plot draws the comparison with plain decoding: leave --sweep and --explain out")
         check_plot(own["plot"])
-    domains = _sources(own["prompts"], own["data"])
-    session = open_session(settings)
-    if session.options.max_tokens is None:
-        session.options = dataclasses.replace(session.options, max_tokens=SWEEP_TOKENS if sweeps else DEFAULT_TOKENS)
+    domains = built_in() if own["prompts"] is None else read_prompts(own["prompts"])
+    # The same prompts when the command is given again.
+    usual = {"seed": 0, "max_tokens": SWEEP_TOKENS if sweeps else DEFAULT_TOKENS}
+    session = open_session(settings.below(usual, "bench"))
     with session.model:
         show_configuration(session)
         prompts = _choose(session, domains, own)
@@ -81,26 +77,7 @@ def command(model_name: str | None, config_file: Path | None, **given: Any) -> i
         return _sweep(session, tasks, own) if sweeps else _bench(session, tasks, own)
 
 
-_OWN = ("prompts", "data", "domains", "per_domain", "repeat", "sweep", "explain", "plot", "as_json")
-
-
-def _checked(settings: Settings) -> Settings:
-    """Settings with seed 0 below them: the same prompts when the command is given again."""
-    for name in ("drafter", "draft_length"):
-        if settings.values.get(name) in ("none", 0):
-            raise ConfigError(
-                f"bench compares speculation with plain decoding, and {name.replace('_', '-')} "
-                f"{settings.values[name]} ({settings.sources[name]}) turns speculation off"
-            )
-    return settings.below({"seed": 0}, "bench")
-
-
-def _sources(prompts: Path | None, data: Path | None) -> Domains:
-    if prompts is not None and data is not None:
-        raise ConfigError("--prompts and --data both say where prompts come from: keep one")
-    if prompts is not None:
-        return read_prompts(prompts)
-    return built_in() if data is None else read_data(data)
+_OWN = ("prompts", "domains", "per_domain", "repeat", "sweep", "explain", "plot", "as_json")
 
 
 def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[BenchPrompt]:
@@ -112,8 +89,6 @@ def _choose(session: Session, sources: Domains, own: dict[str, Any]) -> list[Ben
         domains, wanted = {**domains, **sources}, wanted or list(sources)
     elif own["sweep"] or own["explain"]:
         per_domain = per_domain or SWEEP_PER_DOMAIN
-    elif own["data"] is not None:
-        per_domain = per_domain or DEFAULT_PER_DOMAIN
     elif per_domain is None:
         domains.update({name: domains[name][:DEFAULT_PER_DOMAIN] for name in SYNTHETIC})
     most = model.context_length - (session.options.max_tokens or 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from edgespec.installation import (
 )
 from edgespec.kernels import library as kernels
 from edgespec.loading.registry import registered_folders
-from edgespec.platform.machine import default_threads, physical_cores
+from edgespec.platform.machine import default_threads, physical_cores, processor
 
 PROBE_TIMEOUT_S = 60
 # Backends of llama.cpp for GPUs, and what each is for.
@@ -78,7 +77,7 @@ def examine() -> dict[str, Any]:
         "edgespec": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"name": _cpu_name(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()},
+        "cpu": {"name": processor(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()},
         "memory_bytes": _memory_bytes(),
         "threads": default_threads(),
         "engines": engines,
@@ -162,17 +161,6 @@ def _file(model: ModelFile) -> dict[str, Any]:
     paths = [file.path for file in model.all_files]
     sizes = [path.stat().st_size if path.exists() else None for path in paths]
     return {"path": str(model.path), "bytes": None if None in sizes else sum(filter(None, sizes))}
-
-
-def _cpu_name() -> str:
-    if sys.platform == "darwin":
-        asked = subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-        )
-        return asked.stdout.strip() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", information.read_text() if information.exists() else "", re.MULTILINE)
-    return found.group(1) if found else platform.processor() or platform.machine()
 
 
 def _memory_bytes() -> int | None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli import as_typed, has_escapes, printable, wrapped
+from edgespec.cli import as_typed, has_escapes, help_all_option, printable, shows_all, wrapped
 from edgespec.errors import (
     CapabilityError,
     EdgespecError,
@@ -53,7 +53,6 @@ _MORE = {
 COMMANDS = {**_EVERYDAY, **_MORE}
 ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
-_SHOWS_ALL = "edgespec.all-commands"
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
 # What writing to a pipe that nobody reads any more fails with on Windows.
 _READER_GONE = (errno.EINVAL,) if os.name == "nt" else ()
@@ -96,7 +95,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {"Commands": _EVERYDAY} | ({"More": _MORE} if ctx.meta.get(_SHOWS_ALL) else {})
+        sections = {"Commands": _EVERYDAY} | ({"More": _MORE} if shows_all(ctx) else {})
         for title, commands in sections.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(max(map(len, COMMANDS))), text) for name, text in commands.items()])
@@ -174,13 +173,6 @@ class _Notes(logging.Handler):
             report_progress(message)
 
 
-def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value and not ctx.resilient_parsing:
-        ctx.meta[_SHOWS_ALL] = True
-        click.echo(ctx.get_help(), color=ctx.color)
-        ctx.exit()
-
-
 @click.group(
     "edgespec",
     cls=CommandGroup,
@@ -189,9 +181,7 @@ def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     epilog=_EPILOG,
 )
 @click.version_option(__version__, "-V", "--version", message="edgespec %(version)s", help="Show the version")
-@click.option(
-    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all commands"
-)
+@help_all_option("Show all commands")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Run language models on this machine, faster through speculative decoding."""

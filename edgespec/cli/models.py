@@ -128,9 +128,8 @@ def _show_here(name: str) -> int:
     for line in aligned(card(LoadOptions(model=name), pair)):
         say(f"  {printable(line)}")
     for role, file in (*pair.files.items(), *((f"{kind} heads", file) for kind, file in pair.heads.items())):
-        size = sum(part.bytes or part.path.stat().st_size for part in file.all_files)
         parts = f", {len(file.all_files)} files" if file.parts else ""
-        say(f"{role}: {file.path}, {size / 1e6:.1f} MB{parts}")
+        say(f"{role}: {file.path}, {file.all_bytes / 1e6:.1f} MB{parts}")
     say(
         f"run it: {run_command(name, pair.files['target'])}"
         + ("" if drafted_from(pair) else f"; drafts for it: edgespec drafts {quoted(name)}")
@@ -177,7 +176,10 @@ def _show_entry(entry: Entry) -> None:
     if entry.draft:
         say(f"draft: {entry.draft}, {entries()[entry.draft].description}")
     for head in entry.heads:
-        say(f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), convert it with: {head.command}")
+        how = "get it with" if head.gguf else "convert it with"
+        say(
+            f"{head.kind} head: {head.repo} (licence: {head.licence or 'not known'}), {how}: {head.command(entry.name)}"
+        )
     if entry.advice:
         say(f"advice: {entry.advice}")
     say(f"verified: {entry.verified or 'no; nobody has tried this entry with edgespec yet'}")

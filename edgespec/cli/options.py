@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from edgespec.cli import FilePath
+from edgespec.cli import FilePath, help_all_option, shows_all
 from edgespec.cli.shell import models
 from edgespec.cli.terminal import set_verbosity
 from edgespec.config.habits import CALLED, INSTEAD
@@ -46,6 +46,8 @@ def settings_options(
     command takes any number of models, as `model_names`.
     """
 
+    help_all = help_all_option("All options, every spelling", cls=GroupedOption)
+
     def decorate(function: Function) -> Function:
         chosen = [s for s in SETTINGS if s.part in parts and s.name not in leave_out]
         metavar = "[MODEL]..." if takes_models else "[MODEL]"
@@ -57,7 +59,7 @@ def settings_options(
             shell_complete=models,
         )
         settings = [_option(setting, hidden=setting.name in hidden) for setting in reversed(chosen)]
-        for option in (help_all_option(), *reversed(_common_options()), *settings, model):
+        for option in (help_all, *reversed(_common_options()), *settings, model):
             function = option(function)
         return function
 
@@ -114,6 +116,14 @@ def resolve_settings(
     return resolve(flags, config_file=config_file).without(leave_out)
 
 
+def require_speculation(settings: Settings, command: str) -> None:
+    """Raises ConfigError where speculation, which `command` compares with plain decoding, is turned off."""
+    for name, off in (("drafter", "none"), ("draft_length", 0)):
+        if settings.values.get(name) == off:
+            given = f"--{name.replace('_', '-')} {off} ({settings.sources[name]})"
+            raise ConfigError(f"{command} compares speculation with plain decoding, and {given} turns speculation off")
+
+
 def sampling_of(settings: Settings) -> Sampling:
     """The sampling settings, with a fresh seed where none or -1 is given."""
     return Sampling(**settings.part("sampling")).seeded()
@@ -125,7 +135,6 @@ def sampling_of(settings: Settings) -> Sampling:
 OWN, OTHER = "Options", "Other"  # the sections of what one command alone takes, and of what all take
 _SECTIONS = (OWN, "Model", "Hardware", "Speculation", "Sampling", "Answer", "Output", OTHER)
 _TITLES = {"Sampling": "Sampling (a model may come with defaults of its own)"}
-_SHOWS_ALL = "edgespec.help-all"
 _MOST_CHOICES = 40  # characters of choices that stand beside a flag; longer lists only with --help-all
 _WIDEST_FLAGS = 28  # columns; a longer flag has its text on the next line
 
@@ -151,15 +160,13 @@ class SettingOption(GroupedOption):
         self.setting = setting
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        shows_all = ctx.meta.get(_SHOWS_ALL, False)
-        flags = [
-            flag for flag in self.opts if shows_all or flag == f"--{self.setting.key}" or not flag.startswith("--")
-        ]
+        is_whole = shows_all(ctx)
+        flags = [flag for flag in self.opts if is_whole or flag == f"--{self.setting.key}" or not flag.startswith("--")]
         if self.setting.kind == "switch":
             flags = [f"--[no-]{self.setting.key}"]
         value = "" if self.setting.kind == "switch" else f" {_value(self.setting)}"
         choices = "|".join(self.setting.choices)
-        listed = f": {', '.join(self.setting.choices)}" if shows_all and len(choices) > _MOST_CHOICES else ""
+        listed = f": {', '.join(self.setting.choices)}" if is_whole and len(choices) > _MOST_CHOICES else ""
         text, bracket, without = self.setting.help.partition(" [")
         return f"{', '.join(flags)}{value}", f"{text}{listed}{bracket}{without}{_default(self.setting)}"
 
@@ -190,13 +197,13 @@ class SettingsCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        is_whole = shows_all(ctx)
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for param in self.get_params(ctx):
             if (
                 not isinstance(param, click.Option)
                 or param.hidden
-                or not (shows_all or getattr(param, "is_basic", True))
+                or not (is_whole or getattr(param, "is_basic", True))
             ):
                 continue
             record = param.get_help_record(ctx)
@@ -210,23 +217,3 @@ class SettingsCommand(click.Command):
                 formatter.write(f"{_TITLES.get(name, name)}:\n")
                 with formatter.indentation():
                     formatter.write_dl([(flags.ljust(width), text) for flags, text in section], col_max=width)
-
-
-def help_all_option() -> Callable[[Any], Any]:
-    """`--help-all`: every option, with all its spellings and choices."""
-
-    def print_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value and not ctx.resilient_parsing:
-            ctx.meta[_SHOWS_ALL] = True
-            click.echo(ctx.get_help(), color=ctx.color)
-            ctx.exit()
-
-    return click.option(
-        "--help-all",
-        cls=GroupedOption,
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=print_all,
-        help="All options, every spelling",
-    )

@@ -56,7 +56,8 @@ def _show(fitted: Fitted, refusal: str) -> None:
         click.echo(line)
     if plan.device_note:
         layers = fitted.options.target_gpu_layers, fitted.options.draft_model_gpu_layers
-        say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]})" if any(layers) else ""))
+        experts = f" -ncmoe {fitted.options.cpu_moe_layers}" if fitted.options.cpu_moe_layers else ""
+        say(plan.device_note + (f" (-ngl {layers[0]} -ngld {layers[1]}{experts})" if any(layers) else ""))
     for each in fitted.given_up:
         say(f"given up: {each.text} ({each.flags})")
     say(f"refused: {refusal}" if refusal else f"{fitted.verdict}")

@@ -6,15 +6,14 @@ side runs alone: the plain one comes first, and is shown again beside the other 
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, sleep
@@ -30,18 +29,16 @@ from rich.text import Text
 from edgespec.bench.explain import balance, changes, costs_of, threshold, typical_width
 from edgespec.bench.plot import check_picture
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.bench.report import Report, Setup, Summary, report_of
+from edgespec.bench.report import Report, Setup, Summary, equality, report_of
 from edgespec.bench.runner import Runner, Task, Trial
-from edgespec.bench.table import equality
 from edgespec.cli import FilePath, printable
 from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.main import FAILED, INTERRUPTED
-from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.run import encode_prompt, read_prompt, stats_object
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
-from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE, SessionOptions
-from edgespec.errors import ConfigError
+from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
 from edgespec.loading.sample_prompts import PROMPTS
 from edgespec.platform.files import write_atomically
 from edgespec.reports import TokenEvent
@@ -75,19 +72,11 @@ def command(
     1 when the texts differ in reproducible mode.
     """
     settings = resolve_settings(given, model_name, config_file)
-    if settings.values.get("drafter") == "none" or settings.values.get("draft_length") == 0:
-        raise ConfigError(
-            "a race is between plain decoding and speculation, which --drafter none and --draft-length 0 turn off"
-        )
-    shown = SessionOptions(**settings.part("session"))
-    if shown.system and not shown.chat_template:
-        raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
+    require_speculation(settings, "race")
     if picture is not None:
         check_picture("--svg", picture)
     text = PROMPTS[0].text if prompt is None else read_prompt(prompt)
-    session = open_session(settings)
-    if session.options.max_tokens is None:
-        session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
+    session = open_session(settings.below({"max_tokens": DEFAULT_TOKENS}, "race"))
     with session.model as model:
         task = Task(BenchPrompt("race", (text,)), tuple(encode_prompt(session, text)), session.sampling, 0, 0)
         model.stream(task.prompt_ids, session.sampling, session.options)  # checks the prompt; nothing runs
@@ -102,7 +91,11 @@ def _race(session: Session, task: Task, *, as_json: bool, picture: Path | None) 
     is_live = sys.stdout.isatty() and not as_json and not console.is_dumb_terminal
     laps = {"standard": Lap("plain"), "speculative": Lap("speculative")}
     head = f"{model.pair.name} on {model.target.facts.name}, seed {session.sampling.seed}"
-    with stops(model.cancel) as interruption, _screen(laps, head, console if is_live else None) as screen:
+    live = Live(console=console, screen=True, auto_refresh=False) if is_live else None
+    if live is not None:
+        note("warming up")
+    with stops(model.cancel) as interruption, live or nullcontext():
+        screen = _Screen(laps, head, live)
 
         def on_token(side: str, event: TokenEvent, at_s: float) -> None:
             if side in laps:
@@ -260,16 +253,6 @@ class _Screen:
             self.show("speculative", clock_s, is_due=True)
             sleep(1 / FRAMES_PER_SECOND)
             clock_s = start_s + perf_counter() - began_s
-
-
-@contextmanager
-def _screen(laps: dict[str, Lap], head: str, console: Console | None) -> Iterator[_Screen]:
-    if console is None:
-        yield _Screen(laps, head, None)
-        return
-    note("warming up")
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        yield _Screen(laps, head, live)
 
 
 def panels(laps: Sequence[Lap], clock_s: float, console: Console, lines: int = 0) -> RenderableType:

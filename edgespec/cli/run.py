@@ -81,7 +81,7 @@ def command(
     if prompt is None and not as_json and is_interactive():
         return converse(given, model_name, config_file)
     settings = settings_with_model(given, model_name, config_file)
-    _check(SessionOptions(**settings.part("session")), as_json)
+    SessionOptions(**settings.part("session"))  # before the prompt is waited for
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs needs --json: text has no place for them")
     text = read_prompt(prompt)
@@ -99,13 +99,6 @@ def _require_model(name: str) -> None:
             resolve(name)
         except ModelNotFound as exc:
             raise ModelNotFound(f"{exc}. If {shown(name)} is the prompt: edgespec run -p {quoted(name)}") from exc
-
-
-def _check(session: SessionOptions, as_json: bool) -> None:
-    if session.system and not session.chat_template:
-        raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
-    if session.thinking is not None and not session.chat_template:
-        raise ConfigError("--thinking and --no-thinking need the chat template, which --no-chat-template switches off")
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -32,9 +32,9 @@ from edgespec.memory.plan import Room, planned
 
 if TYPE_CHECKING:
     from edgespec.config.options import Sampling
-    from edgespec.server.residence import Loading, SharedMemory
+    from edgespec.server.residence import SharedMemory
     from edgespec.server.run import Binding
-    from edgespec.server.service import Described, Limits, Service, Services
+    from edgespec.server.service import Known, Limits, Service, Services
 
 
 API_KEY = "EDGESPEC_API_KEY"
@@ -96,26 +96,26 @@ def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any
     more = [resolve_settings(others, name, config_file, leave_out=OF_ONE_MODEL) for name in model_names[1:]]
     options = ServeOptions(**first.part("serve"))
     served = served_models([first, *more], own, options)
-    services = served[0].service if len(served) == 1 else Services(*(each.service for each in served))
-    _serve(services, own, options, served[0].loading)
+    services = Services(*(each.service for each in served))
+    _serve(services, own, options, served[0])
     if services.is_loading:  # stopped meanwhile, and it goes on in native code
         stop_waiting()
         os._exit(0)
     return 0
 
 
-def _serve(services: Service | Services, own: dict[str, Any], options: ServeOptions, load: Loading) -> None:
+def _serve(services: Services, own: dict[str, Any], options: ServeOptions, first: Served) -> None:
     if own["stdio"]:
         from edgespec.server.stdio import serve_stdio
 
-        serve_stdio(services, load, *_private_streams())
+        serve_stdio(services, first, *_private_streams())
         return
     from edgespec.server.run import serve
 
     binding = _binding(own, options)
     if not binding.is_local and services.api_key is None:
         note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
-    serve(services, binding, load, _announce)
+    serve(services, binding, first, _announce)
 
 
 def _refuse_http_options(context: click.Context) -> None:
@@ -196,15 +196,9 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     if memory is not None:
         memory.services = [served.service for served in found]
     for served in found[1:]:
-        _wait_for_requests(served)
+        served.service.unloaded = served.known()
+        served.service.may_unload(served)
     return found
-
-
-def _wait_for_requests(served: Served) -> None:
-    from edgespec.server.facts import described
-
-    served.service.unloaded = served.at_rest()
-    served.service.may_unload(served.loading, described)
 
 
 def _names(given: Sequence[str], pairs: Sequence[ModelPair], aliases: Sequence[str]) -> list[tuple[str, ...]]:
@@ -259,14 +253,6 @@ class Served:
     def options(self) -> LoadOptions:
         return LoadOptions(**self.settings.part("load"))
 
-    @property
-    def loading(self) -> Loading:
-        """How the service gets its model."""
-        from edgespec.server.residence import Loading
-
-        alone = self.service.places is None  # no other model makes way for it
-        return Loading(self.load) if alone else Loading(self.load, self.check, self.fits)
-
     def load(self) -> None:
         """Give the service its model."""
         with self.context.scope(cleanup=False):  # click knows its context by thread
@@ -282,6 +268,8 @@ class Served:
 
     def check(self) -> None:
         """Raises what a load would raise of files that are missing, damaged or lack something."""
+        if self.service.places is None:  # no other model makes way for it
+            return
         options = self.options
         with self.context.scope(cleanup=False), keeping_headers():
             pair = resolve_pair(options)
@@ -291,16 +279,16 @@ class Served:
         """Whether there is memory for it beside the models that are loaded."""
         return self.memory is None or self.memory.fits(replace(self.options, parallel=self.parallel), self.pair)
 
-    def at_rest(self) -> Described:
+    def known(self) -> Known:
         """What is told of it before the first request for it. Raises as `check`."""
-        from edgespec.server.facts import at_rest
+        from edgespec.server.service import Known
 
         sampling = self._seeded(
             sampling_of(self.settings.below(self.pair.recommended, f"recommended for {self.pair.name}"))
         )
         most = GenerateOptions(**self.settings.part("generate")).max_tokens
         template = read_template(self.options.chat_template_file)
-        return at_rest(self.service.name, self.options, self.pair, sampling, most, template)
+        return Known.read(self.service.name, self.options, self.pair, sampling, most, template)
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         """Where nobody gave a seed, another one for each request."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import stat
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import click
@@ -44,46 +42,23 @@ def is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def typing_unseen() -> AbstractContextManager[None]:
-    """Within the block, what is typed in a terminal does not appear in what is printed; the next prompt shows it."""
-    return nullcontext() if not is_interactive() or sys.platform == "win32" else _typed_unseen()
-
-
 @contextmanager
-def _typed_unseen() -> Iterator[None]:
-    """Within the block, what is typed does not appear in what is printed, and waits to be read.
-
-    After Ctrl-Z the shell sets the terminal back, so this is done again when the program goes on in the foreground.
-    Standard input must be a terminal, and not Windows'.
-    """
-    assert sys.platform != "win32"
+def typing_unseen() -> Iterator[None]:
+    """Within the block, what is typed in a terminal does not appear in what is printed; the next prompt shows it."""
+    if not is_interactive() or sys.platform == "win32":
+        yield
+        return
     import termios
 
     terminal = sys.stdin.fileno()
     usual = termios.tcgetattr(terminal)
     unseen = usual.copy()
     unseen[3] &= ~termios.ECHO
-
-    def set_unseen(_number: int = 0, _frame: FrameType | None = None) -> None:
-        if _is_in_front(terminal):  # a change from the background would stop the program
-            termios.tcsetattr(terminal, termios.TCSANOW, unseen)
-
-    is_main = threading.current_thread() is threading.main_thread()  # others cannot receive signals
-    before = signal.signal(signal.SIGCONT, set_unseen) if is_main else None
     try:
-        set_unseen()
+        termios.tcsetattr(terminal, termios.TCSANOW, unseen)
         yield
     finally:
-        if is_main:
-            signal.signal(signal.SIGCONT, before or signal.SIG_DFL)
         termios.tcsetattr(terminal, termios.TCSANOW, usual)
-
-
-def _is_in_front(terminal: int) -> bool:
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:  # another terminal than the one that this program belongs to, where there is no background
-        return True
 
 
 def line_reader(commands: Sequence[str]) -> ReadLine:

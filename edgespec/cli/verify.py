@@ -11,11 +11,10 @@ import click
 
 from edgespec.bench.verify import Comparison, Divergence, Report, comparisons
 from edgespec.cli import say
-from edgespec.cli.options import SettingsCommand, resolve_settings, settings_options
+from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import REMEMBERING
-from edgespec.errors import ConfigError
 from edgespec.generation.totals import Totals
 from edgespec.reports import Stats
 
@@ -34,16 +33,11 @@ def command(model_name: str | None, config_file: Path | None, as_json: bool, **g
     speed. Exit code 0: identical, 1: some token differs. MODEL is a name, a GGUF or ONNX file, or a folder with one.
     """
     settings = resolve_settings(given, model_name, config_file)
-    settings = settings.below({"draft_length": DRAFT_LENGTH}, "what verify drafts")
+    settings = settings.below({"draft_length": DRAFT_LENGTH, "max_tokens": DEFAULT_TOKENS}, "verify")
     if settings.values.get("verify", "coupled") == "coupled":
         settings = settings.below({"reproducible": True}, "what verify checks")
-    for name, off in (("drafter", "none"), ("draft_length", 0)):
-        if settings.values.get(name) == off:
-            flag = f"--{name.replace('_', '-')} {off}"
-            raise ConfigError(f"verify compares speculation with plain decoding, and {flag} turns speculation off")
+    require_speculation(settings, "verify")
     session = open_session(settings)
-    if session.options.max_tokens is None:
-        session.options = dataclasses.replace(session.options, max_tokens=DEFAULT_TOKENS)
     with session.model:
         show_configuration(session)
         report = _run(session, as_json)

@@ -45,10 +45,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("fa", "flash-attn"), "llama.cpp uses flash attention automatically where it can"),
         **dict.fromkeys(("no-warmup", "warmup"), "there is no warm-up run: leave it out"),
         **dict.fromkeys(("mlock", "mmap", "no-mmap"), "weights are always mapped from their file and not locked"),
-        **dict.fromkeys(
-            ("n-cpu-moe", "ncmoe", "cpu-moe", "cmoe", "override-tensor", "ot"),
-            "-ngl N places whole layers, their experts included",
-        ),
+        **dict.fromkeys(("cpu-moe", "cmoe"), "-ncmoe 999 keeps all experts on the processor"),
         **dict.fromkeys(
             ("rope-scaling", "rope-scale", "rope-freq-base", "rope-freq-scale", "yarn-orig-ctx"),
             "a model is run with its own rope settings, up to the context that it was trained for (-c max)",

@@ -33,6 +33,7 @@ from edgespec.config.values import (
     ProviderName,
     ReasoningFormat,
     RuleName,
+    TensorOverrides,
     as_context_length,
     as_devices,
     as_draft_length,
@@ -42,10 +43,12 @@ from edgespec.config.values import (
     as_texts,
     at_least,
     device_names,
+    experts_on_cpu,
     from_to,
     parse_budget,
     parse_endpoints,
     refuses_unknown,
+    tensor_overrides,
     whole,
 )
 from edgespec.errors import ConfigError, SamplingError, name_option, shown
@@ -79,6 +82,8 @@ class LoadKeywords(TypedDict, total=False):
     device: str | None
     draft_device: str | None
     kv_offload: bool
+    cpu_moe_layers: int | None
+    override_tensor: str | None
     rpc: str | None
     provider: ProviderName
     cache_type_k: CacheType | None
@@ -109,9 +114,12 @@ class LoadOptions:
     `gpu_layers`: -1 for all; "auto": as many of the target as its free memory holds, and the draft if it fits beside
     them; None: auto where this machine and llama.cpp's build have a GPU, unless the mode is to be reproducible.
     `device`: names of llama.cpp's devices for these layers, separated by commas, or "none"; without `gpu_layers`, all
-    layers go there. `rpc`: "HOST:PORT[,HOST:PORT...]" of servers that hold the layers of a GGUF target; the draft stays
-    on this machine. `memory`: "6GiB", "80%" of the free memory, "auto" for all of it, or bytes; options that are not
-    given are reduced to stay within it. None: the free memory, and only the draft model is left out.
+    layers go there. `cpu_moe_layers`: how many layers, from the first, keep their experts in this machine's memory
+    while the rest of them is on a GPU; None: none, or with automatic `gpu_layers` as many as the GPU has no room for.
+    `override_tensor`: "REGEX=DEVICE[,...]", devices for tensors by their names, before `cpu_moe_layers`. `rpc`:
+    "HOST:PORT[,HOST:PORT...]" of servers that hold the layers of a GGUF target; the draft stays on this machine.
+    `memory`: "6GiB", "80%" of the free memory, "auto" for all of it, or bytes; options that are not given are reduced
+    to stay within it. None: the free memory, and only the draft model is left out.
 
     `drafter`: auto chooses the drafter with the best expected speed, every round. `draft_length`: tokens, or nodes for
     a drafter that drafts trees if the target can score trees; auto chooses every round; a number with drafter auto
@@ -179,6 +187,15 @@ class LoadOptions:
         None, "-devd --device-draft NAMES", "GGUF: devices of the draft model [as --device]", check=as_devices
     )
     kv_offload: bool = _hardware(True, "--kv-offload", "GGUF: KV cache on the device of its layers")
+    cpu_moe_layers: int | None = _hardware(
+        None,
+        "-ncmoe --n-cpu-moe",
+        "GGUF: keep the experts of the first N layers on the processor [with -ngl auto: what the GPU has no room for]",
+        check=at_least(0, most=999),
+    )
+    override_tensor: str | None = _hardware(
+        None, "-ot --override-tensor REGEX=DEVICE,...", "GGUF: devices of tensors", check=as_given(tensor_overrides)
+    )
     rpc: str | None = _hardware(
         None,
         "--rpc HOST:PORT,...",
@@ -283,6 +300,12 @@ class LoadOptions:
         if self.gpu_layers == "auto":
             return -1
         return self.gpu_layers or (-1 if self.rpc or self.target_devices else 0)
+
+    @property
+    def target_overrides(self) -> TensorOverrides:
+        """Devices for tensors of the target that do not lie with their layers."""
+        named = () if self.override_tensor is None else tensor_overrides(self.override_tensor)
+        return (*named, *experts_on_cpu(self.cpu_moe_layers or 0))
 
     @property
     def draft_model_gpu_layers(self) -> int:
@@ -534,6 +557,12 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.system and not self.chat_template:
+            raise ConfigError("--system needs the chat template, which --no-chat-template switches off: keep one")
+        if self.thinking is not None and not self.chat_template:
+            raise ConfigError(
+                "--thinking and --no-thinking need the chat template, which --no-chat-template switches off"
+            )
 
 
 @refuses_unknown(ConfigError)

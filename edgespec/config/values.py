@@ -219,6 +219,38 @@ def device_names(name: str, text: object) -> tuple[str, ...]:
     return () if text == "none" else names
 
 
+TensorOverrides = tuple[tuple[str, str], ...]
+"""(pattern of tensor names, name of the device that they lie on) pairs, of which the first that matches counts."""
+CPU = "CPU"  # as llama.cpp names it
+
+
+def tensor_overrides(text: object) -> TensorOverrides:
+    """The pairs of `REGEX=DEVICE[,REGEX=DEVICE...]`. Raises ConfigError."""
+    form = r"give REGEX=DEVICE[,REGEX=DEVICE...], for example exps=CPU or blk\.[0-7]\.ffn=CPU"
+    found = []
+    for part in str(text).split(",") if isinstance(text, str) else [""]:
+        pattern, equals, device = (each.strip() for each in part.partition("="))
+        if not (pattern and equals and device):
+            raise ConfigError(f"override-tensor {shown(text)} does not say which tensors go where: {form}")
+        try:
+            re.compile(pattern)
+        except re.error as exc:
+            raise ConfigError(f"override-tensor: {shown(pattern)} is no regular expression ({exc}); {form}") from None
+        found.append((pattern, device))
+    return tuple(found)
+
+
+def experts_on_cpu(layers: int) -> TensorOverrides:
+    """The experts of the first `layers` on the processor."""
+    numbers = "|".join(map(str, range(layers)))
+    return ((rf"blk\.({numbers})\.ffn_(up|down|gate|gate_up)_(ch|)exps", CPU),) if layers else ()
+
+
+def device_of(tensor: str, overrides: TensorOverrides) -> str:
+    """The device that `overrides` put a tensor on; empty: that of its layer."""
+    return next((device for pattern, device in overrides if re.search(pattern, tensor)), "")
+
+
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}{rest}": 1000**power for power, letter in enumerate("kmgt", 1) for rest in ("b",)}
 _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("", "ib")}

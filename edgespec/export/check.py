@@ -149,9 +149,13 @@ def open_engine(wanted: Format, path: Path, context_length: int, threads: int | 
 
 def compare(reference: Reference, engine: Engine) -> Comparison:
     """Compare an open engine with the reference. Raises ExportRefused if their begin-of-text tokens differ."""
+    return compare_logits(reference, logits_of(reference, engine))
+
+
+def logits_of(reference: Reference, engine: Engine, kept: Kept = np.copy) -> Logits:
+    """What an engine makes of the reference's texts; `kept` copies what is to be compared. Raises as `compare`."""
     check_begin(reference, engine)
-    found = (rows for token_ids in reference.token_ids for rows in blocks_of_logits(engine, token_ids))
-    return _compare_blocks(reference, found)
+    return [_logits_of(engine, token_ids, kept) for token_ids in reference.token_ids]
 
 
 def check_begin(reference: Reference, engine: Engine) -> None:
@@ -165,30 +169,14 @@ def check_begin(reference: Reference, engine: Engine) -> None:
         )
 
 
-def compare_logits(reference: Reference, found: Sequence[NDArray[np.float32]]) -> Comparison:
-    parts = (rows[start : start + BLOCK] for rows in found for start in range(0, len(rows), BLOCK))
-    return _compare_blocks(reference, parts)
-
-
-def blocks_of_logits(engine: Engine, token_ids: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
-    """The logits of a text, BLOCK rows at a time, each valid until the next."""
-    engine.rollback(0)
-    for start in range(0, token_ids.size, BLOCK):
-        yield engine.forward(Batch.chain(token_ids[start : start + BLOCK]))
-
-
-def _compare_blocks(reference: Reference, found: Iterator[NDArray[np.float32]]) -> Comparison:
+def compare_logits(reference: Reference, found: Logits) -> Comparison:
+    """Compare logits of the reference's texts, some rows at a time, which as float64 take room."""
     spread = _spread(reference.logits)
-    wanted = (
-        (rows[start : start + BLOCK], int(start == 0 and len(rows) > 1))
-        for rows in reference.logits
+    blocks = [
+        _compare_rows(rows[start : start + BLOCK], others[start : start + BLOCK], spread, start == 0 and len(rows) > 1)
+        for rows, others in zip(reference.logits, found, strict=True)
         for start in range(0, len(rows), BLOCK)
-    )
-    both = zip(wanted, found, strict=True)
-    return _summed([_compare_rows(rows, others, spread, begins) for (rows, begins), others in both])
-
-
-def _summed(blocks: Sequence[Rows]) -> Comparison:
+    ]
     differences, divergences, agreed = (np.concatenate(part) for part in zip(*blocks, strict=True))
     return Comparison(
         num_tokens=differences.size,
@@ -198,13 +186,15 @@ def _summed(blocks: Sequence[Rows]) -> Comparison:
     )
 
 
-def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float, left_out: int = 0) -> Rows:
-    """Largest difference per row [n]; without the first `left_out` rows KL divergence, and whether the best token is
-    equal, where it has a clear lead."""
+def _compare_rows(wanted: NDArray[np.float32], found: NDArray[np.float32], spread: float, left_out: bool) -> Rows:
+    """Largest difference per row [n]; KL divergence, and whether the best token is equal, where it has a clear lead.
+
+    `left_out`: the latter two without the first row.
+    """
     width = min(found.shape[1], wanted.shape[1])  # either may be padded
     found, wanted = found[:, :width], wanted[:, :width]
     difference = np.abs(found - wanted).max(axis=1) / spread
-    found, wanted = found[left_out:], wanted[left_out:]
+    found, wanted = found[int(left_out) :], wanted[int(left_out) :]
     divergences = np.array([_divergence(*rows) for rows in zip(wanted, found, strict=True)], np.float64)
     second, best = np.partition(wanted, -2, axis=1)[:, -2:].T
     agrees = found.argmax(axis=1) == wanted.argmax(axis=1)
@@ -233,24 +223,6 @@ ABSURD = Limits(None, 0.40, 1.5)  # as for the types below 4 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A graph that was made of a model of `config`, and what it is compared with, where it has not all tokens by those
-    it has.
-
-    `write_float`: writes the same as float32 into an empty folder, returns the graph; `gguf`: a file of the weights for
-    llama.cpp; `reference`: what transformers makes of the folder. Both may be None.
-    """
-
-    graph: Path
-    quant: str
-    config: LlamaConfig
-    num_parameters: int
-    write_float: Callable[[Path], Path]
-    gguf: Path | None = None
-    reference: Reference | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
     """What a check found: differences by what was compared with the reference, and a warning or nothing."""
 
@@ -259,38 +231,44 @@ class Checked:
     warning: str = ""
 
 
-def check_conversion(made: Made, temporary: Path, threads: int | None, progress: Progress = no_progress) -> Checked:
-    """Compare a graph with its reference. `temporary`: a folder for models in float32.
-
-    Raises ExportRefused for a wrong graph, and the errors of the engines.
-    """
-    return _Check(made, temporary, threads, progress).run()
-
-
 @dataclass(frozen=True)
-class _Check:
-    made: Made
+class GraphCheck:
+    """Compares a graph that was made of a model of `config` with a reference.
+
+    `num_parameters`: of that model; `write_float`: writes the same as
+    float32 into an empty folder, returns the graph; `gguf`: a file of the weights for llama.cpp; `transformers`: what
+    that makes of the folder. Both may be None. `temporary`: a folder for models in float32.
+    """
+
+    graph: Path
+    quant: str
+    config: LlamaConfig
+    num_parameters: int
+    write_float: Callable[[Path], Path]
     temporary: Path
-    threads: int | None
-    progress: Progress
+    gguf: Path | None = None
+    transformers: Reference | None = None
+    threads: int | None = None
+    progress: Progress = no_progress
 
     def run(self) -> Checked:
-        reference = None if self.made.reference is None else self._thinned(self.made.reference)
-        if reference is None and self.made.gguf is None:
+        """Raises ExportRefused for a wrong graph, and the errors of the engines."""
+        reference = None if self.transformers is None else self._thinned(self.transformers)
+        if reference is None and self.gguf is None:
             if room := self._missing_room():
                 return Checked("nothing", {}, f"not compared with its weights in float32: {room}")
             with self._float_graph() as path, self._opened(path) as engine:
                 reference = self._reference(engine, "the float32 graph of the same weights")
             return self._judged(reference, {}, self._logits(reference))
         if reference is None:
-            assert self.made.gguf is not None
+            assert self.gguf is not None
             self.progress(0, STEPS, "llama.cpp on the file")
-            with self._opened(self.made.gguf) as engine:
+            with self._opened(self.gguf) as engine:
                 reference = self._reference(engine, "llama.cpp on the same weights")
         self.progress(1, STEPS, "the graph")
         logits = self._logits(reference)
         found = compare_logits(reference, logits)
-        if not (excess := found.complaint(limits_of(self.made.quant))):
+        if not (excess := found.complaint(limits_of(self.quant))):
             return Checked(reference.version, {"onnx": found.figures()})
         if room := self._missing_room():
             _refuse(found.complaint(ABSURD), reference)
@@ -300,12 +278,12 @@ class _Check:
     def _against_floats(self, first: Reference, made: Logits) -> Checked:
         """The comparison with the weights as float32; the first reference's and the graph's logits."""
         reference, figures = first, Figures()
-        if self.made.reference is None:
+        if self.transformers is None:
             self.progress(2, STEPS, "llama.cpp on the weights as float32")
             with self._float_gguf() as path, self._opened(path) as engine:
                 reference = self._reference(engine, "llama.cpp on the weights as float32")
             figures = {"llamacpp": compare_logits(reference, first.logits).figures()}
-        if self.made.quant == FLOAT:
+        if self.quant == FLOAT:
             _refuse(compare_logits(reference, made).complaint(self._exact_limits()), reference)
             return self._judged(reference, figures, made)
         self.progress(3, STEPS, "the graph in float32")
@@ -318,27 +296,26 @@ class _Check:
         found = compare_logits(reference, made)
         _refuse(found.complaint(ABSURD), reference)
         figures = {"onnx": found.figures(), **figures}
-        excess = found.complaint(limits_of(self.made.quant))
-        loss = f"the conversion is correct, but {self.made.quant} loses more of this model than of most: {excess}"
+        excess = found.complaint(limits_of(self.quant))
+        loss = f"the conversion is correct, but {self.quant} loses more of this model than of most: {excess}"
         return Checked(reference.version, figures, loss if excess else "")
 
     def _exact_limits(self) -> Limits:
         """How closely a float32 graph must agree with the reference."""
-        rounds = self.made.reference is None and self.made.config.activation == "gelu"
+        rounds = self.transformers is None and self.config.activation == "gelu"
         return limits_of(HALF if rounds else FLOAT)
 
     def _opened(self, path: Path) -> Engine:
-        context = min(CHECK_CONTEXT, self.made.config.max_positions)
+        context = min(CHECK_CONTEXT, self.config.max_positions)
         return open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, context, self.threads)
 
     def _logits(self, reference: Reference) -> Logits:
         """Those of the graph on the texts of `reference`, kept, since a second opening takes as long as the passes."""
-        with self._opened(self.made.graph) as engine:
+        with self._opened(self.graph) as engine:
             return self._rows(reference, engine)
 
     def _rows(self, reference: Reference, engine: Engine) -> Logits:
-        check_begin(reference, engine)
-        return [_logits_of(engine, token_ids, self._compared) for token_ids in reference.token_ids]
+        return logits_of(reference, engine, self._compared)
 
     def _reference(self, engine: Engine, name: str) -> Reference:
         return engine_reference(engine, name, self._compared)
@@ -348,16 +325,16 @@ class _Check:
 
     def _compared(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """Of logits, the rows that are compared, copied."""
-        return rows[:: rows_per_compared(self.made.config.vocab_size)].copy()
+        return rows[:: rows_per_compared(self.config.vocab_size)].copy()
 
     @contextmanager
     def _float_gguf(self) -> Iterator[Path]:
-        from edgespec.export.gguf.quantise import quantise
+        from edgespec.export.gguf.convert import quantise
 
-        assert self.made.gguf is not None
-        path = self.temporary / f"float32-{self.made.gguf.stem}.gguf"
+        assert self.gguf is not None
+        path = self.temporary / f"float32-{self.gguf.stem}.gguf"
         try:
-            quantise(self.made.gguf, path, FLOAT_GGUF, threads=self.threads, may_requantise=True)
+            quantise(self.gguf, path, FLOAT_GGUF, threads=self.threads, may_requantise=True)
             yield path
         finally:
             path.unlink(missing_ok=True)
@@ -368,15 +345,15 @@ class _Check:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
-            yield self.made.write_float(folder)
+            yield self.write_float(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _missing_room(self) -> str:
         """What a model in float32 would need and is not there; empty if it is."""
-        table = self.made.config.vocab_size * self.made.config.hidden_size
-        size = 4 * (self.made.num_parameters + table)
-        memory = PROGRAM_BYTES + size + logits_bytes(self.made.config.vocab_size)
+        table = self.config.vocab_size * self.config.hidden_size
+        size = 4 * (self.num_parameters + table)
+        memory = PROGRAM_BYTES + size + logits_bytes(self.config.vocab_size)
         disk, available = free_bytes(self.temporary), free_memory()
         if size > disk:
             return f"that needs {human(size)} of disk, {human(disk)} are free"
@@ -394,7 +371,9 @@ def engine_reference(engine: Engine, name: str, kept: Kept = np.copy) -> Referen
 
 
 def _logits_of(engine: Engine, token_ids: NDArray[np.int32], kept: Kept) -> NDArray[np.float32]:
-    return np.concatenate([kept(rows) for rows in blocks_of_logits(engine, token_ids)])
+    engine.rollback(0)
+    starts = range(0, token_ids.size, BLOCK)
+    return np.concatenate([kept(engine.forward(Batch.chain(token_ids[start : start + BLOCK]))) for start in starts])
 
 
 def _refuse(complaint: str, reference: Reference) -> None:

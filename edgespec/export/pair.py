@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -30,8 +29,7 @@ from edgespec.export.check import (
     Checked,
     ExportRefused,
     Figures,
-    Made,
-    check_conversion,
+    GraphCheck,
     compare,
     limits_of,
     open_engine,
@@ -92,34 +90,7 @@ class Exported:
     figures: Mapping[str, Any]
 
 
-class ModelSource(ABC):
-    """A model that is converted."""
-
-    name: str
-    facts: Facts
-
-    @abstractmethod
-    def token_names(self) -> list[str]:
-        """Token text by id."""
-
-    @abstractmethod
-    def config(self) -> LlamaConfig:
-        """What a graph is written from."""
-
-    @abstractmethod
-    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
-        """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
-
-    @abstractmethod
-    def for_llamacpp(self, temporary: Path) -> AbstractContextManager[Path | None]:
-        """A GGUF of the same weights within the block; None where llama.cpp is missing or cannot read such a model."""
-
-    @abstractmethod
-    def describe(self, request: ExportRequest) -> dict[str, Any]:
-        """What the manifest says of a target."""
-
-
-class GgufFile(ModelSource):
+class GgufFile:
     """A GGUF file. Raises all errors that its header shows."""
 
     def __init__(self, path: Path) -> None:
@@ -129,21 +100,26 @@ class GgufFile(ModelSource):
         self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
 
     def token_names(self) -> list[str]:
+        """Token text by id."""
         return [text.decode(errors="replace") for text in self.model.header.tokens]
 
     def config(self) -> LlamaConfig:
+        """What a graph is written from."""
         return self.model.config
 
     def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
+        """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
         from edgespec.export.onnx.writer import convert_gguf
 
         return convert_gguf(self.model, folder, quant, group_size, progress)
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
+        """A GGUF of the same weights within the block; None where llama.cpp is missing or cannot read such a model."""
         yield self.path if has_engine("llamacpp") else None
 
     def describe(self, request: ExportRequest) -> dict[str, Any]:
+        """What the manifest says of a target."""
         kinds = f"onnx {request.quants['onnx']}, made of GGUF"
         found: dict[str, Any] = {
             "name": request.name or f"{self.name}-{request.quants['onnx']}",  # those of one file can be told apart
@@ -160,7 +136,7 @@ class GgufFile(ModelSource):
         return found
 
 
-class Checkpoint(ModelSource):
+class Checkpoint:
     """A Hugging Face folder, or what is known of one before its weights are fetched."""
 
     def __init__(self, source: Source) -> None:
@@ -217,6 +193,9 @@ class Checkpoint(ModelSource):
         return found
 
 
+ModelSource = GgufFile | Checkpoint
+
+
 def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
     draft = f"; draft: {Path(request.draft).name}" if request.draft else ""
     draft += f"; heads: {request.heads.name}" if request.heads else ""
@@ -260,7 +239,7 @@ def _require(request: ExportRequest) -> None:
         require_packages(request.formats, torch=request.check)
     for role in request.roles:
         if "gguf" in request.formats:
-            from edgespec.export.gguf.quantise import check_quant
+            from edgespec.export.gguf.convert import check_quant
 
             check_quant(request.quant_of(role, "gguf"))
         if "onnx" in request.formats and request.exporter == "edgespec":
@@ -385,7 +364,7 @@ class _Export:
         return Artefact("gguf", role, quant, path.name, (), model.facts.num_parameters)
 
     def _write_gguf(self, role: str, quant: str, path: Path, progress: Progress) -> None:
-        from edgespec.export.gguf.quantise import export_gguf
+        from edgespec.export.gguf.convert import export_gguf
 
         request, model = self.request, self.models[role]
         assert isinstance(model, Checkpoint)
@@ -479,19 +458,20 @@ class _Export:
         self, model: ModelSource, artefact: Artefact, reference: Reference | None, progress: Progress
     ) -> Checked:
         """Compare a graph of edgespec's own writer with transformers, with llama.cpp, or with itself in float32."""
-        graph, config, temporary = self.workspace.pair / artefact.path, model.config(), self.workspace.temporary
-
-        def write_float(folder: Path) -> Path:
-            return model.write_graph(folder, FLOAT, None, lambda *_: None)
-
-        def checked(gguf: Path | None) -> Checked:
-            made = Made(graph, artefact.quant, config, model.facts.num_parameters, write_float, gguf, reference)
-            return check_conversion(made, temporary, self.request.threads, progress)
-
-        if reference is not None:
-            return checked(None)
-        with model.for_llamacpp(temporary) as gguf:
-            return checked(gguf)
+        temporary = self.workspace.temporary
+        with nullcontext(None) if reference is not None else model.for_llamacpp(temporary) as gguf:
+            return GraphCheck(
+                graph=self.workspace.pair / artefact.path,
+                quant=artefact.quant,
+                config=model.config(),
+                num_parameters=model.facts.num_parameters,
+                write_float=lambda folder: model.write_graph(folder, FLOAT, None, lambda *_: None),
+                temporary=temporary,
+                gguf=gguf,
+                transformers=reference,
+                threads=self.request.threads,
+                progress=progress,
+            ).run()
 
     def _compared(
         self, model: Checkpoint, artefacts: list[Artefact], reference: Reference, progress: Progress

@@ -106,7 +106,7 @@ def known_quants(wanted: Format) -> tuple[str, ...]:
     """Names of a format's quantisations. Raises CapabilityError if the package for them is missing."""
     if wanted == "onnx":
         return ONNX_QUANTS
-    from edgespec.export.gguf.quantise import GGUF_QUANTS
+    from edgespec.export.gguf.convert import GGUF_QUANTS
 
     return GGUF_QUANTS
 

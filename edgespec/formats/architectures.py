@@ -404,7 +404,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **MLP},
         must={**SILU, "attention_bias": (False, None)},
     ),
-    "SmolLM3ForCausalLM": Architecture("smollm3", LLAMA_OUTER, SMOLLM3_LAYER, must=SILU, ties_by_default=True),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        LLAMA_OUTER,
+        SMOLLM3_LAYER,
+        must={**SILU, "use_sliding_window": (False, None)},  # its windows lie in the layers without rotary positions
+        ties_by_default=True,
+    ),
     "GemmaForCausalLM": Architecture("gemma", GEMMA_OUTER, GEMMA_LAYER, must=TANH_GELU, head_is_tied=True),
     "Gemma2ForCausalLM": Architecture(
         "gemma2",
@@ -448,17 +454,25 @@ def is_tied(architecture: str, settings: Mapping[str, Any]) -> bool:
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """The table of a checkpoint's architecture. Raises ModelFileError if it or one of its settings is not supported."""
-    kind, config = checkpoint.architecture, checkpoint.config
+    kind = checkpoint.architecture
     if kind not in ARCHITECTURES:
         raise unsupported(checkpoint.folder, kind, "GGUF", ARCHITECTURES)
-    found = ARCHITECTURES[kind]
+    check_settings(checkpoint, ARCHITECTURES[kind])
+    check_unrotated_layers(checkpoint, ARCHITECTURES[kind])
+    return ARCHITECTURES[kind]
+
+
+def check_settings(checkpoint: Checkpoint, found: Architecture, otherwise: str = "") -> None:
+    """Raise ModelFileError for a setting that is not supported. `otherwise`: what else reads scaled positions."""
+    config, folder = checkpoint.config, checkpoint.folder
     for key, allowed in {**found.must, "quantization_config": (None,)}.items():
-        if config.get(key) not in allowed:
-            values = ", ".join(repr(value) for value in allowed if value is not None) or "none"
-            raise ModelFileError(f"{checkpoint.folder}: {kind} with {key} {repr(config[key])[:60]}; allowed: {values}")
-    rope = rotary_settings(config)["rope_type"]
-    if rope not in found.rope_kinds:
-        allowed_kinds = ", ".join(found.rope_kinds)
-        raise ModelFileError(f"{kind} with rotary scaling {rope!r} cannot be converted; allowed: {allowed_kinds}")
-    check_unrotated_layers(checkpoint, found)
-    return found
+        if (value := config.get(key)) not in allowed:
+            values = ", ".join(repr(each) for each in allowed if each is not None) or "none"
+            raise ModelFileError(f"{folder}: its {key} is {value!r:.60}; allowed: {values}")
+    rope = rotary_settings(config)
+    if (kind := rope["rope_type"]) not in found.rope_kinds:
+        kinds = ", ".join(found.rope_kinds)
+        raise ModelFileError(f"{folder}: its rotary positions are scaled by {kind!r:.40}; allowed: {kinds}{otherwise}")
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1, 1.0):
+        raise ModelFileError(f"{folder}: its partial_rotary_factor is {part!r:.40}; allowed: 1")

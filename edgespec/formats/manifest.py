@@ -64,6 +64,11 @@ class ModelFile:
         return self, *self.parts
 
     @property
+    def all_bytes(self) -> int:
+        """The size of all its files."""
+        return sum(file.bytes or file.path.stat().st_size for file in self.all_files)
+
+    @property
     def is_verified(self) -> bool:
         """Whether reading the manifest compared the contents with a known checksum."""
         return all(

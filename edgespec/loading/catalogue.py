@@ -20,40 +20,34 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from edgespec.errors import ModelFileError, ModelNotFound, shown
-from edgespec.loading.hub import REPO, endpoint
+from edgespec.loading.hub import REPO, HubFile, endpoint
 from edgespec.platform.files import shipped_models
 
 CATALOGUE_FORMAT = 1
-CONVERTED = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark
+CONVERTED = "eagle3"  # the kind of published heads that `export` converts; llama.cpp converts dspark and dflash
 # Bits per weight of whole files as llama.cpp writes them, embeddings and scales included: a guess of a size, no more.
 _BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
-_BITS["MXFP4"] = 4.6
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file of a source whose contents are known: size in bytes and checksum."""
-
-    path: str
-    bytes: int
-    sha256: str
+_BITS |= {"MXFP4": 4.6, "UD-Q4_K_XL": 4.9}
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSource:
     """Heads of `kind` for a model: their hub repository, with that of the `target` they were trained on.
 
-    `licence` as its page states it; empty: none is known.
+    `licence` as its page states it, empty: none is known; `gguf`: REPO:FILE of the same, ready to run, as
+    `pull --draft` takes it.
     """
 
     kind: str
     repo: str
     target: str
     licence: str = ""
+    gguf: str = ""
 
-    @property
-    def command(self) -> str:
-        """What converts them."""
+    def command(self, model: str) -> str:
+        """What gets them for the entry `model`, or converts them."""
+        if self.gguf:
+            return f"edgespec pull {model} --draft {self.gguf}"
         if self.kind == CONVERTED:
             return f"edgespec export {self.target} --draft {self.repo} --to gguf"
         return "llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)"
@@ -77,7 +71,7 @@ class Entry:
     repo: str
     weights: str
     quant: str
-    files: tuple[SourceFile, ...] = ()
+    files: tuple[HubFile, ...] = ()
     version: str = ""
     draft: str = ""
     draft_only: bool = False
@@ -85,6 +79,11 @@ class Entry:
     advice: str = ""
     verified: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def drafted_by(self) -> str:
+        """What is pulled with it where its own repository holds no draft: its draft, else its first head."""
+        return self.draft or next((head.gguf for head in self.heads if head.gguf), "")
 
     @property
     def known_bytes(self) -> int | None:
@@ -116,7 +115,7 @@ def _read(path: Path) -> Iterator[Entry]:
 
 def _with_tables(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of an entry with its lists of tables as dataclasses."""
-    kinds: dict[str, Any] = {"files": SourceFile, "heads": HeadSource}
+    kinds: dict[str, Any] = {"files": HubFile, "heads": HeadSource}
     made = {key: tuple(kind(**table) for table in values.get(key, ())) for key, kind in kinds.items()}
     return {**values, **made}
 

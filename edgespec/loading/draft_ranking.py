@@ -1,7 +1,7 @@
-"""Ranks the draft models for a target: those on this machine, whose vocabularies are compared, and those to pull.
+"""Ranks draft models and heads for a target: those on this machine, which are compared with it, and those to pull.
 
 The speed is a forecast: from the target's costs as they were measured when it last ran here, else guessed from its
-size, the draft's likewise, and an acceptance that is assumed.
+size, the draft's likewise, and an acceptance that is assumed. Heads count as the models that they are as large as.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.cost import CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.costs import file_curve
 from edgespec.control.length import expected_speedup
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.formats.gguf.check import require_language_model
 from edgespec.formats.gguf.header import read_header
+from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import ModelFile, read_pair
 from edgespec.loading.catalogue import Entry, entries
 from edgespec.loading.drafts import Comparison, comparing
+from edgespec.loading.engine_choice import has_fast_kernels, runs_on_kernels
 from edgespec.loading.own_models import files_of, fits
 from edgespec.loading.registry import is_known, models_folder, registered_folders, resolve
 
 ASSUMED_ACCEPTANCE = 0.7
-LENGTHS = range(1, 13)
+UNKNOWN_HEAD_SHARE = 0.05  # of the target's bytes: a layer or a few, and embeddings
 MOST_SHARE = 0.6  # of the target's bytes: a larger draft cannot gain
 _MOST_NEIGHBOURS = 20
 _CONTEXT = 256
@@ -47,10 +49,11 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A draft for the target. `vocabulary`: how it compares; `why_not`: empty for one that can be used.
+    """A draft model or head for the target. `vocabulary`: how it compares; `why_not`: empty for one that can be used.
 
-    `is_same`: both have the same vocabulary, or are of one family; another one costs acceptance that nobody can
-    foretell. `speedup`: forecast over plain decoding at `draft_length`; `fits`: whether both fit into memory.
+    `bytes`: 0 for a head to pull, whose size only the hub knows. `is_same`: both have the same vocabulary, or are of
+    one family; another one costs acceptance that nobody can foretell. `speedup`: forecast over plain decoding at
+    `draft_length`; `fits`: whether both fit into memory; `keeps_kernels`: the target stays on our kernels with it.
     """
 
     name: str
@@ -63,10 +66,21 @@ class Candidate:
     draft_length: int
     fits: bool | None
     path: Path | None = None
+    is_head: bool = False
+    keeps_kernels: bool = True
 
     @property
     def is_here(self) -> bool:
         return self.path is not None
+
+    @property
+    def why(self) -> str:
+        """What speaks for it, in words."""
+        head = "it reads the target's own states, so more of its tokens are accepted than of a small model's"
+        said = [head if self.is_head else f"its vocabulary: {self.vocabulary}"]
+        said += [f"a token costs {self.share:.0%} of the target's bytes"] if self.bytes else []
+        said += [] if self.keeps_kernels else ["llama.cpp runs the target with it"]
+        return "; ".join(said)
 
 
 def find_aim(text: str) -> Aim:
@@ -76,7 +90,7 @@ def find_aim(text: str) -> Aim:
         file = pair.files["target"]
         made = file if file.parts else files_of(file.path)
         entry = _entry_like(pair.name) or _entry_like(pair.target.name)
-        return Aim(pair.name, _bytes_of(made), made, entry, pair.draft)
+        return Aim(pair.name, made.all_bytes, made, entry, pair.draft)
     entry = entries()[text.lower()]
     if entry.draft_only:
         raise ConfigError(f"{entry.name} is only useful as a draft: give the target that it is for")
@@ -91,8 +105,13 @@ def _entry_like(name: str) -> Entry | None:
 
 def rank(aim: Aim) -> list[Candidate]:
     """The drafts for a target: usable ones of its vocabulary that fit and are here come first; then by forecast."""
-    found = [*_here(aim), *_to_pull(aim)]
-    return sorted(found, key=lambda c: (bool(c.why_not), not c.is_same, c.fits is False, not c.is_here, -c.speedup))
+    found = [*_here(aim), *_heads_to_pull(aim), *_to_pull(aim)]
+
+    def order(c: Candidate) -> tuple[object, ...]:
+        usable = bool(c.why_not), not c.is_same, c.fits is False
+        return *usable, not c.is_here, not c.keeps_kernels, not c.is_head and not c.is_here, -c.speedup
+
+    return sorted(found, key=order)
 
 
 def _here(aim: Aim) -> Iterator[Candidate]:
@@ -101,7 +120,7 @@ def _here(aim: Aim) -> Iterator[Candidate]:
         return
     with comparing(aim.file) as compare:
         for name, file in _files_here(aim.file).items():
-            if (size := _bytes_of(file)) <= MOST_SHARE * aim.bytes:
+            if (size := file.all_bytes) <= MOST_SHARE * aim.bytes:
                 found = compare(file)
                 if found.is_same or not _is_built_in(file.path):
                     yield _candidate(aim, name, size, found, file)
@@ -143,12 +162,27 @@ def _to_pull(aim: Aim) -> Iterator[Candidate]:
             yield _candidate(aim, entry.name, entry.guessed_bytes(), found, None)
 
 
-def _candidate(aim: Aim, name: str, size: int, found: Comparison, file: ModelFile | None) -> Candidate:
-    speedup, length = _forecast(aim, size, file)
+def _heads_to_pull(aim: Aim) -> Iterator[Candidate]:
+    """Heads that were published for the target."""
+    if aim.entry is None:
+        return
+    for head in aim.entry.heads:
+        why_not = "" if head.gguf else f"to be converted first: {head.command(aim.entry.name)}"
+        found = Comparison(f"{head.kind} head made for {head.target}", is_same=True, why_not=why_not)
+        yield _candidate(aim, head.gguf or head.repo, 0, found, None, is_head=True)
+
+
+def _candidate(
+    aim: Aim, name: str, size: int, found: Comparison, file: ModelFile | None, *, is_head: bool = False
+) -> Candidate:
+    is_head = is_head or (file is not None and file.is_gguf and not found.why_not and bool(head_kind_of(file.path)))
+    speedup, length = _forecast(aim, size or int(UNKNOWN_HEAD_SHARE * aim.bytes), file)
     return Candidate(
         name=name,
         bytes=size,
         share=size / aim.bytes,
+        is_head=is_head,
+        keeps_kernels=not is_head or not has_fast_kernels() or (file is not None and runs_on_kernels(file.path)),
         vocabulary=found.text,
         is_same=found.is_same,
         why_not=found.why_not,
@@ -165,8 +199,7 @@ def _forecast(aim: Aim, size: int, file: ModelFile | None) -> tuple[float, int]:
     pass_s = curve.table(_CONTEXT)
     own = _known_curve(file)
     token_s = own.at(1) if own is not None else DraftCost.guessed(size / aim.bytes).token_s * pass_s[1]
-    lengths = [length for length in LENGTHS if length < WIDEST]
-    found = [(expected_speedup(ASSUMED_ACCEPTANCE, length, pass_s, token_s), length) for length in lengths]
+    found = [(expected_speedup(ASSUMED_ACCEPTANCE, length, pass_s, token_s), length) for length in range(1, 13)]
     return max((1.0, 0), *found)
 
 
@@ -177,7 +210,3 @@ def has_run(aim: Aim) -> bool:
 
 def _known_curve(file: ModelFile | None) -> CostCurve | None:
     return None if file is None else file_curve([part.path for part in file.all_files]) or file_curve([file.path])
-
-
-def _bytes_of(file: ModelFile) -> int:
-    return sum(part.bytes or part.path.stat().st_size for part in file.all_files)

@@ -15,7 +15,7 @@ from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabula
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, EdgespecError, VocabularyMismatch
-from edgespec.formats.gguf.check import HEAD_NAMES, HeadKind, main_layers
+from edgespec.formats.gguf.check import HEAD_NAMES, main_layers
 from edgespec.formats.gguf.header import keeping_headers, read_header
 from edgespec.formats.gguf.heads import check_cache, head_kind_of, read_head
 from edgespec.formats.manifest import ModelFile
@@ -72,8 +72,8 @@ def comparing(target: ModelFile) -> Iterator[Callable[[ModelFile], Comparison]]:
 
         def compare(draft: ModelFile) -> Comparison:
             try:
-                if draft.is_gguf and (kind := head_kind_of(draft.path)):
-                    return _compare_head(target, draft, kind)
+                if draft.is_gguf and head_kind_of(draft.path):
+                    return check_head(target, draft)
                 with contextlib.ExitStack() as own:
                     theirs = _vocabulary(draft.path, own)
                     if ours is None or theirs is None:
@@ -96,8 +96,9 @@ def _compare(ours: Vocabulary, theirs: Vocabulary) -> Comparison:
     return Comparison(f"{differs}; {share:.0%} of the tokens of ordinary text can be drafted", why_not=why_not)
 
 
-def _compare_head(target: ModelFile, head: ModelFile, kind: HeadKind) -> Comparison:
-    """Raises CapabilityError for a head of another target."""
+def check_head(target: ModelFile, head: ModelFile) -> Comparison:
+    """How a head in GGUF compares, by headers alone. Raises CapabilityError for one of another target."""
+    kind = head_kind_of(head.path) or "mtp"  # which a file of that name should be: reading it says what it is
     if not target.is_gguf:
         raise CapabilityError(f"{head.path.name} is {HEAD_NAMES[kind]}, which needs a GGUF target")
     header = read_header(target.path)

@@ -36,7 +36,9 @@ def with_engines(options: LoadOptions, pair: ModelPair) -> ModelPair:
     if options.engine == "llamacpp":
         return pair
     files = {role: _with_engine(options, role, file, pair) for role, file in pair.files.items()}
-    found = replace(pair, files=MappingProxyType(files), engines=_engines(pair, files["target"]))
+    found = replace(
+        pair, files=MappingProxyType(files), engines=tuple(dict.fromkeys((*pair.engines, files["target"].engine)))
+    )
     return replace(found, heads=_heads(options, found))
 
 
@@ -48,10 +50,6 @@ def _heads(options: LoadOptions, pair: ModelPair) -> Mapping[str, ModelFile]:
     if target.engine != "onnx" or not target.is_gguf or (path := shipped_heads(target.path, target.sha256)) is None:
         return pair.heads
     return MappingProxyType({"eagle": ModelFile(path)})
-
-
-def _engines(pair: ModelPair, target: ModelFile) -> tuple[str, ...]:
-    return pair.engines if target.engine in pair.engines else (*pair.engines, target.engine)
 
 
 def _with_engine(options: LoadOptions, role: str, file: ModelFile, pair: ModelPair) -> ModelFile:
@@ -96,6 +94,8 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
     is_automatic = layers == "auto" or (layers is None and not options.reproducible and device is None)
     if has_gpu() if is_automatic else layers or device:
         return "its layers go to the GPU"
+    if is_target and options.override_tensor:
+        return "--override-tensor places its tensors"
     if is_target and options.rpc:
         return "it is on RPC servers"
     if options.provider not in ("auto", "cpu"):

@@ -73,19 +73,15 @@ class FileFacts:
             return cls("onnx", architecture, graph.weight_bytes, read_chat_template(folder) or "")
         headers = [read_header(path) for path in pair.paths("target") if path.suffix == ".gguf"]
         first = headers[0]
+        pooling = first.metadata.get(f"{first.architecture}.pooling_type")
         return cls(
             target.engine,
             first.architecture,
             sum(tensor.num_bytes for header in headers for tensor in header.tensors),
             str(first.metadata.get("tokenizer.chat_template", "")),
             _fills_gaps(first),
-            _POOLINGS.get(_number(first, f"{first.architecture}.pooling_type"), ""),
+            _POOLINGS.get(pooling, "") if isinstance(pooling, int) else "",
         )
-
-
-def _number(header: GgufHeader, key: str) -> int:
-    found = header.metadata.get(key)
-    return found if isinstance(found, int) else 0
 
 
 def _fills_gaps(header: GgufHeader) -> bool:

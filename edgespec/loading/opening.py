@@ -255,6 +255,7 @@ def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
 
 def _check_for_onnx(options: LoadOptions, use: ModelUse) -> None:
     given = {"-ngl": options.gpu_layers, "--device": options.device, "--rpc": options.rpc}
+    given["--override-tensor"] = options.override_tensor
     for flag, value in given.items():
         if value:
             raise ConfigError(f"{flag} {value} is for llama.cpp; the device of an ONNX model is set with --provider")

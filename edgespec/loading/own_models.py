@@ -7,6 +7,7 @@ stays where it is (`edgespec add`) has a manifest alone, which says under `locat
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,13 +39,12 @@ from edgespec.formats.manifest import (
 )
 from edgespec.loading.catalogue import Entry, check_name, entries
 from edgespec.loading.download import PART, keep_hash
-from edgespec.loading.elsewhere import found_elsewhere
 from edgespec.loading.hub import library
-from edgespec.loading.registry import folder_of, model_in, models_folder, name_in, registered_folders
+from edgespec.loading.registry import folder_of, found_elsewhere, model_in, models_folder, name_in, registered_folders
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
 from edgespec.platform.memory import free_memory
 
-_LOCKS, UNFINISHED = ".locks", ".unfinished"
+_LOCKS, UNFINISHED = ".locks", ".unfinished"  # the latter is in a folder whose files are still to come
 
 
 @contextlib.contextmanager
@@ -92,13 +92,6 @@ def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
     if file.parts:
         made["parts"] = [_entry(root, part) for part in file.parts]
     return made
-
-
-def begin_folder(folder: Path) -> None:
-    """Make the folder of a model whose files are still to come, if it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not is_file(folder / MANIFEST):
-        (folder / UNFINISHED).touch()
 
 
 def replace_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
@@ -163,12 +156,13 @@ def remove(name: str) -> int:
     with one_writer(name) as folder:
         if not is_folder(folder):
             raise ModelNotFound(f"{models_folder()} has no model {shown(name)} any more: another process removed it")
-        if not _is_ours(folder):
+        table = _table_of(folder)
+        if table is None:
             raise ConfigError(f"{folder} was neither pulled nor added: delete the folder by hand if it is not needed")
         if folder.is_symlink():  # what it links to is the user's own
             folder.unlink()
             return 0
-        freed = 0 if _is_elsewhere(folder) else folder_bytes(folder)
+        freed = 0 if "location" in table else folder_bytes(folder)
         with write_errors(folder, fix="close the program that uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
             try:
@@ -192,23 +186,15 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether `edgespec pull` or `edgespec add` made this folder."""
+def _table_of(folder: Path) -> Mapping[str, Any] | None:
+    """The manifest of a folder that `edgespec pull` or `add` made, empty where it is damaged or not there yet."""
     if not is_file(folder / MANIFEST):
-        return is_file(folder / UNFINISHED) or any(folder.rglob(f".*{PART}"))
+        return {} if is_file(folder / UNFINISHED) or any(folder.rglob(f".*{PART}")) else None
     try:
         table = read_table(folder / MANIFEST)
-    except ModelFileError:  # damaged: a model that cannot be used is no loss
-        return True
-    return bool(table.get("source") or table.get("location"))
-
-
-def _is_elsewhere(folder: Path) -> bool:
-    """Whether this folder is but the name of files that lie in another one."""
-    try:
-        return is_file(folder / MANIFEST) and "location" in read_table(folder / MANIFEST)
-    except ModelFileError:
-        return False
+    except ModelFileError:  # a model that cannot be used is no loss
+        return {}
+    return table if table.get("source") or table.get("location") else None
 
 
 def _absolute(path: Path) -> Path:
@@ -246,13 +232,10 @@ def files_of(path: Path) -> ModelFile:
 
 
 def _common_folder(paths: list[Path]) -> Path:
-    shared = paths[0].parent
-    while not all(path.is_relative_to(shared) for path in paths):
-        if shared == shared.parent:
-            drives = " and ".join(sorted({path.drive for path in paths}))
-            raise ConfigError(f"the files of one model are on different drives ({drives}): move them to one")
-        shared = shared.parent
-    return shared
+    drives = sorted({path.drive for path in paths})
+    if len(drives) > 1:
+        raise ConfigError(f"the files of one model are on different drives ({' and '.join(drives)}): move them to one")
+    return Path(os.path.commonpath([path.parent for path in paths]))
 
 
 _BESIDE_WEIGHTS = 1.1  # weights with caches and buffers, over the weights alone
@@ -309,8 +292,9 @@ def list_known(here: set[str]) -> Iterator[Listed]:
     """Models of the catalogue that are not `here`; the size and whether it fits are those with its draft."""
     for entry in entries().values():
         if entry.name not in here:
-            size = entry_bytes(entry)
-            yield Listed(entry.name, "to pull", size, not entry.known_bytes, fits(size), entry.draft, entry.description)
+            size, heads = entry_bytes(entry), (f"{head.kind} head" for head in entry.heads if head.gguf)
+            draft, is_guess = entry.draft or next(heads, ""), not entry.known_bytes
+            yield Listed(entry.name, "to pull", size, is_guess, fits(size), draft, entry.description)
 
 
 def drafted_from(pair: ModelPair) -> str:

@@ -7,20 +7,21 @@ pull left is used by the next one. A draft that cannot be used is left out with 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
-from edgespec.loading.catalogue import Entry, Reference, entries, parse
+from edgespec.loading.catalogue import Reference, entries, parse
 from edgespec.loading.download import OnBytes, Patience
 from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, choose, describe
-from edgespec.loading.own_models import begin_folder, fits, one_writer, own_folders, replace_manifest
+from edgespec.loading.own_models import UNFINISHED, fits, one_writer, own_folders, replace_manifest
 from edgespec.loading.registry import registered_folders
 from edgespec.platform.files import exists, expanded, is_file
 
@@ -39,30 +40,6 @@ class Part:
     @property
     def source(self) -> str:
         return f"{self.repo.repo}@{self.repo.commit}#{self.files[0].path}"
-
-    @property
-    def bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class PullPlan:
-    """What a pull fetches, before anything is fetched.
-
-    `notes`: what the user should know of the choice; `revision`: the branch or tag that was asked for, or empty.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    description: str
-    licence: str
-    notes: tuple[str, ...]
-    sampling: Mapping[str, float]
-    revision: str = ""
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
 
 
 def pull(
@@ -89,10 +66,13 @@ def pull(
         if is_file(folder / MANIFEST) and not draft:
             on_note(f"{chosen} is already on this machine; edgespec rm {chosen} removes it")
             return read_pair(folder)
-        plan = make_plan(reference, chosen, draft=draft, wants_draft=wants_draft)
-        for note in plan.notes:
-            on_note(note)
-        return _fetch_all(plan, folder, on_bytes, on_note)
+        target, beside = _parts_of(reference, "target", on_note)
+        wanted = draft or (reference.entry.drafted_by if reference.entry and wants_draft and not beside else "")
+        if wanted:
+            beside, _ = _parts_of(parse(wanted), "draft", on_note)
+        parts = [target, beside] if beside and (draft or wants_draft) else [target]
+        _fetch_all(parts, reference, folder, on_bytes, on_note)
+        return read_pair(folder)
 
 
 def _parsed(text: str) -> Reference:
@@ -110,44 +90,25 @@ def _parsed(text: str) -> Reference:
         raise ConfigError(f"{text} is already on this machine; run it with: edgespec chat {text}") from exc
 
 
-def make_plan(reference: Reference, name: str, *, draft: str = "", wants_draft: bool = True) -> PullPlan:
-    """What to fetch for a reference. Raises as `pull`."""
-    target, own_draft, notes = _parts_of(reference, "target")
+def _parts_of(reference: Reference, role: str, on_note: OnNote) -> tuple[Part, Part | None]:
+    """The model of a reference, and the draft beside it."""
     entry = reference.entry
-    parts = [target]
-    if draft:
-        parts.append(_parts_of(parse(draft), "draft")[0])
-    elif wants_draft and own_draft is not None:
-        parts.append(own_draft)
-    elif wants_draft and entry is not None and entry.draft:
-        parts.append(_parts_of(parse(entry.draft), "draft")[0])
-    licence = entry.licence if entry else target.repo.licence
-    sampling = entry.sampling if entry else {}
-    description = entry.description if entry else ""
-    return PullPlan(name, tuple(parts), description, licence, tuple(notes), sampling, reference.revision)
-
-
-def _parts_of(reference: Reference, role: str) -> tuple[Part, Part | None, list[str]]:
-    """The model of a reference, the draft beside it, and notes on the choice."""
-    entry = reference.entry
-    head = next((head for each in entries().values() for head in each.heads if head.repo == reference.repo), None)
-    if head is not None:
-        raise CapabilityError(
-            f"{head.repo} holds a head ({head.kind}), which must be converted for its target: {head.command}"
-        )
-    repo = _package_of(entry) if entry and entry.version else _described(reference.repo, reference.revision or "main")
+    for model, head in ((each, head) for each in entries().values() for head in each.heads):
+        if head.repo == reference.repo and head.repo != head.target and not head.gguf.startswith(head.repo):
+            what = "which is to be had ready for" if head.gguf else "which must be converted for"
+            raise CapabilityError(
+                f"{head.repo} holds a head ({head.kind}), {what} its target: {head.command(model.name)}"
+            )
+    if entry is not None and entry.version:  # of a package: for a network with the Python index and without the hub
+        known = {file.path: file for file in entry.files}
+        repo = HubRepo(entry.repo, entry.version, known, entry.licence, is_package=True)
+    else:
+        repo = _described(reference.repo, reference.revision or "main")
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
-    notes = []
     if choice.others and not reference.wanted and entry is None:
-        notes.append(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
+        on_note(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
     draft = None if choice.draft is None else Part("draft", repo, choice.draft.files)
-    return Part(role, repo, choice.target.files), draft, notes
-
-
-def _package_of(entry: Entry) -> HubRepo:
-    """The package that an entry comes in: for a network with the Python index and without the hub."""
-    files = {file.path: HubFile(file.path, file.bytes, file.sha256) for file in entry.files}
-    return HubRepo(entry.repo, entry.version, files, entry.licence, is_package=True)
+    return Part(role, repo, choice.target.files), draft
 
 
 def _described(repo: str, revision: str) -> HubRepo:
@@ -178,14 +139,17 @@ def _check_same(folder: Path, reference: Reference) -> None:
         )
 
 
-def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote) -> ModelPair:
-    begin_folder(folder)
-    places = {part.role: _places(part, folder) for part in plan.parts}
+def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: OnBytes, on_note: OnNote) -> None:
+    """The files of `parts`, the target first, and then the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not is_file(folder / MANIFEST):
+        (folder / UNFINISHED).touch()
+    places = {part.role: _places(part, folder) for part in parts}
     _check_names(places)
-    pairs = [(path, file) for part in plan.parts for path, file in zip(places[part.role], part.files, strict=True)]
-    download.check_disk(folder, sum(download.missing_bytes(path, file) for path, file in pairs), plan.name)
+    pairs = [(path, file) for part in parts for path, file in zip(places[part.role], part.files, strict=True)]
+    download.check_disk(folder, sum(download.missing_bytes(path, file) for path, file in pairs), folder.name)
     roles: dict[str, ModelFile] = {}
-    for part in plan.parts:
+    for part in parts:
         made = [_have(part, path, file, on_bytes) for path, file in zip(places[part.role], part.files, strict=True)]
         model = ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
         try:
@@ -193,26 +157,21 @@ def _fetch_all(plan: PullPlan, folder: Path, on_bytes: OnBytes, on_note: OnNote)
                 if not runs_on_kernels(model.path):
                     on_note(_what_it_needs(model))
             else:
-                is_too_large = fits(part.bytes) is False  # its header alone is checked then
+                is_too_large = fits(sum(file.bytes for file in part.files)) is False  # its header alone is checked then
                 check_model_files({model.path: is_too_large})
         except (ModelFileError, CapabilityError) as exc:
             if part.role == "target":
                 raise
-            on_note(f"{plan.name} is kept without its draft: {exc}")
+            on_note(f"{folder.name} is kept without its draft: {exc}")
             for path in places[part.role]:
                 path.unlink(missing_ok=True)
             continue
         roles[part.role] = model
-    source = next(part.source for part in plan.parts if part.role == "target")
-    about = {
-        "description": plan.description,
-        "licence": plan.licence,
-        "source": source,
-        "revision": plan.revision or "main",
-        "sampling": plan.sampling,
-    }
+    about: dict[str, Any] = {"source": parts[0].source, "revision": reference.revision or "main"}
+    about["licence"] = parts[0].repo.licence
+    if (entry := reference.entry) is not None:
+        about |= {"description": entry.description, "licence": entry.licence, "sampling": entry.sampling}
     replace_manifest(folder, about, roles)
-    return read_pair(folder)
 
 
 def _what_it_needs(model: ModelFile) -> str:

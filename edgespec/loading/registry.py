@@ -7,11 +7,15 @@ or the platform's data folder), in `models/` of a source checkout, and inside th
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import logging
 import os
+import re
+import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,10 +24,21 @@ from edgespec.formats.gguf.check import SPLIT_NAME
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
-from edgespec.loading.catalogue import Reference, entries, entry_called, parse, without_hub
-from edgespec.loading.elsewhere import path_elsewhere
-from edgespec.loading.hub import NO_MODEL, REPO
-from edgespec.platform.files import exists, expanded, is_file, is_folder, resolved, shipped_models, user_folder
+from edgespec.loading.catalogue import Reference, entries, parse, without_hub
+from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
+from edgespec.platform.files import (
+    TEMPORARY,
+    absolute,
+    exists,
+    expanded,
+    is_file,
+    is_folder,
+    replace_file,
+    resolved,
+    shipped_models,
+    user_folder,
+    write_errors,
+)
 
 logger = logging.getLogger("edgespec")
 _LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
@@ -38,7 +53,9 @@ def models_folder() -> Path:
     return expanded(chosen) if chosen else user_folder("data") / "models"
 
 
-def _named_folders() -> Iterator[tuple[str, Path]]:
+def registered_folders() -> dict[str, Path]:
+    """Folder of every known name; a name in an earlier place hides the same one in a later place."""
+    found: dict[str, Path] = {}
     for registry in (models_folder(), shipped_models()):
         try:
             folders = sorted(registry.iterdir()) if is_folder(registry) else []
@@ -47,14 +64,7 @@ def _named_folders() -> Iterator[tuple[str, Path]]:
             continue
         for folder in folders:
             if is_file(folder / MANIFEST):
-                yield folder.name, folder
-
-
-def registered_folders() -> dict[str, Path]:
-    """Folder of every known name; a name in an earlier place hides the same one in a later place."""
-    found: dict[str, Path] = {}
-    for name, folder in _named_folders():
-        found.setdefault(name, folder)
+                found.setdefault(folder.name, folder)
     return found
 
 
@@ -96,12 +106,10 @@ def _how_to_get(text: str) -> ModelNotFound | None:
 
 def _reference(text: str) -> Reference | None:
     """What `text` means to `edgespec pull`; None for a path or an unknown name."""
-    text = without_hub(text)
-    base = text.partition(":")[0]
-    is_repo = len(base) <= _LONGEST_REPO and REPO.fullmatch(base) is not None and not base.endswith(SUFFIXES)
-    if not is_repo and base.lower() not in entries() and entry_called(text) is None:
-        return None
-    return parse(text)
+    base = without_hub(text).partition(":")[0]
+    with contextlib.suppress(ModelNotFound):
+        return None if base.endswith(SUFFIXES) or len(base) > _LONGEST_REPO or "://" in text else parse(text)
+    return None
 
 
 def _pulled_name(text: str, folders: Mapping[str, Path]) -> str | None:
@@ -132,11 +140,11 @@ def model_in(path: Path) -> Path:
     if is_file(path / GRAPH):
         return path / GRAPH
     try:
-        names = sorted(
-            each.name for each in path.iterdir() if each.suffix in SUFFIXES and not _is_later_part(each.name)
-        )
+        names = sorted(each.name for each in path.iterdir() if each.suffix in SUFFIXES)
     except OSError as exc:
         raise ModelFileError(f"folder {shown_path(path)} cannot be read: {exc.strerror or exc}") from exc
+    split = {name: SPLIT_NAME.fullmatch(name) for name in names}
+    names = [name for name, parts in split.items() if parts is None or int(parts["number"]) == 1]
     names = [name for name in names if not NO_MODEL.search(name)] or names
     if len(names) == 1:
         return path / names[0]
@@ -159,12 +167,6 @@ def model_in(path: Path) -> Path:
     raise ModelFileError(
         f"folder {shown_path(path)} holds no {MANIFEST} and no .gguf or .onnx file: give one that does"
     )
-
-
-def _is_later_part(name: str) -> bool:
-    """Whether a file is a part of a split GGUF that is not opened itself."""
-    parts = SPLIT_NAME.fullmatch(name)
-    return parts is not None and int(parts["number"]) != 1
 
 
 def name_in(file: Path) -> str:
@@ -268,3 +270,158 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
             f"no {role} file {shown_path(given)}: {hint}give the path of a .gguf or .onnx file, or the name of a model"
         )
     return ModelFile(path)
+
+
+# GGUF models that other programs keep: Ollama, LM Studio and the cache of the Hugging Face hub. They run where they are
+# and are never changed. A repository goes by its name there, a model of Ollama's by Ollama's. Formats:
+# https://github.com/ollama/ollama/blob/main/docs/faq.mdx (folders), the manifests of OCI images, and
+# https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+OLLAMA, LM_STUDIO, HUB = "Ollama", "LM Studio", "hub's cache"
+_OWN_HOST, _OWN_NAMESPACE, _USUAL_TAG = "registry.ollama.ai", "library", "latest"
+_WEIGHTS = "application/vnd.ollama.image.model"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MOST_BYTES = 1 << 20  # of a manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A model of another program's. `path`: its file, the first one of a split model."""
+
+    name: str
+    program: str
+    path: Path
+    bytes: int
+
+
+def found_elsewhere() -> Iterator[Elsewhere]:
+    """Every model of other programs that this user may read."""
+    yield from _ollamas()
+    for repo, program, folder in _repositories():
+        for group in gguf_groups(_files_in(folder).values()):
+            if not group.is_draft:
+                name = f"{repo}:{group.quant}" if group.quant else repo
+                yield Elsewhere(name, program, folder / group.files[0].path, group.bytes)
+
+
+def path_elsewhere(text: str) -> Path | None:
+    """The file of the model that another program keeps under this name; None if there is none."""
+    tagged = text if ":" in text else f"{text}:{_USUAL_TAG}"
+    blob = next((each.path for each in _ollamas() if each.name == tagged), None)
+    if blob is not None:
+        return _linked(blob, tagged)
+    wanted_repo, _, wanted = without_hub(text).partition(":")
+    for repo, _, folder in _repositories():
+        if repo.lower() == wanted_repo.lower():
+            with contextlib.suppress(ModelNotFound, ModelFileError):  # another quantisation than the one that is here
+                target = choose(repo, _files_in(folder), wanted).target
+                if target.engine == "llamacpp":
+                    return folder / target.files[0].path
+    return None
+
+
+def _linked(blob: Path, name: str) -> Path:
+    """A link to a blob, whose name ends in .gguf and says what it is: engines tell models by their names.
+
+    Raises StateError where it cannot be made.
+    """
+    stem = re.sub(r"[^\w.-]", "-", name)
+    link = user_folder("cache") / "linked" / blob.name[-16:] / f"{stem}.gguf"
+    if not is_file(link):
+        with write_errors(link):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            new = link.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")  # other processes may link it, too
+            try:
+                new.symlink_to(absolute(blob))
+            except OSError:  # Windows keeps symbolic links for developers
+                os.link(blob, new)
+            replace_file(new, link)
+    return link
+
+
+def _ollamas() -> Iterator[Elsewhere]:
+    roots = [*_in_home(".ollama/models"), Path("/usr/share/ollama/.ollama/models")]
+    if chosen := os.environ.get("OLLAMA_MODELS"):
+        roots = [Path(chosen)]
+    for root in roots:
+        manifests = root / "manifests"
+        with contextlib.suppress(OSError):  # another user's
+            for path in sorted(manifests.rglob("*")):
+                is_named = len(path.relative_to(manifests).parts) > 2  # by host, names and tag
+                if is_named and is_file(path) and (blob := _blob_of(root, path)) is not None:
+                    host, *names, tag = path.relative_to(manifests).parts
+                    if host != _OWN_HOST:
+                        names.insert(0, host)
+                    elif names[:1] == [_OWN_NAMESPACE]:
+                        names = names[1:]
+                    yield Elsewhere(f"{'/'.join(names)}:{tag}", OLLAMA, blob, blob.stat().st_size)
+
+
+def _blob_of(root: Path, manifest: Path) -> Path | None:
+    """The weights that a manifest names, if they are a GGUF file on this machine."""
+    try:
+        if manifest.stat().st_size > _MOST_BYTES:
+            return None
+        layers = json.loads(manifest.read_bytes())["layers"]
+        (digest,) = {layer["digest"] for layer in layers if layer["mediaType"] == _WEIGHTS}
+        if not _DIGEST.fullmatch(digest):
+            return None
+        blob = root / "blobs" / digest.replace(":", "-")
+        with blob.open("rb") as file:
+            return blob if file.read(4) == b"GGUF" else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # damaged, or models of several parts
+        return None
+
+
+def _repositories() -> Iterator[tuple[str, str, Path]]:
+    """(OWNER/NAME, program, folder of its files) of each repository of the hub that a program keeps."""
+    for root in _in_home(".lmstudio/models", ".cache/lm-studio/models"):
+        for folder in _folders(root, "*/*"):
+            yield "/".join(folder.parts[-2:]), LM_STUDIO, folder
+    for folder in (each for root in _hub_caches() for each in _folders(root, "models--*--*")):
+        _, owner, name = folder.name.split("--", 2)
+        if (snapshot := _snapshot(folder)) is not None:
+            yield f"{owner}/{name}", HUB, snapshot
+
+
+def _folders(root: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(each for each in root.glob(pattern) if is_folder(each))
+    except OSError:
+        return []
+
+
+def _hub_caches() -> list[Path]:
+    """Where huggingface_hub keeps files; asking the library takes 100 ms."""
+    for name, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if chosen := os.environ.get(name):
+            return [expanded(chosen) / below]
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return [expanded(chosen) / "huggingface" / "hub"]
+    return _in_home(".cache/huggingface/hub")
+
+
+def _in_home(*names: str) -> list[Path]:
+    try:
+        return [Path.home() / name for name in names]
+    except RuntimeError:  # the user has none
+        return []
+
+
+def _snapshot(folder: Path) -> Path | None:
+    """The state of a repository's main branch, else the latest that is there."""
+    with contextlib.suppress(OSError, ValueError):
+        commit = (folder / "refs" / "main").read_text().strip()
+        if commit.isalnum() and is_folder(folder / "snapshots" / commit):
+            return folder / "snapshots" / commit
+    found = _folders(folder / "snapshots", "*")
+    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+
+
+def _files_in(folder: Path) -> dict[str, HubFile]:
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.rglob("*.gguf")):
+            if is_file(path):  # a link into the cache may lead nowhere
+                name = path.relative_to(folder).as_posix()
+                found[name] = HubFile(name, path.stat().st_size)
+    return found

@@ -5,6 +5,7 @@ Memory is planned with it before anything is loaded, so it opens no model.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,20 +16,47 @@ from edgespec.config.values import MAX_DRAFT_LENGTH, DrafterName
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
 from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
 from edgespec.loading.engine_choice import with_engines
+from edgespec.loading.hub import head_beside
 from edgespec.loading.registry import resolve
-from edgespec.platform.files import expanded
+from edgespec.platform.files import expanded, is_file
+
+logger = logging.getLogger("edgespec")
 
 
 def resolve_pair(options: LoadOptions, *, check_hashes: bool = True) -> ModelPair:
     """The pair that `options` name, with the engines that run it. Raises as `resolve` and `with_engines`."""
     found = resolve(options.model, options.draft, options.engine, options.medium, check_hashes=check_hashes)
-    return with_engines(options, found)
+    return _with_head_beside(options, found, with_engines(options, found))
+
+
+def _with_head_beside(options: LoadOptions, found: ModelPair, pair: ModelPair) -> ModelPair:
+    """`pair`, which `with_engines` made of `found`, with the head that lies beside its GGUF and is named for it.
+
+    Without one that does not fit, and in `auto` without one that would move the target from the kernels to llama.cpp.
+    """
+    target = pair.files["target"]
+    wants_head = options.drafter == "auto" or options.drafter in HEAD_FILES
+    if not (wants_head and target.is_gguf) or pair.draft or pair.heads or options.heads or options.rpc:
+        return pair
+    sizes = {path.name: path.stat().st_size for path in target.path.parent.glob("*.gguf") if is_file(path)}
+    if (name := head_beside(target.path.name, sizes)) is None:
+        return pair
+    from edgespec.loading.drafts import check_head  # imports numpy
+
+    head = ModelFile(target.path.with_name(name))
+    try:
+        check_head(target, head)
+        both = with_engines(options, replace(found, files=MappingProxyType({**found.files, "draft": head})))
+    except EdgespecError as exc:
+        logger.info("%s is left out: %s", name, exc)
+        return pair
+    return pair if options.drafter == "auto" and both.files["target"].engine != target.engine else both
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +138,8 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
 
 
 def _taken_by_auto(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ...]) -> tuple[DrafterName, ...]:
-    named = (name for name, spec in SPECS.items() if spec.roles and _is_named(spec.needs[-1], options))
+    last = {name: spec.needs[-1] for name, spec in SPECS.items() if spec.roles}
+    named = (name for name, need in last.items() if need.must_be_asked and getattr(options, need.option) is not None)
     wanted = tuple(dict.fromkeys((*own, *named)))
     return ("mtp",) if not wanted and _takes_mtp(options, pair) else wanted
 
@@ -120,13 +149,9 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
     name = options.drafter
     if name not in SPECS:
         return ()
-    if name == "mtp" and "mtp" not in own:
-        return _only_mtp(pair, can_mtp=_takes_mtp(options, pair))
-    return (name,) if name in own or SPECS[name].roles else ()
-
-
-def _only_mtp(pair: ModelPair, *, can_mtp: bool) -> tuple[DrafterName, ...]:
-    if not can_mtp:
+    if name != "mtp" or "mtp" in own:
+        return (name,) if name in own or SPECS[name].roles else ()
+    if not _takes_mtp(options, pair):
         raise CapabilityError(
             f"drafter 'mtp' needs {MTP_LAYERS.what}, in this process, and {pair.name!r} has none: give a file that was "
             f"converted with them, such as one of Qwen3.5, or use --drafter {FALLBACK}"
@@ -134,22 +159,15 @@ def _only_mtp(pair: ModelPair, *, can_mtp: bool) -> tuple[DrafterName, ...]:
     return ("mtp",)
 
 
-def _is_named(need: Need, options: LoadOptions) -> bool:
-    """Whether the options name something that `auto` does not open on its own."""
-    return need.must_be_asked and getattr(options, need.option) is not None
-
-
-def _no_exit(pair: ModelPair) -> str:
-    where = "" if pair.files["target"].engine == "onnx" else ", for a target in ONNX"
-    return f"drafter 'early-exit' needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
-
-
 def _check_files(wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
     """Raises CapabilityError for a drafter whose files the pair lacks."""
     for name in wanted:
         for need in _needs(name, pair):
             if need is EXIT and not has_exit:
-                raise CapabilityError(_no_exit(pair))
+                where = "" if pair.files["target"].engine == "onnx" else ", for a target in ONNX"
+                raise CapabilityError(
+                    f"drafter {name!r} needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
+                )
             by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
             if not (need is EXIT or by_exit or need.role in pair.files):
                 raise CapabilityError(
@@ -247,6 +265,7 @@ def target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
         cache_type_v=options.cache_type_v,
         gpu_layers=layers,
         devices=options.target_devices,
+        overrides=options.target_overrides,
         endpoints=endpoints,
         reproducible=options.reproducible if options.verify == "coupled" else False,
         speculates=verifies_drafts(options, chosen.pair),
@@ -275,8 +294,9 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
     """What all models of a run have in common."""
     # Trees need cells that sequences share. Else a row would read what all other chats hold, too: with eight chats of
     # 100 tokens and a draft a 1B model wrote .82 of what it writes plainly, while drafts of several chats in one pass
-    # gain .1 at two.
-    shares_cells = options.sequences == 1 or is_elsewhere or _drafts_trees(options)
+    # gain .1 at two. On the processor rows are too dear for trees that nobody asked for by name.
+    asked = SPECS.get(options.drafter)
+    shares_cells = options.sequences == 1 or is_elsewhere or (asked is not None and asked.cost == "rows")
     return ModelUse(
         threads=options.threads,
         max_sequences=options.sequences,
@@ -284,12 +304,3 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
         kv_offload=options.kv_offload,
         provider=options.provider,
     )
-
-
-def _drafts_trees(options: LoadOptions) -> bool:
-    """Whether there is room for branches of trees on the processor: for drafters asked for by name.
-
-    Rows are too dear there for trees that nobody asked for, and several chats would pay for the room.
-    """
-    asked = SPECS.get(options.drafter)
-    return asked is not None and asked.cost == "rows"

@@ -7,8 +7,8 @@ without paging comes before all of them. Without a budget only the draft is give
 reproducible mode the cache keeps its type: a text must not depend on whether there was room for a draft.
 
 Before that, numbers take the place of `-c auto` and `-ngl auto`: of the latter as many layers of the target as the free
-memory of the GPU holds, then the draft if it fits beside them. What is on no device runs on the CPU. Last comes the
-number of answers at once, where that is to be chosen.
+memory of the GPU holds, then the draft if it fits beside them; of a mixture the experts stay behind first. What is on
+no device runs on the CPU. Last comes the number of answers at once, where that is to be chosen.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from edgespec.drafters.spec import SPECS
 from edgespec.engines.llamacpp.library import has_gpu
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
+from edgespec.formats.gguf.check import main_layers
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.requirements import without_drafts
@@ -291,9 +292,10 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
 
     free = (room or room_on_devices)(options.target_devices)
 
-    def needed(layers: int, draft_layers: int) -> list[int]:
+    def needed(layers: int, draft_layers: int, experts_here: int | None = None) -> list[int]:
         """Bytes on devices, of the target and of each draft."""
-        plan = planned(_with(options, layers, draft_layers), pair)
+        tried = _with(options, layers, draft_layers)
+        plan = planned(tried if experts_here is None else replace(tried, cpu_moe_layers=experts_here), pair)
         return [model.footprint.device for model in plan.models]
 
     every, *drafts = needed(-1, -1)
@@ -301,7 +303,26 @@ def placed(options: LoadOptions, pair: ModelPair, room: DeviceRoom | None = None
         free, drafts = free - sum(drafts), []
     if every <= free:
         return _with(options, -1, -1 if every + sum(drafts) <= free else 0)
+    header = read_header(pair.files["target"].path)
+    if options.cpu_moe_layers is None and any("_exps." in tensor.name for tensor in header.tensors):
+        return _experts_first(options, main_layers(header), free, needed, sum(drafts))
     return _with(options, bisect_right(range(MOST_LAYERS), free, key=lambda layers: needed(layers, 0)[0]) - 1, 0)
+
+
+def _experts_first(
+    options: LoadOptions, layers: int, free: int, needed: Callable[..., list[int]], drafts: int
+) -> LoadOptions:
+    """A mixture's experts leave the GPU before anything else: they are most of its bytes, and a token reads few.
+
+    `needed`: bytes on the GPU, the target's first, for layers of target and draft, and for how many of the `layers` the
+    experts are here. A draft of `drafts` bytes goes to the GPU before experts do, as every token reads all of it.
+    """
+    for draft_layers, room in ((-1, free - drafts), (0, free)):
+        here = 1 + bisect_left(range(1, layers), True, key=lambda count: needed(-1, 0, count)[0] <= room)
+        if needed(-1, 0, here)[0] <= room:
+            return replace(_with(options, -1, draft_layers), cpu_moe_layers=here)
+    most = bisect_right(range(MOST_LAYERS), free, key=lambda count: needed(count, 0, layers)[0]) - 1
+    return replace(_with(options, most, 0), cpu_moe_layers=layers)
 
 
 def _goes_to_gpu(options: LoadOptions, pair: ModelPair) -> bool:

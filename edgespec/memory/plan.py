@@ -74,7 +74,7 @@ class Plan:
 
     `process`: Python and the libraries; `threads`: started by the load and by the first answer; `device`: of ONNX
     Runtime, None for the CPU; `other_devices`: what it may choose instead. `shares_device`: what lies on a GPU takes
-    this machine's memory.
+    this machine's memory. `heads_opening`: of `heads`, while they are opened.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Plan:
     device: str | None = None
     other_devices: tuple[str, ...] = ()
     shares_device: bool = False
+    heads_opening: int = 0
 
     @property
     def parts(self) -> list[Part]:
@@ -120,13 +121,15 @@ class Plan:
         return sum(model.footprint.read_once for model in self.models)
 
     def _openings(self) -> Iterator[tuple[int, int]]:
-        """(own, mapped) bytes while each model is opened after the ones before it, and while its tokenizer is read."""
+        """(own, mapped) bytes while each model is opened after others and its tokenizer is read, and heads at last."""
         before = self.process.own
         for model in self.models:
             need = model.footprint
             yield before + need.packed + need.loading, self.mapped_bytes + need.loading_mapped
             yield before + need.packed + need.vocabulary + need.reading, self.mapped_bytes
             before += self._own(model)
+        loaded = sum(model.footprint.packed + model.footprint.vocabulary for model in self.models)
+        yield self.process.own + loaded + self.heads_opening, self.mapped_bytes
 
     def _own(self, model: ModelNeed) -> int:
         need = model.footprint
@@ -183,17 +186,19 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         if role != "target"
     ]
     engines = {pair.files[role].engine for role in roles}
-    heads = head_paths(options, pair, is_cut=chosen.is_cut)
+    paths = head_paths(options, pair, is_cut=chosen.is_cut)
+    heads, heads_opening = heads_bytes(paths, context, options.sequences)
     return Plan(
         pair.name,
         _without_shared((target, *drafts), pair, roles),
         _table_bytes(options, context),
-        heads_bytes(heads, context, options.sequences),
+        heads,
         _process(engines),
         _threads(options, engines, len(roles)),
         _device(options),
         _other_devices() if "onnx" in engines and options.provider == "auto" else (),
         _shares_device(options, engines),
+        heads_opening,
     )
 
 

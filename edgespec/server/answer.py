@@ -1,18 +1,24 @@
-"""One answer as every protocol sends it: reasoning, text, tool calls and log probabilities, from a ticket's events."""
+"""One answer as every protocol sends it: reasoning, text, tool calls and log probabilities, from a ticket's events; and
+an exchange: a request that was read and checked, and how its answers are written in one protocol.
+"""
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from edgespec.chat.marks import control_text
 from edgespec.chat.reasoning import Reasoning
+from edgespec.chat.tool_forms import Form
 from edgespec.chat.tools import ToolCall, ToolParser
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.reports import PromptProgress, Stats, TokenEvent
 from edgespec.server.http_errors import HttpError
-from edgespec.server.scheduler import Ticket
+from edgespec.server.scheduler import Job, Ticket
+from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
 
@@ -36,13 +42,14 @@ def logprobs_of(
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Token counts of a request; the prompt counts once, however many answers it got."""
-    prompt, new = answers[0].stats.prompt_tokens, sum(answer.stats.new_tokens for answer in answers)
+    """Token counts of a request; a prompt counts once, however many answers it got."""
+    of_prompts = {id(answer.ticket.job.prompt_ids): answer.stats for answer in reversed(answers)}.values()
+    prompt, new = sum(each.prompt_tokens for each in of_prompts), sum(answer.stats.new_tokens for answer in answers)
     found = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": answers[0].stats.reused_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in of_prompts)},
     }
     details = {}
     if answers[0].splits_reasoning:
@@ -373,3 +380,90 @@ class _ShownTokens:
         if event.finish_reason == "length":
             shown += [(each, end) for each, _, end in self._held]
         return shown
+
+
+# -- exchanges
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks for, whatever its protocol. `tools`: those that the model may call, in `form`; `parallel`:
+    several at once. `reasoning`: how the answer reasons, to be split from it; None leaves the text as it is.
+    """
+
+    loaded: Loaded
+    jobs: Sequence[Job]
+    tools: Sequence[dict[str, Any]] = ()
+    form: Form | None = None
+    parallel: bool = True
+    reasoning: Reasoning | None = None
+
+
+class Exchange(ABC):
+    """`is_stream`: whether the answers are sent as they come.
+
+    `keep_loaded_s`: for how long the model is to stay loaded without a request; None: the client does not say.
+    """
+
+    media_type = "text/event-stream"
+    ping = b": ping\n\n"  # sent while there is nothing to send; a comment, which readers of events skip
+    streams_by_default = False
+    keep_loaded_s: float | None = None
+
+    def __init__(self, work: Work, *, is_stream: bool) -> None:
+        self.work, self.jobs, self.is_stream = work, work.jobs, is_stream
+        self.name, self.vocabulary = work.loaded.name, work.loaded.model.target.vocabulary
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.jobs[0].prompt_ids)
+
+    def answer(self, ticket: Ticket) -> Answer:
+        """The answer of one of the tickets of `jobs`."""
+        work = self.work
+        parser = None if work.form is None else ToolParser(work.form, work.tools)
+        return Answer(ticket, self.vocabulary, parser, parallel=work.parallel, reasoning=work.reasoning)
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any] | list[dict[str, Any]]:
+        """The body for answers that are complete."""
+
+    @abstractmethod
+    def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        """The body, part by part; it reads the answers."""
+
+    def failure(self, error: HttpError) -> bytes:
+        """The last part of a stream that failed after it began."""
+        return self.failed_early(error)
+
+    @classmethod
+    def failed_early(cls, error: HttpError) -> bytes:
+        """The only part of a stream that failed before its request was read."""
+        return sse(error.body(""))
+
+
+def sse(value: Any, event: str = "") -> bytes:
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {compact(value)}\n\n".encode()
+
+
+def compact(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which a model may write as an escape
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
+    """How much of the prompt is read, under llama.cpp's names."""
+    return {
+        "total": progress.total,
+        "cache": progress.reused,
+        "processed": progress.processed,
+        "time_ms": int(1000 * progress.seconds),
+    }

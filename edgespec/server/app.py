@@ -7,8 +7,7 @@ key; it asks for one when the server does, and sends it with its requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,47 +20,47 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from edgespec import __version__
 from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
+from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
-from edgespec.server.exchange import Exchange
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.native import NativeCompletion
 from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.responses import ResponseRequest
-from edgespec.server.service import Names, Service, Services, unknown_model
+from edgespec.server.service import Loaded, Names, Service, Services, unknown_model
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
+    Answering,
+    AtRest,
     Bodies,
     Body,
-    WakingStream,
+    asked_by,
     error_response,
+    forget_frames,
     json_response,
-    respond,
-    use_model,
     while_connected,
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
-AtRest = Callable[[Names, Mapping[str, Any]], dict[str, Any] | None]
 Schema = dict[str, Any]
 
 
 class Endpoint(NamedTuple):
     """A path that takes a body, which is a `request`. `read`: checks it and, by the `kind` of the path, answers it.
 
-    `form`: of its streams, None where it has none. `at_rest`: the body for a request that needs no model, while none is
-    loaded; None for one that does.
+    `form`: of its streams, None where it has none; `at_rest`: see `Answering`.
     """
 
     request: type[Fields]
     read: Callable[..., Any]
-    kind: Callable[[Services, Bodies, Endpoint], Handler]
+    kind: Callable[[Services, Bodies, Endpoint], Handler | ASGIApp]
     form: type[Exchange] | None = None
     at_rest: AtRest | None = None
 
@@ -76,9 +75,7 @@ def create_app(
     """
     services = Services.of(served)
     bodies = Bodies(services.limits)
-    routes = [
-        Route(path, _caught(each.kind(services, bodies, each)), methods=["POST"]) for path, each in ENDPOINTS.items()
-    ]
+    routes = [Route(path, each.kind(services, bodies, each), methods=["POST"]) for path, each in ENDPOINTS.items()]
     routes += [Route(path, _caught(_reading(services, each)), methods=["GET"]) for path, (_, each) in READABLE.items()]
     deletes = partial(pulling.respond_delete, services, bodies)
     routes.append(Route("/api/delete", _caught(deletes), methods=["DELETE"]))
@@ -107,53 +104,34 @@ def create_app(
 # -- how paths are answered
 
 
-def _generating(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    form, at_rest = endpoint.form or Exchange, endpoint.at_rest
-
-    async def handle(request: Request) -> Response:
-        async with bodies.read(request) as body:
-            service = _asked_by(services, body, request)
-            if service.is_new or (service.answers_at_once and not services.are_several):
-                return await respond(request, service, endpoint.read, body)
-            values = parse_object(body.data)
-            found = None if at_rest is None or service.answers_at_once else at_rest(service.names, values)
-            if found is not None:
-                return json_response(found)
-            # Of several models the one that answers at once may have to make way for another before the stream begins.
-            is_stream = values.get("stream", form.streams_by_default) is True
-            if not is_stream:
-                return await respond(request, service, endpoint.read, body)
-            kept = Body(bodies, 0, body.data)  # it waits for a model, which may take long: others need not wait for it
-            return WakingStream(respond(request, service, endpoint.read, kept), form)
-
-    return handle
-
-
-def _asked_by(services: Services, body: Body, request: Request) -> Service:
-    """The model that a request is for. One alone gets every request, which is read later, in a thread."""
-    if not services.are_several:
-        return services.default
-    return services.asked_by(parse_object(body.data), request.url.path)
+def _generating(services: Services, bodies: Bodies, endpoint: Endpoint) -> ASGIApp:
+    return Answering(services, bodies, endpoint.read, endpoint.form or Exchange, endpoint.at_rest)
 
 
 def _embedding(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    async def handle(request: Request) -> Response:
-        async with bodies.read(request) as body, AsyncExitStack() as use:
-            loaded = await use_model(request, _asked_by(services, body, request), use)
-            return await embeddings.respond_embeddings(request, loaded, endpoint.read, body)
-
-    return handle
+    return _of_model(services, bodies, lambda loaded, body: embeddings.embedded(loaded, endpoint.read, body))
 
 
 def _replying(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    async def handle(request: Request) -> Response:
-        async with bodies.read(request) as body, AsyncExitStack() as use:
-            loaded = await use_model(request, _asked_by(services, body, request), use)
-            work = loaded.scheduler.prepare(lambda: endpoint.read(loaded, parse_object(body.data), []))
-            async with asyncio.timeout(services.limits.timeout_s):
-                return json_response(await while_connected(request.receive, work))
+    return _of_model(
+        services,
+        bodies,
+        lambda loaded, body: loaded.scheduler.prepare(lambda: endpoint.read(loaded, parse_object(body.data), [])),
+    )
 
-    return handle
+
+def _of_model(
+    services: Services, bodies: Bodies, answer: Callable[[Loaded, Body], Awaitable[dict[str, Any]]]
+) -> Handler:
+    async def handle(request: Request) -> Response:
+        async def answered(body: Body) -> Response:
+            async with asked_by(services, body, request.url.path).using() as loaded:
+                return json_response(await answer(loaded, body))
+
+        async with bodies.read(request) as body, asyncio.timeout(services.limits.timeout_s):
+            return await while_connected(request.receive, answered(body))
+
+    return _caught(handle)
 
 
 def _telling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
@@ -161,14 +139,14 @@ def _telling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
 
     async def handle(request: Request) -> Response:
         async with bodies.read(request) as body:
-            service = _asked_by(services, body, request)
+            service = asked_by(services, body, request.url.path)
             return json_response(await asyncio.to_thread(lambda: endpoint.read(service, parse_object(body.data))))
 
-    return handle
+    return _caught(handle)
 
 
 def _pulling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    return partial(endpoint.read, services, bodies)
+    return _caught(partial(endpoint.read, services, bodies))
 
 
 async def _refuse(why: str, request: Request) -> Response:
@@ -185,16 +163,10 @@ def _caught(handler: Handler) -> Handler:
             return Response(status_code=CLIENT_LEFT)
         except Exception as exc:
             answer = error_response(exc, request.url.path)
-            _forget_frames(exc)
+            forget_frames(exc)
             return answer
 
     return handle
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what a failed request has read: its frames hold its error, and its error them."""
-    while error is not None:
-        error.__traceback__, error = None, error.__context__
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:
@@ -211,7 +183,7 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
 
 def _reading(services: Services, read: Callable[[Services, Request], Response]) -> Handler:
     async def handle(request: Request) -> Response:
-        is_on_disk = request.url.path in ("/api/tags", "/api/ps")
+        is_on_disk = request.url.path not in ("/health", "/v1/health", "/metrics")  # a model's header, the first time
         return await asyncio.to_thread(read, services, request) if is_on_disk else read(services, request)
 
     return handle

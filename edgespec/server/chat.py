@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -24,8 +25,7 @@ from edgespec.config.values import ReasoningFormat
 from edgespec.errors import EdgespecError, shown
 from edgespec.generation.inputs import require_writer
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, Piece, logprobs_of, usage
-from edgespec.server.exchange import DONE, Exchange, Work, prompt_progress, sse
+from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import (
     Biases,
@@ -47,6 +47,11 @@ from edgespec.server.structure import forced_calls, read_structure, structured_b
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_RUN_THERE = re.compile(
+    r"(web_search(_preview)?|web_fetch|code_(execution|interpreter)|file_search|image_generation|mcp|advisor"
+    r"|tool_search(_tool_\w+)?)(_2[\w-]*)?"
+)
+RUNS_NONE = "this server runs no tools itself"
 _PROBE = "Answer in one line."
 TEXT_ONLY = "this server reads text only"
 VERBOSITY: Asked = {"verbosity": ("the model decides how much it writes", ("medium",))}
@@ -162,6 +167,17 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
         for each in numbered(sampling, chat.n or 1)
     ]
     return Work(loaded, jobs, tools, form, parallel, reasoning if splits else None)
+
+
+def can_reason(loaded: Loaded) -> bool:
+    """Whether the chat template has marks of reasoning, or a switch for it."""
+    template = loaded.model.target.vocabulary.chat_template or ""
+    return reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
+
+
+def runs_there(kind: object) -> bool:
+    """Whether a kind of tool is one that OpenAI's or Anthropic's servers run themselves; it may end in a date."""
+    return isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None
 
 
 def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str, Any]:
@@ -333,9 +349,13 @@ def apply_template(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
 
 
 class OpenAiExchange(Exchange):
-    """A request to one of OpenAI's older paths. `kind`: of its answers; `begins`: their ids."""
+    """A request to one of OpenAI's older paths. `kind`: of its answers, and of their chunks; `begins`: their ids.
 
-    kind, begins = "", ""
+    `nothing`: what a choice of a chunk holds that says nothing.
+    """
+
+    kind, chunk_kind, begins = "", "", ""
+    nothing: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, work: Work, request: OpenAiRequest) -> None:
         super().__init__(work, is_stream=bool(request.stream))
@@ -351,9 +371,36 @@ class OpenAiExchange(Exchange):
     def ended(self, choices: list[dict[str, Any]], answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
         return self.body(choices, self.kind, usage=usage, timings=answers[0].timings, seed=answers[0].ticket.seed)
 
+    def chunk(
+        self,
+        index: int,
+        said: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **more: Any,
+    ) -> bytes:
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        empty: dict[str, Any] = {"usage": None} if self.includes_usage else {}
+        return sse(self.body([choice], self.chunk_kind, **empty, **more))
+
+    @abstractmethod
+    def chunks(self, index: int, answer: Answer) -> AsyncIterator[bytes]:
+        """One answer of a stream, as it comes, but for its end."""
+
+    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        for index, answer in enumerate(answers):
+            async for chunk in self.chunks(index, answer):
+                yield chunk
+            end = {"timings": answer.timings, "seed": answer.ticket.seed}
+            yield self.chunk(index, self.nothing, None, answer.finish_reason, **end)
+        if self.includes_usage:
+            yield sse(self.body([], self.chunk_kind, usage=usage(answers)))
+        yield DONE
+
 
 class ChatExchange(OpenAiExchange):
-    kind, begins = "chat.completion", "chatcmpl"
+    kind, chunk_kind, begins = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    nothing: ClassVar[dict[str, Any]] = {"delta": {}}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
@@ -372,49 +419,32 @@ class ChatExchange(OpenAiExchange):
             )
         return self.ended(choices, answers, usage(answers))
 
-    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
-        for index, answer in enumerate(answers):
-            begins, num_calls = {"role": "assistant", "content": ""}, 0
-            async for piece in answer.pieces():
-                if begins:
-                    yield self._chunk(index, begins)
-                    begins = {}
-                if piece.progress is not None:
-                    yield self._chunk(index, {}, prompt_progress=prompt_progress(piece.progress))
-                if piece.reasoning or piece.reasoning_tokens:
-                    told = self._told(answer, piece.reasoning_shares)
-                    logprobs = self._logprobs([], piece.reasoning_tokens)
-                    yield self._chunk(index, {"reasoning_content": piece.reasoning}, logprobs, **told)
-                if piece.text or piece.tokens:
-                    told = self._told(answer, piece.shares)
-                    yield self._chunk(index, {"content": piece.text}, self._logprobs(piece.tokens), **told)
-                for delta in _call_deltas(piece, num_calls):
-                    yield self._chunk(index, delta)
-                num_calls += len(piece.calls)
+    async def chunks(self, index: int, answer: Answer) -> AsyncIterator[bytes]:
+        begins, num_calls = {"role": "assistant", "content": ""}, 0
+        async for piece in answer.pieces():
             if begins:
-                yield self._chunk(index, begins)
-            yield self._chunk(index, {}, None, answer.finish_reason, timings=answer.timings, seed=answer.ticket.seed)
-        if self.includes_usage:
-            yield sse(self.body([], "chat.completion.chunk", usage=usage(answers)))
-        yield DONE
+                yield self.chunk(index, {"delta": begins})
+                begins = {}
+            if piece.progress is not None:
+                yield self.chunk(index, self.nothing, prompt_progress=prompt_progress(piece.progress))
+            if piece.reasoning or piece.reasoning_tokens:
+                told = self._told(answer, piece.reasoning_shares)
+                logprobs = self._logprobs([], piece.reasoning_tokens)
+                yield self.chunk(index, {"delta": {"reasoning_content": piece.reasoning}}, logprobs, **told)
+            if piece.text or piece.tokens:
+                told = self._told(answer, piece.shares)
+                yield self.chunk(index, {"delta": {"content": piece.text}}, self._logprobs(piece.tokens), **told)
+            for delta in _call_deltas(piece, num_calls):
+                yield self.chunk(index, {"delta": delta})
+            num_calls += len(piece.calls)
+        if begins:
+            yield self.chunk(index, {"delta": begins})
 
     def _told(self, answer: Answer, shares: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
         """With `timings_per_token`: the timings so far, and each token's text with the drafter that proposed it."""
         if not self.per_token:
             return {}
         return {"timings": answer.timings, "tokens": [{"text": text, "drafter": drafter} for text, drafter in shares]}
-
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-        **more: Any,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        empty: dict[str, Any] = {"usage": None} if self.includes_usage else {}
-        return sse(self.body([choice], "chat.completion.chunk", **empty, **more))
 
     def _logprobs(
         self, tokens: Sequence[TokenEvent], reasoning_tokens: Sequence[TokenEvent] = ()

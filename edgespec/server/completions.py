@@ -10,13 +10,12 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, token_logprob, usage
+from edgespec.server.answer import Answer, Work, prompt_progress, token_logprob, usage
 from edgespec.server.chat import OpenAiExchange
-from edgespec.server.exchange import DONE, Work, prompt_progress, sse
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     MOST_CHOICES,
@@ -59,7 +58,10 @@ def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
     count, limit = request.n or 1, request.token_limit
     if request.best_of is not None and request.best_of != count:
         raise unsupported("best_of", "use n")
-    prompts = _read_filling(loaded, request) if request.suffix else _read_prompts(loaded, request.prompt)
+    if request.suffix:
+        prompts = _read_filling(loaded, request)
+    else:
+        prompts = [each.token_ids for each in read_prompts(loaded, request.prompt)]
     sampling = sampling_of(request, loaded, request.logit_bias)
     options = options_of(request, loaded, limit, request.logprobs)
     options = read_structure(request, loaded, options, request.response_format)
@@ -76,58 +78,63 @@ def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
 # -- prompts
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as `token_ids` and, if it was one, as `text`. `is_cut`: not all of it fits the context."""
+
+    token_ids: list[int]
+    text: str = ""
+    is_cut: bool = False
+
+
 def _read_filling(loaded: Loaded, request: Completion) -> list[list[int]]:
     """The prompts to fill the gap between each text and the suffix."""
     tokens, vocabulary = require_fim(loaded, "suffix"), loaded.model.target.vocabulary
     suffix_ids = vocabulary.encode(request.suffix or "")
     prefixes: list[list[int]] = [[]]
     if request.prompt != "":  # which is a gap at the beginning
-        prefixes = _read_prompts(loaded, request.prompt, vocabulary.encode)
+        prefixes = [each.token_ids for each in read_prompts(loaded, request.prompt, vocabulary.encode)]
     return [fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids) for prefix_ids in prefixes]
 
 
-def _read_prompts(loaded: Loaded, prompt: Any, encode: Callable[[str], list[int]] | None = None) -> list[list[int]]:
-    """A text, token ids, or a list of either, as token ids. `encode`: for the texts; None: as a whole prompt."""
-    require_room(loaded, prompt)
-    if isinstance(prompt, str) or (prompt and all(_is_id(each) for each in prompt)):
-        prompt = [prompt]
-    if not prompt:
-        raise wrong("prompt", "must be a text, a list of token ids, or a list of either", prompt)
-    check_count(prompt)
-    encoded = []
-    for each in prompt:
-        if isinstance(each, str) and each:
-            encoded.append((encode or partial(raw_ids, loaded))(each))
-        elif isinstance(each, list) and each and all(_is_id(token_id) for token_id in each):
-            encoded.append(list(each))
-        else:
-            raise wrong("prompt", "must hold texts that are not empty, or lists of token ids", each)
-    return encoded
+def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None = None) -> list[Prompt]:
+    """One prompt, a text or a list of token ids and texts, or each of a list of them.
 
-
-def raw_ids(loaded: Loaded, text: str) -> list[int]:
-    """A whole prompt. One that spells the begin-of-text token out does not get a second one."""
-    vocabulary = loaded.model.target.vocabulary
-    loaded.model.require_room(len(text), "characters")
-    ids = loaded.model.encode(text, parse_special=True)
-    return ids[1:] if vocabulary.adds_bos and ids[:2] == [vocabulary.bos_id] * 2 else ids
-
-
-def require_room(loaded: Loaded, prompt: Any) -> None:
-    """Raise PromptError for a list that is longer than the context, before anything looks at what it holds."""
-    for each in (prompt, *prompt[:MOST_CHOICES]) if isinstance(prompt, list) else ():
-        if isinstance(each, list):
+    `encode`: for texts; None: control tokens that they spell out are read. Raises HttpError and PromptError.
+    """
+    for each in (given, *given[:MOST_CHOICES]) if isinstance(given, list) else ():
+        if isinstance(each, list):  # before anything looks at what it holds
             loaded.model.require_room(len(each), "tokens")
-
-
-def check_count(prompts: Sequence[Any]) -> None:
-    """Raise HttpError for more prompts than one request may have answers."""
+    has_several = isinstance(given, list) and given and not any(isinstance(part, int) for part in given)
+    prompts: Sequence[Any] = given if has_several else [given]
     if len(prompts) > MOST_CHOICES:
         raise bad_request(f"prompt holds {len(prompts)} prompts; at most {MOST_CHOICES} are allowed", "prompt")
+    return [_read_prompt(loaded, prompt, encode) for prompt in prompts]
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _read_prompt(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None) -> Prompt:
+    parts: list[Any] = given if isinstance(given, list) else [given]
+    if any(isinstance(part, bool) or not isinstance(part, str | int) for part in parts):
+        rule = "must be one prompt or a list of them; each is a text, or a list of token ids and texts"
+        raise wrong("prompt", rule, given)
+    if not any(part != "" for part in parts):
+        raise wrong("prompt", "must not be empty", given)
+    found: list[int] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, int):
+            found.append(part)
+        else:
+            found += encode(part) if encode is not None else raw_ids(loaded, part, begins=index == 0)
+    return Prompt(found, given if isinstance(given, str) else "")
+
+
+def raw_ids(loaded: Loaded, text: str, *, begins: bool) -> list[int]:
+    """A whole prompt or, unless it `begins` one, a part. It has one begin-of-text token, also if it spells that out."""
+    vocabulary = loaded.model.target.vocabulary
+    loaded.model.require_room(len(text), "characters")
+    ids = loaded.model.encode(text, parse_special=True)  # which puts a begin in front of every text
+    is_twice = ids[:2] == [vocabulary.bos_id] * 2 if begins else ids[:1] == [vocabulary.bos_id]
+    return ids[1:] if vocabulary.adds_bos and is_twice else ids
 
 
 def require_fim(loaded: Loaded, where: str) -> FimTokens:
@@ -170,33 +177,24 @@ def fill_prompt(
 
 
 class CompletionExchange(OpenAiExchange):
-    kind, begins = "text_completion", "cmpl"
+    kind, chunk_kind, begins = "text_completion", "text_completion", "cmpl"
+    nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [
-            _choice(index, answer.text, self._logprobs(answer.tokens, _Offsets()), answer.finish_reason)
-            for index, answer in enumerate(answers)
-        ]
-        return self.ended(choices, answers, self._usage(answers))
-
-    async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
+        choices = []
         for index, answer in enumerate(answers):
-            offsets = _Offsets()
-            async for piece in answer.pieces():
-                logprobs = self._logprobs(piece.tokens, offsets)
-                told: dict[str, Any] = {"timings": answer.timings} if self.per_token else {}
-                if piece.progress is not None:
-                    told = {"prompt_progress": prompt_progress(piece.progress)}
-                yield self._chunk(_choice(index, piece.text, logprobs, None), **told)
-            end = _choice(index, "", None, answer.finish_reason)
-            yield self._chunk(end, timings=answer.timings, seed=answer.ticket.seed)
-        if self.includes_usage:
-            yield sse(self.body([], self.kind, usage=self._usage(answers)))
-        yield DONE
+            logprobs = self._logprobs(answer.tokens, _Offsets())
+            choice = {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+            choices.append(choice)
+        return self.ended(choices, answers, usage(answers))
 
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        empty: dict[str, Any] = {"usage": None} if self.includes_usage else {}
-        return sse(self.body([choice], self.kind, **empty, **more))
+    async def chunks(self, index: int, answer: Answer) -> AsyncIterator[bytes]:
+        offsets = _Offsets()
+        async for piece in answer.pieces():
+            told: dict[str, Any] = {"timings": answer.timings} if self.per_token else {}
+            if piece.progress is not None:
+                told = {"prompt_progress": prompt_progress(piece.progress)}
+            yield self.chunk(index, {"text": piece.text}, self._logprobs(piece.tokens, offsets), **told)
 
     def _logprobs(self, tokens: Sequence[TokenEvent], offsets: _Offsets) -> dict[str, Any] | None:
         """OpenAI's older shape: lists that run in step. `offsets`: those of the answer, `tokens` come next in it."""
@@ -210,20 +208,6 @@ class CompletionExchange(OpenAiExchange):
             "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
             "text_offset": [offsets.push(bytes(each["bytes"])) for each in own],
         }
-
-    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The counts of all prompts; a prompt with several answers counts once."""
-        step = len(answers) // len({id(job.prompt_ids) for job in self.jobs})
-        parts = [usage(answers[begin : begin + step]) for begin in range(0, len(answers), step)]
-        total = {
-            key: sum(part[key] for part in parts) for key in ("prompt_tokens", "completion_tokens", "total_tokens")
-        }
-        cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
-
-
-def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 class _Offsets:

@@ -12,8 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
-from starlette.requests import Request
-from starlette.responses import Response
 
 from edgespec.errors import CapabilityError
 from edgespec.generation.embedding import Text, normalised
@@ -22,7 +20,7 @@ from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import require_model
 from edgespec.server.requests import Fields, parse_object, read, wrong
 from edgespec.server.service import Loaded
-from edgespec.server.web import Body, json_response, while_connected
+from edgespec.server.web import Body
 from edgespec.types import TokenIds
 
 MOST_TEXTS = 2048  # OpenAI's limit
@@ -37,7 +35,7 @@ class EmbeddingRequest:
     """
 
     texts: list[TokenIds]
-    answer: Callable[[Vectors, float], Any]
+    answer: Callable[[Vectors, float], dict[str, Any]]
     dimensions: int | None = None
 
 
@@ -67,22 +65,17 @@ class OllamaEmbedding(Fields):
     dimensions: Dimensions | None = None
 
 
-async def respond_embeddings(request: Request, loaded: Loaded, read_request: Read, body: Body) -> Response:
-    """Answer a request with the `body`. Raises HttpError, EdgespecError, and ClientDisconnect if the client leaves."""
+async def embedded(loaded: Loaded, read_request: Read, body: Body) -> dict[str, Any]:
+    """The answer to a request with the `body`. Raises HttpError and EdgespecError."""
     begun_s = monotonic()
-    preparing = loaded.scheduler.prepare(lambda: _checked(loaded, read_request, body.data))
-    async with asyncio.timeout(loaded.limits.timeout_s):
-        asked = await while_connected(request.receive, preparing)
+    asked = await loaded.scheduler.prepare(lambda: _checked(loaded, read_request, body.data))
     body.close()
-    vectors = np.zeros((0, 0), np.float32)
-    if asked.texts:
-        async with asyncio.timeout(loaded.limits.timeout_s):
-            vectors = await while_connected(request.receive, loaded.scheduler.embeddings.embed(asked.texts))
+    vectors = await loaded.scheduler.embeddings.embed(asked.texts) if asked.texts else np.zeros((0, 0), np.float32)
     if asked.dimensions is not None and asked.texts:
         if asked.dimensions > vectors.shape[1]:
             raise bad_request(f"dimensions must be at most {vectors.shape[1]}, the size of an embedding", "dimensions")
         vectors = normalised(vectors[:, : asked.dimensions])
-    return json_response(await asyncio.to_thread(asked.answer, vectors, monotonic() - begun_s))
+    return await asyncio.to_thread(asked.answer, vectors, monotonic() - begun_s)
 
 
 def _checked(loaded: Loaded, read_request: Read, body: bytes) -> EmbeddingRequest:

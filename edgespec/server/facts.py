@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from edgespec import __version__
-from edgespec.config.options import LoadOptions, Sampling
-from edgespec.config.values import POOLINGS
-from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.header import keeping_headers
-from edgespec.formats.manifest import ModelPair
-from edgespec.loading.model_facts import FileFacts, ModelFacts, model_facts, size_label
-from edgespec.memory.fit import chosen_context
-from edgespec.memory.plan import Room, planned
+from edgespec.loading.model_facts import size_label
 from edgespec.server.http_errors import bad_request
 from edgespec.server.options import require_model
 from edgespec.server.requests import Fields, read, wrong
-from edgespec.server.service import Described, Loaded, Names, Service, Services, without_tag
+from edgespec.server.service import Known, Loaded, Names, Service, Services, without_tag
 from edgespec.vocabulary import Vocabulary
 
 MOST_TOKENS, MOST_PIECES = 1 << 20, 1 << 17  # of a list: writing a longer one holds up everybody
@@ -39,13 +31,12 @@ def model_object(service: Service, name: str, *, with_status: bool = False) -> d
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
     made = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
     found |= {"type": "model", "display_name": name, "created_at": made}  # Anthropic's names
-    loaded, unloaded = service.loaded, service.unloaded
     if with_status:
-        status = "loaded" if loaded is not None else "loading" if service.is_loading else "unloaded"
+        status = "loaded" if service.loaded is not None else "loading" if service.is_loading else "unloaded"
         found["status"] = {"value": status}
-    if loaded is not None:
-        return found | {"meta": {"n_ctx": loaded.model.context_length}}
-    return found if unloaded is None else found | {"meta": {"n_ctx": unloaded.context_length}}
+    if service.is_new:
+        return found
+    return found | {"meta": {"n_ctx": service.known.context_length}}
 
 
 def health(services: Services) -> tuple[dict[str, Any], int]:
@@ -60,51 +51,19 @@ def health(services: Services) -> tuple[dict[str, Any], int]:
     return {"status": "ok", "running": running, "waiting": waiting, "preparing": preparing}, 200
 
 
-def described(loaded: Loaded) -> Described:
-    """What is told of a model while it is unloaded. It takes no memory then."""
-    return Described(
-        loaded.model.context_length,
-        _properties(loaded) | {"is_sleeping": True, "memory": None},
-        shown(Known.of(loaded)),
-        entry(Known.of(loaded)),
-    )
-
-
 def properties(service: Service) -> dict[str, Any]:
     """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
-    loaded, unloaded = service.loaded, service.unloaded
-    return unloaded.properties if loaded is None and unloaded is not None else _properties(loaded or service.require())
-
-
-def shared_properties(
-    name: str, template: str, context_length: int, sampling: Sampling, max_tokens: int | None
-) -> dict[str, Any]:
-    """The part of `/props` that needs no model."""
-    shown = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+    loaded, known = service.loaded, service.known
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+    params = {name: getattr(known.sampling, name) for name in names} | {"max_tokens": known.max_tokens}
     return {
-        "model_alias": name,
+        "model_alias": known.name,
         "build_info": f"edgespec {__version__}",
-        "is_sleeping": False,
-        "total_slots": 0,
-        "chat_template": template,
-        "default_generation_settings": {
-            "n_ctx": context_length,
-            "params": {name: getattr(sampling, name) for name in shown} | {"max_tokens": max_tokens},
-        },
-    }
-
-
-def _properties(loaded: Loaded) -> dict[str, Any]:
-    model, template = loaded.model, loaded.model.target.vocabulary.chat_template or ""
-    known = shared_properties(loaded.name, template, model.context_length, loaded.sampling, loaded.options.max_tokens)
-    return known | {
-        "total_slots": model.target.facts.max_sequences,
-        "engine": model.target.facts.name,
-        "device": model.target.facts.device,
-        "drafter": model.drafter_name,
-        "verify": model.options.verify,
-        "reproducible": model.reproducible,
-        "memory": _memory(loaded),
+        "is_sleeping": loaded is None,
+        "chat_template": known.files.chat_template,
+        "default_generation_settings": {"n_ctx": known.context_length, "params": params},
+        **known.settings,
+        "memory": None if loaded is None else _memory(loaded),
     }
 
 
@@ -203,24 +162,6 @@ PROTOCOL_VERSION = "0.12.11"  # of Ollama, whose requests are understood; VS Cod
 _NEVER = "9999-12-31T23:59:59Z"
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A model as the lists and `/api/show` know it, loaded or not. `embeds`: whether it gives embeddings."""
-
-    name: str
-    files: FileFacts
-    facts: ModelFacts
-    context_length: int
-    embeds: bool
-
-    @classmethod
-    def of(cls, loaded: Loaded) -> Self:
-        """Of a loaded model; reads its header the first time."""
-        model = loaded.model
-        files = FileFacts.of(model.target)
-        return cls(loaded.name, files, model_facts(model.pair, files), model.context_length, _embeds(loaded))
-
-
 def served_name(names: Names, name: Any) -> str | None:
     """The model's name without the tag that Ollama adds, where one is served under it. Raises HttpError for no text."""
     if name is not None and not isinstance(name, str):
@@ -238,10 +179,9 @@ def listed(services: Services) -> dict[str, Any]:
 
 
 def _listed(service: Service) -> dict[str, Any] | None:
-    loaded, unloaded = service.loaded, service.unloaded
-    found = entry(Known.of(loaded)) if loaded is not None else None if unloaded is None else unloaded.entry
-    written = _written(datetime.fromtimestamp(service.created, UTC))
-    return None if found is None else found | {"modified_at": written}
+    if service.is_new:
+        return None
+    return entry(service.known) | {"modified_at": _written(datetime.fromtimestamp(service.created, UTC))}
 
 
 def running(services: Services) -> dict[str, Any]:
@@ -302,12 +242,12 @@ class ShowRequest(Fields):
 
 def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of the model (Ollama)."""
-    loaded, unloaded, request = service.loaded, service.unloaded, read(ShowRequest, values, [])
+    request = read(ShowRequest, values, [])
     if request.model is not None and request.name is not None and request.model != request.name:
         raise bad_request("model and name are the same setting: give one", "name")
     name = request.name if request.model is None else request.model
     require_model(service.names, served_name(service.names, name), [])
-    return unloaded.shown if loaded is None and unloaded is not None else shown(Known.of(loaded or service.require()))
+    return shown(service.known)
 
 
 def shown(known: Known) -> dict[str, Any]:
@@ -327,38 +267,3 @@ def shown(known: Known) -> dict[str, Any]:
             *known.files.capabilities,
         ],
     }
-
-
-def _embeds(loaded: Loaded) -> bool:
-    try:
-        loaded.model.embedder.pooling()
-    except CapabilityError:
-        return False
-    return True
-
-
-def at_rest(
-    name: str, options: LoadOptions, pair: ModelPair, sampling: Sampling, max_tokens: int | None, template: str | None
-) -> Described:
-    """What is told of `pair` under `options`; `template` replaces its chat template.
-
-    Raises what a load would raise of what its files lack.
-    """
-    with keeping_headers():
-        context_length = planned(chosen_context(options, pair, Room.now(options.memory)), pair).context_length
-        found = FileFacts.read(pair)
-        found = found if template is None else replace(found, chat_template=template)
-        embeds = found.engine == "llamacpp" and (bool(options.pooling) or found.pooling in POOLINGS)
-    known = Known(name, found, model_facts(pair, found), context_length, embeds)
-    more = {
-        "is_sleeping": True,
-        "total_slots": 0,
-        "engine": found.engine,
-        "device": None,
-        "drafter": options.drafter,
-        "verify": options.verify,
-        "reproducible": options.reproducible,
-        "memory": None,
-    }
-    properties = shared_properties(name, known.files.chat_template, context_length, sampling, max_tokens) | more
-    return Described(context_length, properties, shown(known), entry(known))

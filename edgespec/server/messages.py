@@ -6,17 +6,14 @@ cannot change the text are accepted.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from edgespec.chat.marks import reasoning_marks
-from edgespec.server.answer import Answer, Event, Part, events
-from edgespec.server.chat import TEXT_ONLY, Chat, check_question, prepare
-from edgespec.server.exchange import Exchange, Work, sse
+from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
+from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, check_question, prepare, runs_there
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     JsonSchema,
@@ -38,8 +35,6 @@ _SENT_AS = {
     "response_format.json_schema": "output_config.format",
 }
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
-_RUN_THERE = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|advisor)_\d{8}")
-_RUNS_NONE = "this server runs no tools itself"
 
 
 class ToolChoice(Fields):
@@ -72,9 +67,9 @@ class CountRequest(Fields, kw_only=True):
     )
     noted: ClassVar[Asked] = {
         "context_management": ("the conversation is read as it is, nothing is cleared", ()),
-        "container": (_RUNS_NONE, ()),
+        "container": (RUNS_NONE, ()),
     }
-    refused: ClassVar[Asked] = {"mcp_servers": (_RUNS_NONE, ([],))}
+    refused: ClassVar[Asked] = {"mcp_servers": (RUNS_NONE, ([],))}
     messages: Annotated[list[Any], Meta(max_length=4096)]
     model: str | None = None
     system: Any = None
@@ -140,10 +135,10 @@ def _as_chat(loaded: Loaded, request: CountRequest, notes: list[str]) -> Chat:
 def _effort(loaded: Loaded, thinking: Thinking | None, notes: list[str]) -> str | None:
     if thinking is None or thinking.type in (None, "disabled"):
         return None if thinking is None else "none"
-    if reasoning_marks(loaded.model.target.vocabulary.chat_template) is None:
-        notes.append("thinking: this model answers without reasoning")
-        return None
-    return "medium"
+    if can_reason(loaded):
+        return "medium"
+    notes.append("thinking: this model answers without reasoning")
+    return None
 
 
 def _read_conversation(request: CountRequest) -> list[dict[str, Any]]:
@@ -210,8 +205,8 @@ def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str,
     found = []
     for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None:
-            notes.append(f"tools: {kind} is left out: {_RUNS_NONE}")
+        if runs_there(kind):
+            notes.append(f"tools: {kind} is left out: {RUNS_NONE}")
             continue
         if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):
             raise bad_request(f"tools.{index} must have name and input_schema", f"tools.{index}")

@@ -50,34 +50,61 @@ class Histogram:
 
 
 Rows = Iterable[tuple[str, float]]
+_OF_STATS = (
+    *("drafted_tokens", "accepted_tokens", "prompt_tokens", "reused_tokens", "new_tokens", "target_passes"),
+    *("prefill_s", "decode_s"),
+)
+
+
+def _shown(name: str, help: str, label: str = "") -> dict[str, str]:
+    """How /metrics shows a field. `label`: of one that counts by key."""
+    return {"name": name, "help": help, "label": label}
 
 
 @dataclass(slots=True)
 class Metrics:
-    """`answered`: requests by (route, status). `drafted_at`, `accepted_at`: draft tokens by position in the draft;
-    `drafted_by`, `accepted_by`: by the name of the drafter. `duration_s`: from a request to its end.
-    """
+    """`answered`: requests by (route, status); drafted and accepted tokens by drafter, and by position in the draft."""
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
-    finished: Counter[str] = field(default_factory=Counter)
-    accepted_at: Counter[int] = field(default_factory=Counter)
-    drafted_at: Counter[int] = field(default_factory=Counter)
-    drafted_by: Counter[str] = field(default_factory=Counter)
-    accepted_by: Counter[str] = field(default_factory=Counter)
+    refused: int = field(
+        default=0, metadata=_shown("queue_refusals_total", "Requests refused because the queue was full")
+    )
+    finished: Counter[str] = field(
+        default_factory=Counter,
+        metadata=_shown("generations_total", "Generations that have ended, by finish reason", "reason"),
+    )
+    prompt_tokens: int = field(default=0, metadata=_shown("prompt_tokens_total", "Prompt tokens, cached ones included"))
+    reused_tokens: int = field(
+        default=0, metadata=_shown("prompt_tokens_cached_total", "Prompt tokens found in the cache")
+    )
+    new_tokens: int = field(default=0, metadata=_shown("tokens_total", "Generated tokens"))
+    target_passes: int = field(default=0, metadata=_shown("target_passes_total", "Passes of the target"))
+    prefill_s: float = field(default=0, metadata=_shown("prefill_seconds_total", "Time spent on prompts"))
+    decode_s: float = field(default=0, metadata=_shown("decode_seconds_total", "Time spent on answers"))
+    first_token_s: float = field(
+        default=0, metadata=_shown("time_to_first_token_seconds_total", "Time from request to first token")
+    )
+    first_tokens: int = field(default=0, metadata=_shown("first_tokens_total", "Answers that have begun"))
+    drafts: int = field(default=0, metadata=_shown("draft_rounds_total", "Rounds that verified a draft"))
+    drafted_tokens: int = field(default=0, metadata=_shown("draft_tokens_total", "Drafted tokens"))
+    accepted_tokens: int = field(default=0, metadata=_shown("draft_tokens_accepted_total", "Accepted draft tokens"))
+    drafted_by: Counter[str] = field(
+        default_factory=Counter, metadata=_shown("drafter_tokens_total", "Drafted tokens by drafter", "drafter")
+    )
+    accepted_by: Counter[str] = field(
+        default_factory=Counter,
+        metadata=_shown("drafter_tokens_accepted_total", "Accepted draft tokens by drafter", "drafter"),
+    )
+    drafted_at: Counter[int] = field(
+        default_factory=Counter,
+        metadata=_shown("draft_tokens_per_position_total", "Drafts that reach a position", "position"),
+    )
+    accepted_at: Counter[int] = field(
+        default_factory=Counter,
+        metadata=_shown("draft_tokens_accepted_per_position_total", "Accepted draft tokens by position", "position"),
+    )
     to_first_token_s: Histogram = field(default_factory=Histogram)
-    duration_s: Histogram = field(default_factory=Histogram)
-    refused: int = 0
-    drafts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    new_tokens: int = 0
-    target_passes: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    first_token_s: float = 0.0
-    first_tokens: int = 0
+    duration_s: Histogram = field(default_factory=Histogram)  # from a request to its end
 
     @classmethod
     def sum_of(cls, several: Iterable[Metrics]) -> Self:
@@ -110,58 +137,24 @@ class Metrics:
     def add(self, stats: Stats, *, has_failed: bool, duration_s: float) -> None:
         self.duration_s.add(duration_s)
         self.finished["error" if has_failed else stats.finish_reason or "cancelled"] += 1
-        self.drafted_tokens += stats.drafted_tokens
-        self.accepted_tokens += stats.accepted_tokens
-        self.prompt_tokens += stats.prompt_tokens
-        self.reused_tokens += stats.reused_tokens
-        self.new_tokens += stats.new_tokens
-        self.target_passes += stats.target_passes
-        self.prefill_s += stats.prefill_s
-        self.decode_s += max(stats.decode_s, 0.0)
+        for name in _OF_STATS:
+            setattr(self, name, getattr(self, name) + max(getattr(stats, name), 0))
 
     def text(self, gauges: Mapping[str, tuple[str, Rows]]) -> str:
         """All counters as Prometheus reads them, after `gauges`: (help, rows of labels and value) by name."""
         lines = [line for name, (help, rows) in gauges.items() for line in _metric(name, "gauge", help, rows)]
         answered = [(f'{{path="{path}",status="{status}"}}', n) for (path, status), n in sorted(self.answered.items())]
         lines += _metric("http_requests_total", "counter", "Requests by path and status", answered)
-        for name, (help, counter, label) in _COUNTERS.items():
-            value = getattr(self, counter)
-            rows = [(f'{{{label}="{key}"}}', n) for key, n in sorted(value.items())] if label else [("", value)]
-            lines += _metric(name, "counter", help, rows)
+        for each in fields(self):
+            if about := each.metadata:
+                value, label = getattr(self, each.name), about["label"]
+                rows = [(f'{{{label}="{key}"}}', n) for key, n in sorted(value.items())] if label else [("", value)]
+                lines += _metric(about["name"], "counter", about["help"], rows)
         lines += self.to_first_token_s.lines("edgespec_time_to_first_token_seconds", "Time from request to first token")
         lines += self.duration_s.lines(
             "edgespec_request_duration_seconds", "Time from request to the end of its answer"
         )
         return "\n".join(lines) + "\n"
-
-
-_COUNTERS = {  # help, the field, and the label of a field that counts by key
-    "queue_refusals_total": ("Requests refused because the queue was full", "refused", ""),
-    "generations_total": ("Generations that have ended, by finish reason", "finished", "reason"),
-    "prompt_tokens_total": ("Prompt tokens, cached ones included", "prompt_tokens", ""),
-    "prompt_tokens_cached_total": ("Prompt tokens found in the cache", "reused_tokens", ""),
-    "tokens_total": ("Generated tokens", "new_tokens", ""),
-    "target_passes_total": ("Passes of the target", "target_passes", ""),
-    "prefill_seconds_total": ("Time spent on prompts", "prefill_s", ""),
-    "decode_seconds_total": ("Time spent on answers", "decode_s", ""),
-    "time_to_first_token_seconds_total": ("Time from request to first token", "first_token_s", ""),
-    "first_tokens_total": ("Answers that have begun", "first_tokens", ""),
-    "draft_rounds_total": ("Rounds that verified a draft", "drafts", ""),
-    "draft_tokens_total": ("Drafted tokens", "drafted_tokens", ""),
-    "draft_tokens_accepted_total": ("Accepted draft tokens", "accepted_tokens", ""),
-    "drafter_tokens_total": ("Drafted tokens by drafter", "drafted_by", "drafter"),
-    "drafter_tokens_accepted_total": ("Accepted draft tokens by drafter", "accepted_by", "drafter"),
-    "draft_tokens_per_position_total": (
-        "Drafts that reach a position",
-        "drafted_at",
-        "position",
-    ),
-    "draft_tokens_accepted_per_position_total": (
-        "Accepted draft tokens by position",
-        "accepted_at",
-        "position",
-    ),
-}
 
 
 def _metric(name: str, kind: str, help: str, rows: Rows) -> list[str]:

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from edgespec.reports import TokenEvent
-from edgespec.server.answer import Answer, Piece, logprobs_of
-from edgespec.server.completions import (
-    Completion,
-    check_count,
-    fill_prompt,
-    prepare,
-    raw_ids,
-    require_fim,
-    require_room,
-)
-from edgespec.server.exchange import Exchange, Work, prompt_progress, sse
+from edgespec.server.answer import Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse
+from edgespec.server.completions import Completion, Prompt, fill_prompt, prepare, read_prompts, require_fim
 from edgespec.server.options import SAMPLING, Choices, Generated, Logprobs
 from edgespec.server.requests import Asked, Fields, one_of, read, unsupported, wrong
 from edgespec.server.scheduler import Ticket
@@ -61,9 +51,10 @@ class Native(Generated):
         *("n_cache_reuse", "n_discard", "sse_ping_interval"),
         *("api_type", "api_server", "truncation_length", "num_ctx"),  # SillyTavern's, to itself
     }
-    noted: ClassVar[Asked] = dict.fromkeys(
-        _UNKNOWN_THERE, ("as in llama-server there is no such setting", (0, 1, "", []))
-    )
+    noted: ClassVar[Asked] = {
+        **dict.fromkeys(_UNKNOWN_THERE, ("as in llama-server there is no such setting", (0, 1, "", []))),
+        "t_max_prompt_ms": ("the whole prompt is read, as in llama-server", (0, -1)),
+    }
     refused: ClassVar[Asked] = {
         **Generated.refused,
         "lora": ("this server applies no adapters; an empty list asks for none", ([],)),
@@ -74,7 +65,6 @@ class Native(Generated):
     logprobs: Logprobs | None = None
     n_indent: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     t_max_predict_ms: Milliseconds | None = None
-    t_max_prompt_ms: Milliseconds | None = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[str], Meta(max_length=64)] | None = None
 
@@ -102,24 +92,10 @@ class Infill(Native, kw_only=True):
     prompt: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as `token_ids` and as the `text` that the answer repeats. `is_cut`: not all of it fits the context."""
-
-    token_ids: list[int]
-    text: str
-    is_cut: bool = False
-
-
 def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
     """Continue texts or token ids (llama-server). Blocks while it encodes. Raises HttpError and EdgespecError."""
     request = read(NativeCompletion, _own_names(values), notes)
-    given = request.prompt
-    require_room(loaded, given)
-    has_several = isinstance(given, list) and given and not any(isinstance(part, int) for part in given)
-    prompts: Sequence[Any] = given if has_several else [given]
-    check_count(prompts)
-    return _exchange(loaded, request, notes, [_read_prompt(loaded, prompt) for prompt in prompts])
+    return _exchange(loaded, request, notes, read_prompts(loaded, request.prompt))
 
 
 def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
@@ -146,35 +122,12 @@ def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exchange(loaded: Loaded, request: Native, notes: list[str], prompts: Sequence[Prompt]) -> Exchange:
-    if (request.t_max_prompt_ms or 0) > 0:
-        notes.append("t_max_prompt_ms: the whole prompt is read, as in llama-server")
     asked: dict[str, Any] = {name: getattr(request, name) for name in Generated.__struct_fields__}
     asked["n"] = one_of({"n_cmpl": request.n_cmpl, "n": request.n})
     asked["logprobs"] = one_of({"n_probs": request.n_probs, "logprobs": request.logprobs}) or None
     asked["logit_bias"] = _biases(loaded, request.logit_bias)
     work = prepare(loaded, Completion(**asked, prompt=[prompt.token_ids for prompt in prompts]), notes)
     return NativeExchange(work, prompts, request)
-
-
-def _read_prompt(loaded: Loaded, given: Any) -> Prompt:
-    parts: list[Any] = given if isinstance(given, list) else [given]
-    if not parts or any(isinstance(part, bool) or not isinstance(part, str | int) for part in parts):
-        rule = "must be one prompt or a list of them; each is a text, or a list of token ids and texts"
-        raise wrong("prompt", rule, given)
-    vocabulary = loaded.model.target.vocabulary
-    found: list[int] = []
-    for index, part in enumerate(parts):
-        if isinstance(part, int):
-            found.append(part)
-        elif index == 0:
-            found += raw_ids(loaded, part)
-        else:  # encoding puts a begin in front of every text
-            loaded.model.require_room(len(part), "characters")
-            ids = loaded.model.encode(part, parse_special=True)
-            found += ids[1:] if vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id] else ids
-    if not found:
-        raise wrong("prompt", "must not be empty", given)
-    return Prompt(found, given if isinstance(given, str) else loaded.model.decode(found))
 
 
 def _biases(loaded: Loaded, given: list[Any] | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -287,7 +240,7 @@ class NativeExchange(Exchange):
             "tokens_predicted": stats.new_tokens,
             "tokens_evaluated": stats.prompt_tokens,
             "generation_settings": self._settings(index, answer.ticket.seed),
-            "prompt": prompt.text,
+            "prompt": prompt.text or self.work.loaded.model.decode(prompt.token_ids),
             "has_new_line": "\n" in answer.text,
             "truncated": prompt.is_cut or is_full,
             "stop_type": "limit" if answer.finish_reason == "length" else "eos" if word is None else "word",

@@ -12,11 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from edgespec.chat.marks import reasoning_marks
 from edgespec.reports import TokenEvent
 from edgespec.server import chat, completions
-from edgespec.server.answer import Answer, logprobs_of
-from edgespec.server.exchange import Exchange, Work, compact
+from edgespec.server.answer import Answer, Exchange, Work, compact, logprobs_of
+from edgespec.server.chat import can_reason
 from edgespec.server.facts import served_name
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import Logprobs, Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
@@ -39,24 +38,12 @@ _NO_FEATURE: tuple[str, tuple[Any, ...]] = ("this server has no such feature", (
 
 
 class OllamaOptions(Sampled):
-    ignored: ClassVar[frozenset[str]] = frozenset(  # how a model is loaded, and what belongs to samplers
-        [
-            "mirostat_tau",
-            "mirostat_eta",
-            "num_batch",
-            "num_gpu",
-            "num_thread",
-            "num_keep",
-            "main_gpu",
-            "use_mmap",
-            "numa",
-            "use_mlock",
-            "low_vram",
-            "f16_kv",
-            "vocab_only",
-            "logits_all",
-            "embedding_only",
-        ]
+    # how a model is loaded, and what belongs to samplers
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("mirostat_tau", "mirostat_eta", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "use_mmap"),
+            *("numa", "use_mlock", "low_vram", "f16_kv", "vocab_only", "logits_all", "embedding_only"),
+        )
     )
     refused: ClassVar[Asked] = turned_off(typical_p=(1,), tfs_z=(1,), mirostat=(0,), penalize_newline=(True,))
     stop: Stops | None = None
@@ -161,11 +148,9 @@ def _asked(
         raise wrong("format", "must be json or a JSON schema", form)
     found = {name: getattr(options, name) for name in _OPTIONS} | {"max_tokens": options.num_predict}
     found |= {"speculative": request.speculative, "json_schema": ANY_OBJECT if form == "json" else form}
-    template = loaded.model.target.vocabulary.chat_template or ""
-    if reasoning_marks(template) is None and "enable_thinking" not in template and "reasoning_effort" not in template:
-        if think:
-            raise unsupported("think", "this model does not reason before it answers")
-    elif think is not None and switches_reasoning:
+    if think and not can_reason(loaded):
+        raise unsupported("think", "this model does not reason before it answers")
+    if think is not None and can_reason(loaded) and switches_reasoning:
         found["reasoning_effort"] = think if isinstance(think, str) else "medium" if think else "none"
     return found
 

@@ -37,39 +37,18 @@ _NAMED_ALIKE = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "pre
 SAMPLING = {name: name for name in _NAMED_ALIKE} | {"repeat_last_n": "penalty_window", "seed": "seed"}
 # Fields of OpenAI's API, of OpenRouter's, vLLM's and LM Studio's that cannot change an answer here.
 WITHOUT_EFFECT = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "session_id",
-        "provider",
-        "request_id",
-        "priority",
-        "cache_salt",
-        "ttl",
-    ]
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt", "ttl"),
+        *("prompt_cache_retention", "prompt_cache_options", "session_id", "provider", "request_id", "priority"),
+    )
 )
 DRAFT_MODEL: Asked = {"draft_model": ("the draft is the one that the server was started with", ())}  # LM Studio's
 # llama-server's, which change nothing while the samplers that they belong to are turned off.
 _OF_SAMPLERS = frozenset(
-    [
-        "dynatemp_exponent",
-        "mirostat_tau",
-        "mirostat_eta",
-        "xtc_threshold",
-        "adaptive_decay",
-        "backend_sampling",
-        "dry_base",
-        "n_keep",
-        "dry_allowed_length",
-        "dry_penalty_last_n",
-        "dry_sequence_breakers",
-    ]
+    (
+        *("dynatemp_exponent", "mirostat_tau", "mirostat_eta", "xtc_threshold", "adaptive_decay", "backend_sampling"),
+        *("n_keep", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    )
 )
 _LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")

@@ -20,7 +20,7 @@ from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateErro
 from edgespec.loading.catalogue import parse
 from edgespec.loading.own_models import remove
 from edgespec.loading.pull import pull
-from edgespec.server.exchange import compact
+from edgespec.server.answer import compact
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.requests import Fields, parse_object, read
 from edgespec.server.service import Services, without_tag

@@ -1,8 +1,8 @@
 """When a model is in memory: loaded once a request needs it, unloaded when none has for a while or another model needs
 its place.
 
-One thread loads and unloads, so that both never happen at once. Requests count as users from before they wait until
-their answer has ended; nothing is unloaded under them.
+One thread loads and unloads all models, so that both never happen at once. Requests count as users from before they
+wait until their answer has ended; nothing is unloaded under them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import Settings
@@ -35,89 +36,99 @@ if TYPE_CHECKING:
     from edgespec.server.service import Service
 
 
+logger = logging.getLogger("edgespec")
+_JOIN_S = 30.0
+_LONGEST_WAIT_S = 3600.0  # of a lock, which takes no infinite times
+Step = tuple["Residence", Callable[[], None]]
+
+
 class Places:
     """`most`: models that may be loaded at once. One is loaded or unloaded at a time, so that plans of memory hold."""
 
     def __init__(self, most: int = 1) -> None:
         self.changed = threading.Condition()
         self._most = most
-        self._in_line: list[Residence] = []
-        self._taken: list[Residence] = []
+        self._all: list[Residence] = []
+        self._checked: Residence | None = None  # whose turn it is
+        self._beside: list[Residence] | None = None  # for which it was asked whether there is room
+        self._has_room = False
+        self._thread = threading.Thread(target=self._run, name="edgespec-residence", daemon=True)
 
-    def keep(self, one: Residence) -> None:
-        """`one` has a place from the start: its owner loads it."""
+    def add(self, one: Residence) -> None:
         with self.changed:
-            self._taken.append(one)
+            self._all.append(one)
+            if len(self._all) == 1:
+                self._thread.start()
 
-    def take(self, one: Residence) -> bool:
-        """Wait for a place for `one`, which counts as being loaded then; False where nobody wants it any more."""
+    def close(self) -> None:
+        """Wait for what is being unloaded, once all are stopped. A load cannot be interrupted."""
         with self.changed:
-            self._in_line.append(one)
-        try:
-            return self._has_come_first(one)
-        finally:
-            with self.changed:
-                self._in_line.remove(one)
-                for each in self._taken:  # who comes next in line chooses again
-                    each.make_way(False)
-                self.changed.notify_all()
+            is_over = all(each.is_stopping and not each.is_loading for each in self._all)
+        if is_over:
+            self._thread.join(_JOIN_S)
 
-    def release(self, one: Residence) -> None:
+    def _run(self) -> None:
+        while (found := self._awaited_step()) is not None:
+            one, step = found
+            try:
+                step()
+            except BaseException as exc:  # whatever it is, who waits must learn of it and the thread must go on
+                one.fail(exc)
+
+    def _awaited_step(self) -> Step | None:
+        """Wait until there is something to do; None when the server stops."""
         with self.changed:
-            self._taken.remove(one)
-            self.changed.notify_all()
+            while not all(each.is_stopping for each in self._all):
+                if (step := self._next_step()) is not None:
+                    return step
+                left_s = (each.left_s for each in self._all if each.is_loaded and each.is_idle)
+                self.changed.wait(min((*left_s, _LONGEST_WAIT_S)))
+        return None
 
-    def _has_come_first(self, one: Residence) -> bool:
-        beside: list[Residence] | None = None
-        has_room = False
-        while True:
-            with self.changed:
-                if not one.is_wanted:
-                    return False
-                is_next = self._in_line[0] is one and not any(each.is_changing for each in self._taken)
-                if not is_next:
-                    self.changed.wait()
-                    continue
-                if self._taken == beside:
-                    if has_room:
-                        one.is_loading = True
-                        self._taken.append(one)
-                        return True
-                    self._clear()
-                    self.changed.wait()
-                    continue
-                beside = list(self._taken)
-            # Outside the lock, which requests take too: only who is first in line adds to those that are loaded.
-            has_room = len(beside) < self._most and (not beside or one.fits())
-
-    def _clear(self) -> None:
-        """Have one of the loaded models make way."""
-        idle = [each for each in self._taken if each.is_idle]
-        leaving = min(idle, key=lambda each: each.used_s) if idle else min(self._taken, key=lambda each: each.loaded_s)
-        for each in self._taken:
+    def _next_step(self) -> Step | None:
+        if any(each.is_loading for each in self._all):  # by its owner, the first time
+            return None
+        loaded = [each for each in self._all if each.is_loaded]
+        waiting = [each for each in self._all if each.is_wanted and not each.is_loaded]
+        one = min(waiting, key=lambda each: each.asked_s, default=None)
+        leaving = None
+        if one is None:
+            self._checked = None
+        elif one is not self._checked:  # before another model makes way for nothing
+            return one, partial(self._check, one)
+        elif loaded != self._beside:  # outside the lock, which requests take too
+            return one, partial(self._look_for_room, one, loaded)
+        elif self._has_room:
+            one.is_loading, self._checked = True, None
+            return one, one.load
+        else:
+            idle = [each for each in loaded if each.is_idle]
+            leaving = min(idle, key=lambda each: each.used_s) if idle else min(loaded, key=lambda each: each.loaded_s)
+        for each in loaded:
             each.make_way(each is leaving)
+        over = next((each for each in loaded if each.is_over), None)
+        return None if over is None else (over, over.begin_unloading())
+
+    def _check(self, one: Residence) -> None:
+        one.loading.check()
+        self._checked, self._beside = one, None
+
+    def _look_for_room(self, one: Residence, beside: list[Residence]) -> None:
+        self._has_room = len(beside) < self._most and (not beside or one.loading.fits())
+        self._beside = beside
 
 
-logger = logging.getLogger("edgespec")
-_JOIN_S = 30.0
-_LONGEST_WAIT_S = 3600.0  # of a lock, which takes no infinite times
+class Loading(Protocol):
+    """How a model comes into memory."""
 
+    def load(self) -> None:
+        """Calls `Residence.has_loaded`."""
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How a model comes into memory. `load` calls `Residence.has_loaded`; `check` raises what can be known before.
+    def check(self) -> None:
+        """Raises what can be known before."""
 
-    `fits`: whether there is memory for it beside the models that are loaded.
-    """
-
-    load: Callable[[], None]
-    check: Callable[[], None] = lambda: None
-    fits: Callable[[], bool] = lambda: True
-
-    @classmethod
-    def of(cls, given: Callable[[], None] | Loading) -> Loading:
-        """`given`, or it as the load of a model that is alone."""
-        return given if isinstance(given, Loading) else cls(given)
+    def fits(self) -> bool:
+        """Whether there is memory for it beside the models that are loaded. Takes its time."""
 
 
 class Residence:
@@ -138,21 +149,18 @@ class Residence:
         name: str = "the model",
         is_at_rest: bool = False,
     ) -> None:
-        self._loading, self._unload, self._name = loading, unload, name
+        self.loading, self._unload, self._name = loading, unload, name
         self._usual_s = self._idle_s = math.inf if idle_s is None else idle_s
         self._places = Places() if places is None else places
         self._changed = self._places.changed
         self._num_users = 0
         self.num_waiting = 0  # of them
-        self.used_s = self.loaded_s = 0.0  # when a request for it last ended, when it was last loaded
+        self.used_s = self.loaded_s = self.asked_s = 0.0  # when a request last ended, a load, the wait for it began
         self._awaited: Future[None] | None = None  # of the users that wait until it is loaded
-        self._is_loaded = self._is_stopping = self._is_unloading = self._has_to_leave = False
-        self._was_loaded = not is_at_rest
+        self.is_loaded = self.is_stopping = self._has_to_leave = False
+        self._again = "" if is_at_rest else " again"
         self.is_loading = not is_at_rest
-        if not is_at_rest:
-            self._places.keep(self)
-        self._thread = threading.Thread(target=self._run, name="edgespec-residence", daemon=True)
-        self._thread.start()
+        self._places.add(self)
 
     @property
     def left_s(self) -> float:
@@ -163,39 +171,33 @@ class Residence:
     @property
     def is_open(self) -> bool:
         """Whether a request that comes now need not wait."""
-        return self._is_loaded and not self._has_to_leave
+        return self.is_loaded and not self._has_to_leave
 
     @property
     def is_wanted(self) -> bool:
         """Whether a request waits until it is loaded."""
-        return self.num_waiting > 0 and not self._is_stopping
-
-    @property
-    def is_changing(self) -> bool:
-        return self.is_loading or self._is_unloading
+        return self.num_waiting > 0 and not self.is_stopping
 
     @property
     def is_idle(self) -> bool:
         """Whether no request uses it."""
         return self._num_users == self.num_waiting
 
-    def fits(self) -> bool:
-        """Whether there is memory for it beside those that are loaded. Takes its time."""
-        return self._loading.fits()
+    @property
+    def is_over(self) -> bool:
+        """Whether it is to be unloaded now."""
+        return self.is_idle and not self.is_stopping and (self._has_to_leave or self.left_s <= 0)
 
     def make_way(self, has_to: bool) -> None:
         """Take no new requests and go once it is idle; `has_to` False: stay."""
-        if has_to == self._has_to_leave:
-            return
         self._has_to_leave = has_to
         if self.is_open:
             self._answer(None)
-        self._changed.notify_all()
 
     async def enter(self) -> None:
         """Be a user from now on, and wait until the model is loaded. Raises HttpError 503 where that fails."""
         with self._changed:
-            if self._is_stopping:
+            if self.is_stopping:
                 raise _stopping()
             self._num_users += 1
             if self.is_open:
@@ -203,6 +205,7 @@ class Residence:
             if self._awaited is None:
                 self._awaited = Future()
                 self._awaited.set_running_or_notify_cancel()  # one of its waiters cannot cancel it for all
+                self.asked_s = monotonic()
             awaited = self._awaited
             self.num_waiting += 1
             self._changed.notify_all()
@@ -229,7 +232,7 @@ class Residence:
 
     def has_loaded(self) -> None:
         with self._changed:
-            self._is_loaded, self.is_loading = True, False
+            self.is_loaded, self.is_loading = True, False
             self._idle_s, self.used_s = self._usual_s, monotonic()
             self.loaded_s = self.used_s
             self._answer(None)
@@ -238,15 +241,14 @@ class Residence:
     def stop(self) -> None:
         """Load and unload nothing from now on, and refuse whoever waits."""
         with self._changed:
-            self._is_stopping = True
+            self.is_stopping = True
             self._answer(_stopping())
             self._changed.notify_all()
 
     def close(self) -> None:
         """`stop`, and wait for what is being unloaded. A load cannot be interrupted: its model is freed after it."""
         self.stop()
-        if not self.is_loading:
-            self._thread.join(_JOIN_S)
+        self._places.close()
 
     def _answer(self, failure: Exception | None) -> None:
         awaited, self._awaited = self._awaited, None
@@ -258,56 +260,35 @@ class Residence:
         else:
             awaited.set_exception(failure)
 
-    def _run(self) -> None:
-        while (step := self._next_step()) is not None:
-            step()
+    # -- what the thread of its places calls
 
-    def _next_step(self) -> Callable[[], None] | None:
-        """Wait until there is something to do; None when the server stops."""
-        with self._changed:
-            while not self._is_stopping:
-                if self.is_wanted and not self._is_loaded and not self.is_loading:
-                    return self._load
-                is_unused = self._is_loaded and self.is_idle
-                if is_unused and (self._has_to_leave or self.left_s <= 0):
-                    self._is_loaded = self._has_to_leave = False  # who comes from now on waits until it is loaded again
-                    self._is_unloading = True
-                    return self._unload_now
-                self._changed.wait(min(self.left_s, _LONGEST_WAIT_S) if is_unused else None)
-        return None
-
-    def _load(self) -> None:
-        again = " again" if self._was_loaded else ""
-        try:
-            self._loading.check()  # before another model makes way for nothing
-            if not self._places.take(self):
-                return
-            began_s = monotonic()
-            self._loading.load()
-            self._was_loaded = True
-            logger.info("%s is loaded%s, which took %.1f s", self._name, again, monotonic() - began_s)
-        except BaseException as exc:  # whatever it is, who waits must learn of it and the thread must go on
-            logger.warning("%s cannot be loaded%s: %s", self._name, again, exc)
-            message = f"{self._name} cannot be loaded{again}: the server's log says why"
-            failure = HttpError(503, message, code="load_failed")
-            with self._changed:
-                has_place, self.is_loading = self.is_loading, False
-                self._answer(failure)
-            if has_place:
-                self._places.release(self)
-            return
-        if self._is_stopping:
+    def load(self) -> None:
+        began_s = monotonic()
+        self.loading.load()
+        logger.info("%s is loaded%s, which took %.1f s", self._name, self._again, monotonic() - began_s)
+        self._again = " again"
+        if self.is_stopping:
             self._unload_now()
+
+    def fail(self, why: BaseException) -> None:
+        """It could not be loaded."""
+        logger.warning("%s cannot be loaded%s: %s", self._name, self._again, why)
+        message = f"{self._name} cannot be loaded{self._again}: the server's log says why"
+        with self._changed:
+            self.is_loading = False
+            self._answer(HttpError(503, message, code="load_failed"))
+
+    def begin_unloading(self) -> Callable[[], None]:
+        """Who comes from now on waits until it is loaded again."""
+        self.is_loaded = self._has_to_leave = False
+        return self._unload_now
 
     def _unload_now(self) -> None:
         try:
             self._unload()
             logger.info("%s is unloaded: the next request loads it again", self._name)
-        except Exception as exc:  # as above
+        except Exception as exc:  # the next load may say more
             logger.warning("unloading %s failed: %s: %s", self._name, type(exc).__name__, exc)
-        with self._changed:
-            self._is_unloading = False
-            self._places.release(self)
 
 
 def _stopping() -> HttpError:
@@ -317,25 +298,6 @@ def _stopping() -> HttpError:
 _SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if sys.platform == "win32":
     _SIGNALS.append(signal.SIGBREAK)  # the only one that a program can send to another one there
-
-
-class Loader:
-    """Runs `load` in a thread that does not keep the process alive; `on_end` is called in it afterwards.
-
-    `failure`: what it raised.
-    """
-
-    def __init__(self, load: Callable[[], None], on_end: Callable[[Loader], object]) -> None:
-        self.failure: BaseException | None = None
-        self._load, self._on_end = load, on_end
-        threading.Thread(target=self._run, name="edgespec-load", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._load()
-        except BaseException as exc:  # raised again by whoever waits for the model
-            self.failure = exc
-        self._on_end(self)
 
 
 @contextmanager

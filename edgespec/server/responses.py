@@ -14,12 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.messages import part_text
 from edgespec.chat.tools import ToolCall
-from edgespec.server.answer import Answer, Event, Part, events, usage
-from edgespec.server.chat import VERBOSITY, Chat, check_question, prepare
-from edgespec.server.exchange import Exchange, Work, sse
+from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
+from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, check_question, prepare, runs_there
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     DRAFT_MODEL,
@@ -50,11 +48,7 @@ _NEVER_THERE = (
     *("file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url"),
 )
 _STATELESS = "this server stores no responses: send the whole conversation as input"
-_RUNS_NONE = "this server runs no tools itself"
 _INPUT = "input"
-_RUN_THERE = (
-    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
-)
 
 
 class TextFormat(Fields):
@@ -94,7 +88,7 @@ class ResponseRequest(Sampled, kw_only=True):
         "background": (_STATELESS, (False,)),
         "prompt": ("this server stores no prompts", ()),
         "top_logprobs": ("use /v1/chat/completions for log probabilities", (0,)),
-        "max_tool_calls": (_RUNS_NONE, ()),
+        "max_tool_calls": (RUNS_NONE, ()),
     }
     input: str | Annotated[list[Any], Meta(max_length=4096)]
     model: str | None = None
@@ -159,9 +153,7 @@ def count_input_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[st
 
 def _read_effort(request: ResponseRequest, loaded: Loaded, notes: list[str]) -> str | None:
     effort = None if request.reasoning is None else request.reasoning.effort
-    template = loaded.model.target.vocabulary.chat_template or ""
-    reasons = reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
-    if effort in (None, "none") or reasons:
+    if effort in (None, "none") or can_reason(loaded):
         return effort
     notes.append("reasoning.effort: this model answers without reasoning")
     return None
@@ -219,8 +211,8 @@ def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, 
     found = []
     for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and (kind in _RUN_THERE or any(kind.startswith(f"{name}_2") for name in _RUN_THERE)):
-            notes.append(f"tools: {kind} is left out: {_RUNS_NONE}")  # its type may end in a date
+        if runs_there(kind):
+            notes.append(f"tools: {kind} is left out: {RUNS_NONE}")
         elif kind == "function":
             names = ("name", "description", "parameters", "strict")
             found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})

@@ -14,16 +14,17 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import uvicorn
 
 from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
-from edgespec.server.facts import described
 from edgespec.server.guard import LOOPBACK
-from edgespec.server.residence import Loader, Loading, handling
-from edgespec.server.service import Service, Services
+from edgespec.server.residence import Loading, handling
+from edgespec.server.scheduler import DaemonThreads
+from edgespec.server.service import Services
 
 logger = logging.getLogger("edgespec")
 TELLING_S = 0.5  # of the seconds that running answers have to end are for telling clients that they do not
@@ -75,21 +76,18 @@ def bind(binding: Binding) -> socket.socket:
     return bound
 
 
-def serve(
-    served: Service | Services, binding: Binding, load: Callable[[], None] | Loading, announce: Callable[[str], None]
-) -> None:
-    """Serve until a signal. `load` runs in a thread and gives the first service its model, again after each time that
-    it was unloaded; `announce` gets the URL after the first time. Of several services, the others are loaded by
-    requests (`Service.may_unload`).
+def serve(services: Services, binding: Binding, loading: Loading, announce: Callable[[str], None]) -> None:
+    """Serve until a signal. `loading` gives the first service its model, in a thread, and again after each time that it
+    was unloaded; `announce` gets the URL after the first time. Of several services, the others are loaded by requests
+    (`Service.may_unload`).
 
     Answers that run when it is stopped have `drain_s` seconds to end. If it is stopped while a model is being loaded,
     it returns all the same (`is_loading`), and loading goes on: native code cannot be interrupted, so end the process.
-    Raises ConfigError if the address cannot be used, and what `load` raises.
+    Raises ConfigError if the address cannot be used, and what loading raises.
     """
     # Requests are checked in threads beside the one that decodes, which takes the interpreter several times a pass: at
     # Python's 5 ms each it would wait for as long as a pass takes.
     sys.setswitchinterval(0.0005)
-    services = Services.of(served)
     bound = bind(binding)
     host = f"[{binding.host}]" if ":" in binding.host else binding.host
     url = f"http://{host}:{bound.getsockname()[1]}"
@@ -107,25 +105,25 @@ def serve(
     )
     server = _Server(config, services, binding.drain_s)
 
-    loading = Loading.of(load)
-    services.default.may_unload(loading, described)
+    services.default.may_unload(loading)
 
     def load_and_announce() -> None:
         loading.load()
         announce(url)
 
-    def on_end(loader: Loader) -> None:
-        server.should_exit = server.should_exit or loader.failure is not None
+    def on_end(done: Future[None]) -> None:
+        server.should_exit = server.should_exit or done.exception() is not None
 
-    loader = Loader(load_and_announce, on_end)
+    loaded = DaemonThreads("edgespec-load").submit(load_and_announce)
+    loaded.add_done_callback(on_end)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()
     try:
         asyncio.run(server.serve(sockets=[bound]))
     finally:
         services.close()
-    if loader.failure is not None:
-        raise loader.failure
+    if loaded.done():
+        loaded.result()
 
 
 def _await_end_of_input(server: uvicorn.Server) -> None:

@@ -205,7 +205,7 @@ class EmbeddingQueue:
     def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
         self._model, self._max_queued, self._metrics = model, max_queued, metrics
         self._thread = DaemonThreads("edgespec-embed")
-        self._num_open = 0  # changed in the event loop only
+        self.open: set[Future[NDArray[np.float32]]] = set()  # those that wait and the one that runs
         self._is_stopping = threading.Event()
 
     async def embed(self, texts: Sequence[TokenIds]) -> NDArray[np.float32]:
@@ -215,33 +215,26 @@ class EmbeddingQueue:
         """
         if self._is_stopping.is_set():
             raise stopping()
-        if self._num_open > self._max_queued:
+        if len(self.open) > self._max_queued:
             self._metrics.refused += 1
-            raise HttpError(429, f"{self._num_open} requests for embeddings are waiting, the limit: try again later",
-                            code="queue_full")  # fmt: skip
+            said = f"{len(self.open)} requests for embeddings are waiting, the limit: try again later"
+            raise HttpError(429, said, code="queue_full")
         has_left = threading.Event()
 
         def is_wanted() -> bool:
             return not (has_left.is_set() or self._is_stopping.is_set())
 
-        self._num_open += 1
-        work = asyncio.wrap_future(self._thread.submit(lambda: self._model.embedder.embed(texts, is_wanted)))
-        work.add_done_callback(self._closed)
+        work = self._thread.submit(lambda: self._model.embedder.embed(texts, is_wanted))
+        self.open.add(work)
+        work.add_done_callback(self.open.discard)
         try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            has_left.set()
-            work.cancel()  # where it has not begun
-            raise
+            return await asyncio.wrap_future(work)  # which is not called where it has not begun and is cancelled
         except EdgespecError:  # at a stop: cancelled between passes, or the model was closed under it
             if self._is_stopping.is_set():
                 raise stopping() from None
             raise
-
-    def _closed(self, work: asyncio.Future[NDArray[np.float32]]) -> None:
-        self._num_open -= 1
-        if not work.cancelled():
-            work.exception()  # of a request whose client has left, nobody asks for it
+        finally:
+            has_left.set()
 
     def stop(self) -> None:
         """Refuse new requests, and end what runs soon."""

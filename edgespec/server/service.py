@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import Any, Self
 
-from edgespec.config.options import GenerateOptions, Sampling
-from edgespec.config.values import ReasoningFormat
+from edgespec.config.options import GenerateOptions, LoadOptions, Sampling
+from edgespec.config.values import POOLINGS, ReasoningFormat
+from edgespec.errors import CapabilityError
+from edgespec.formats.gguf.header import keeping_headers
+from edgespec.formats.manifest import ModelPair
+from edgespec.loading.model_facts import FileFacts, ModelFacts, model_facts
+from edgespec.memory.fit import chosen_context
+from edgespec.memory.plan import Room, planned
 from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, queue_full
 from edgespec.server.metrics import Metrics
@@ -87,13 +92,67 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """What is told of a model while it is not loaded: `/props`, `/api/show`, its entry in `/api/tags`."""
+class Known:
+    """A model as `/props`, `/api/show` and the lists know it, loaded or not. `embeds`: whether it gives embeddings.
 
+    `settings`: what it runs with, under their names in `/props`.
+    """
+
+    name: str
+    files: FileFacts
+    facts: ModelFacts
     context_length: int
-    properties: dict[str, Any]
-    shown: dict[str, Any]
-    entry: dict[str, Any]
+    embeds: bool
+    sampling: Sampling
+    max_tokens: int | None
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Self:
+        """Of a loaded model; reads its header the first time."""
+        model, engine = loaded.model, loaded.model.target.facts
+        files = FileFacts.of(model.target)
+        settings = {
+            "total_slots": engine.max_sequences,
+            "engine": engine.name,
+            "device": engine.device,
+            "drafter": model.drafter_name,
+            "verify": model.options.verify,
+            "reproducible": model.reproducible,
+        }
+        facts, length, most = model_facts(model.pair, files), model.context_length, loaded.options.max_tokens
+        return cls(loaded.name, files, facts, length, _embeds(model), loaded.sampling, most, settings)
+
+    @classmethod
+    def read(
+        cls,
+        name: str,
+        options: LoadOptions,
+        pair: ModelPair,
+        sampling: Sampling,
+        max_tokens: int | None,
+        template: str | None,
+    ) -> Self:
+        """Of `pair` under `options` before it is loaded; `template` replaces its chat template.
+
+        Raises what a load would raise of what its files lack.
+        """
+        with keeping_headers():
+            length = planned(chosen_context(options, pair, Room.now(options.memory)), pair).context_length
+            files = FileFacts.read(pair)
+            files = files if template is None else replace(files, chat_template=template)
+            embeds = files.engine == "llamacpp" and (bool(options.pooling) or files.pooling in POOLINGS)
+        chosen = {name: getattr(options, name) for name in ("drafter", "verify", "reproducible")}
+        settings = {"total_slots": 0, "engine": files.engine, "device": None, **chosen}
+        return cls(name, files, model_facts(pair, files), length, embeds, sampling, max_tokens, settings)
+
+
+def _embeds(model: Model) -> bool:
+    try:
+        model.embedder.pooling()
+    except CapabilityError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -116,7 +175,7 @@ class Service:
     any_model: bool = False
     idle_unload_s: float | None = None
     residence: Residence | None = None
-    unloaded: Described | None = None
+    unloaded: Known | None = None
     places: Places | None = None
     beside: tuple[str, ...] = ()
 
@@ -144,31 +203,31 @@ class Service:
         if self.residence is not None:
             self.residence.has_loaded()
 
-    def may_unload(self, load: Callable[[], None] | Loading, describe: Callable[[Loaded], Described]) -> None:
-        """Unload the model when it is not used, and `load` it when it is needed then.
+    def may_unload(self, loading: Loading) -> None:
+        """Unload the model when it is not used, and load it when it is needed then.
 
-        The first time that is up to the caller, unless it is known what to tell of it before (`unloaded`). `describe`:
-        what is to be told of it while it is not loaded again.
+        The first time that is up to the caller, unless it is known what to tell of it before (`unloaded`).
         """
         self.residence = Residence(
-            Loading.of(load),
-            partial(self._unload, describe),
+            loading,
+            self._unload,
             self.idle_unload_s,
             self.places,
             name="the model" if self.places is None else f"model {self.name!r}",
             is_at_rest=self.unloaded is not None,
         )
 
-    def _unload(self, describe: Callable[[Loaded], Described]) -> None:
+    def _unload(self) -> None:
         if self.loaded is not None:
-            self.unloaded = describe(self.loaded)
-            self._free(self.loaded)
+            self.unloaded = Known.of(self.loaded)
+            self._free()
             gc.collect()  # what holds it in a cycle
 
-    def _free(self, loaded: Loaded) -> None:
-        self.loaded = None
-        loaded.scheduler.close()
-        loaded.model.close()
+    def _free(self) -> None:
+        loaded, self.loaded = self.loaded, None
+        if loaded is not None:
+            loaded.scheduler.close()
+            loaded.model.close()
 
     @property
     def is_loading(self) -> bool:
@@ -177,6 +236,12 @@ class Service:
     @property
     def is_new(self) -> bool:
         return self.loaded is None and self.unloaded is None
+
+    @property
+    def known(self) -> Known:
+        """What is told of the model. Raises HttpError 503 before that is known."""
+        loaded, unloaded = self.loaded, self.unloaded
+        return unloaded if loaded is None and unloaded is not None else Known.of(loaded or self.require())
 
     @property
     def answers_at_once(self) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Annotated, Any, Literal
 
@@ -21,15 +22,14 @@ from msgspec import Meta
 from edgespec import __version__
 from edgespec.errors import shown
 from edgespec.reports import Stats
-from edgespec.server.answer import Answer, Piece, logprobs_of, timings, usage
+from edgespec.server.answer import Answer, Exchange, Piece, compact, logprobs_of, prompt_progress, timings, usage
 from edgespec.server.chat import read_chat
 from edgespec.server.completions import read_completion
-from edgespec.server.exchange import Exchange, compact, prompt_progress
-from edgespec.server.facts import described
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
-from edgespec.server.residence import Loader, Loading, handling
-from edgespec.server.service import Loaded, Service, Services
+from edgespec.server.residence import Loading, handling
+from edgespec.server.scheduler import DaemonThreads
+from edgespec.server.service import Loaded, Services
 from edgespec.vocabulary import Vocabulary
 
 PROTOCOL = 1
@@ -42,16 +42,14 @@ class _Line(Fields, kw_only=True):
     id: Annotated[str, Meta(max_length=128)] | None = None
 
 
-def serve_stdio(
-    served: Service | Services, load: Callable[[], None] | Loading, source: IO[bytes], sink: IO[bytes]
-) -> None:
-    """Serve the lines of `source` until it ends or `close` is asked for; `load` gives the first service its model
+def serve_stdio(services: Services, loading: Loading, source: IO[bytes], sink: IO[bytes]) -> None:
+    """Serve the lines of `source` until it ends or `close` is asked for; `loading` gives the first service its model
     meanwhile.
 
     If it ends before the model is loaded, it returns without a model in the service, and loading goes on: native code
-    cannot be interrupted, so end the process. Raises what `load` raises.
+    cannot be interrupted, so end the process. Raises what loading raises.
     """
-    asyncio.run(_Sidecar(Services.of(served), sink).run(Loading.of(load), source))
+    asyncio.run(_Sidecar(services, sink).run(loading, source))
 
 
 @dataclass(slots=True)
@@ -109,8 +107,9 @@ class _Sidecar:
         writer = threading.Thread(target=self._write, name="edgespec-stdout", daemon=True)
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
-        self._services.default.may_unload(loading, described)
-        loader = Loader(loading.load, lambda loader: loop.call_soon_threadsafe(self._on_loaded, loader))
+        self._services.default.may_unload(loading)
+        loaded = DaemonThreads("edgespec-load").submit(loading.load)
+        loaded.add_done_callback(lambda done: loop.call_soon_threadsafe(self._on_loaded, done))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
             while (line := await self._lines.get()) is not None and self._handle(line):
@@ -122,11 +121,11 @@ class _Sidecar:
         await asyncio.to_thread(self._services.close)
         self._events.put(None)
         await asyncio.to_thread(writer.join, 5.0)
-        if loader.failure is not None:
-            raise loader.failure
+        if loaded.done():
+            loaded.result()
 
-    def _on_loaded(self, loader: Loader) -> None:
-        if loader.failure is not None:
+    def _on_loaded(self, done: Future[None]) -> None:
+        if done.exception() is not None:
             self._lines.put_nowait(None)  # `run` raises it
             return
         default = self._services.default

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from itertools import cycle
+from pathlib import Path
 
-from edgespec.bench.prompts import library_functions
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+
+from trainlib.public_data import library_functions
 
 CHARACTERS = range(400, 1600)
 REQUESTS = (

@@ -20,7 +20,7 @@ KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
     *("max_slowdown", "verify", "reproducible", "baseline", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("max_tokens", "ignore_eos", "complete", "num_trials", "num_planned_trials", "num_prompts", "num_identical"),
-    *("num_as_standard", "padded_plain_speedup", "total", "domains", "drafters", "reliability", "memory", "prompts"),
+    *("num_as_standard", "padded_plain_speedup", "total", "domains", "drafters", "memory", "prompts"),
     *("accepted_lengths", "cost_curve", "observed_passes", "standard_pass_s"),
     "draft_token_s",
 }
@@ -164,8 +164,6 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
         (["--drafter", "none"], "drafter none (the command line) turns speculation off"),
         (["--draft-length", "0"], "draft-length 0"),
         (["--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--data", "nowhere"], "nowhere holds none of"),
-        (["--data", "a", "--prompts", "b"], "keep one"),
         (["--domain", "dialog"], "did you mean 'dialogue'"),
         (["--sweep", "--plot", "x.png"], "leave --sweep and --explain out"),
         (["--repeat", "0"], "0 is not in the range"),

@@ -8,12 +8,9 @@ from edgespec.bench.report import (
     Spread,
     Summary,
     accepted_lengths,
-    calibration_error,
     drafter_shares,
-    judged,
     median_pass_s,
     observed_passes,
-    reliability,
 )
 from edgespec.bench.runner import Measurement, Trial
 from edgespec.reports import RoundRecord, Stats
@@ -93,27 +90,6 @@ def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     assert summary.acceptance_rate == 0.5
     assert summary.mean_accepted_length == 2.0
     assert Summary([trial(1.0, 1.0, drafted=0)]).acceptance_rate is None
-
-
-def test_tokens_after_a_rejected_one_are_not_counted():
-    assert list(judged(record(0, "model", (0.9, 0.8, 0.7, 0.6), accepted=1))) == [(0.9, True), (0.8, False)]
-    assert list(judged(record(0, "model", (0.9, 0.8), accepted=2))) == [(0.9, True), (0.8, True)]
-
-
-def test_calibration_error_by_hand():
-    outcomes = [(0.95, True)] * 6 + [(0.95, False)] * 2 + [(0.15, False)] * 2
-    error, bins = calibration_error(outcomes)
-    assert error == pytest.approx(0.8 * abs(0.95 - 0.75) + 0.2 * 0.15)
-    assert [(b["acceptance"], b["num_tokens"]) for b in bins] == [(0.0, 2), (0.75, 8)]
-    assert calibration_error([(1.0, True)])[0] == 0.0
-
-
-def test_reliability_is_reported_by_drafter_and_over_all():
-    records = [record(0, "model", (0.5, 0.5), 1), record(0, "ngram", (1.0,), 1), record(0, None, (), 0)]
-    found = reliability(records)
-    assert {name: one["num_tokens"] for name, one in found.items()} == {"all": 3, "model": 2, "ngram": 1}
-    assert found["model"]["expected_calibration_error"] == pytest.approx(0.0)
-    assert reliability([record(0, None, (), 0)]) == {}
 
 
 def run_of(*records: RoundRecord, prompt_tokens: int = 100, tokens: int = 20) -> Measurement:

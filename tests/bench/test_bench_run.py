@@ -13,9 +13,8 @@ import pytest
 from bench_table import table_model
 from edgespec.bench.plot import check_plot, draw
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.bench.report import Setup, report_of
+from edgespec.bench.report import Setup, report_of, table_lines
 from edgespec.bench.runner import Runner, Task, Trial, load_standard, needs_second_model, tasks_of
-from edgespec.bench.table import table_lines
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
@@ -138,7 +137,7 @@ def test_different_tokens_are_reported(model):
     assert "texts: DIFFERENT from plain decoding, 2 of 3 prompts" in list(table_lines(found))
 
 
-def test_flat_pass_costs_give_a_speedup_and_confidences_are_reported(tmp_path):
+def test_flat_pass_costs_give_a_speedup(tmp_path):
     """Passes that cost the same at any width: speculation must gain, whoever decides."""
     prompts = [BenchPrompt("letters", ("abcdef"[i:] + "abc",)) for i in range(5)]
     with table_model(tmp_path, pass_s=0.004) as model:
@@ -148,8 +147,6 @@ def test_flat_pass_costs_give_a_speedup_and_confidences_are_reported(tmp_path):
         found = report_of(setup, due, {t.key: t for t in Runner(model, model, setup.options).run(due)})
     assert found["total"]["verdict"] == "gains"
     assert any(line.startswith("speculation is faster") for line in table_lines(found))
-    assert found["reliability"]["all"]["num_tokens"] > 50
-    assert 0 <= found["reliability"]["all"]["expected_calibration_error"] < 0.5
     assert found["num_identical"] == len(prompts)
 
 

@@ -25,6 +25,7 @@ from edgespec.errors import PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from table_engine import LetterVocabulary
 from trainlib import demo_texts as corpus
+from trainlib import public_data
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
 
@@ -80,12 +81,12 @@ def write_lines(path: Path, records: list[object]) -> None:
 
 def test_data_gives_held_out_prompts_of_every_domain(corpus_folder):
     records = [{"category": "qa", "turns": ["Who?"]}, {"category": "stem", "turns": ["Why?", "And then?"]}]
-    write_lines(corpus_folder / sources.SPEC_BENCH_FILE, records)
-    found = sources.read_data(corpus_folder)
+    write_lines(corpus_folder / public_data.SPEC_BENCH_FILE, records)
+    found = public_data.read_data(corpus_folder)
     assert set(found) == {"dialogue", "arithmetic", "qa", "multi_turn", "code", "copying"}
     assert {p.turns for p in found["dialogue"]} == {("A bus to Fresno, please.",)}
     assert [p.text for p in found["multi_turn"]] == ["Why?"]
-    seen, unseen = corpus.arithmetic(corpus_folder / sources.GSM8K_FILE)
+    seen, unseen = corpus.arithmetic(corpus_folder / public_data.GSM8K_FILE)
     assert len(found["arithmetic"]) == len(unseen) > 0
     assert not any(prompt.text in document for prompt in found["arithmetic"] for document in seen)
 
@@ -97,8 +98,8 @@ def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monk
         code = f'def find_{name[:-3]}(text):\n    """Look for {name}.\n\n    More."""\n    return text.find("{name}")\n'
         (tmp_path / name).write_text(code)
     (tmp_path / "broken.py").write_text("def (:")
-    prompts = list(sources.library_prompts())
-    unseen = [name for name in names if sources.is_held_out(name)]
+    prompts = list(public_data.library_prompts())
+    unseen = [name for name in names if public_data.is_held_out(name)]
     assert 0 < len(unseen) < len(names)
     expected = [f"Write a Python function `find_{name[:-3]}(text)`: Look for {name}." for name in sorted(unseen)]
     assert [prompt.text for prompt in prompts if prompt.domain == "code"] == expected

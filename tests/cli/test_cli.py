@@ -111,12 +111,6 @@ def test_no_drafter_and_every_drafter_report_themselves(pair):
         assert (answer["stats"]["drafted_tokens"] == 0) or drafter != "none"
 
 
-def test_aliases_of_the_draft_length(pair):
-    for flag in ("--draft-length", "--num-draft-tokens", "--draft-max"):
-        result = run("generate", *pair, "-p", "hello", "-n", "4", flag, "3", "-v")
-        assert "draft length 3" in result.stderr
-
-
 def test_the_prompt_comes_from_a_pipe(pair):
     spoken = json.loads(run("generate", *pair, "-p", "two\nlines", "-n", "1", "--json").stdout)
     for arguments in (["-p", "-"], []):
@@ -138,13 +132,6 @@ def test_stop_strings_end_the_text_before_them(pair):
     answer = json.loads(cut.stdout)
     assert answer["finish_reason"] == "stop"
     assert answer["text"] == whole[: whole.index(middle)]
-
-
-def test_statistics_go_to_stderr(pair):
-    result = run("generate", *pair, "-p", "hello", "-n", "8", "--stats", "--ignore-eos")
-    assert "tokens/s" in result.stderr
-    assert "overhead" in result.stderr
-    assert "tokens/s" not in result.stdout
 
 
 def test_settings_come_from_environment_and_file(pair, tmp_path, monkeypatch):
@@ -365,11 +352,6 @@ def test_a_draft_model_that_is_not_there(target_path, tmp_path):
     assert_refused(result, "nothing.gguf")
 
 
-def test_an_unknown_variable_is_refused(monkeypatch):
-    monkeypatch.setenv("EDGESPEC_TMEP", "1")
-    assert_refused(run("generate", "-p", "x"), "EDGESPEC_TMEP; did you mean 'EDGESPEC_TEMP'?")
-
-
 # help
 
 
@@ -456,7 +438,7 @@ def test_an_interrupt_ends_generate_with_130(pair, mode):
 def test_verify_needs_drafts(pair):
     for flags in (("--drafter", "none"), ("--draft-length", "0")):
         result = run("verify", *pair, "-n", "6", *flags)
-        assert result.exit_code == 2 and f"{' '.join(flags)} turns speculation off" in result.stderr
+        assert result.exit_code == 2 and f"{' '.join(flags)} (the command line) turns speculation off" in result.stderr
 
 
 def test_verify_reports_as_json(pair):
@@ -494,10 +476,6 @@ def test_verify_finds_and_explains_a_difference(pair):
     assert result.exit_code == 1
     assert re.search(r"DIFFERENT at token \d+: \d+ '.*' plain, \d+ '.*' drafted, logit margin -?\d", result.stdout)
     assert result.stdout.splitlines()[-1].startswith("DIFFERENT in ")
-
-
-def test_verify_needs_something_to_verify(pair):
-    assert_refused(run("verify", *pair, "--drafter", "none"), "--drafter none")
 
 
 def test_doctor_reports_engine_and_versions():

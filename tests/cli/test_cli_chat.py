@@ -71,12 +71,6 @@ def test_each_line_is_answered(model, tmp_path):
         assert message["content"] in result.stdout
 
 
-def test_the_configuration_is_shown_once_and_not_on_stdout(model):
-    result = chat(model, "hello")
-    assert len(re.findall("on edgespec's kernels", result.stderr)) == 1
-    assert "kernels" not in result.stdout
-
-
 def test_another_model_goes_on_with_the_conversation(target_path, draft_path):
     """As if the conversation had been read by it alone; what cannot be loaded leaves the one that is there."""
     first, second = (["-m", str(path), "--seed", "3", "-n", "12"] for path in (target_path, draft_path))
@@ -169,13 +163,6 @@ def test_save_overwrites_nothing_but_conversations(model, tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_system_prompt_can_be_set_and_shown(model):
-    result = chat(model, "/system", "/system be very brief", "/system", "/set system be brief")
-    assert result.stderr.count("system prompt: none") == 1
-    assert result.stderr.count("system prompt: be very brief") == 2
-    assert "system prompt: be brief" in result.stderr
-
-
 def test_set_changes_what_show_shows(model):
     result = chat(model, "/set temp 0.25", "/set stop END", "/set draft-length 9", "/set stats on", "/show")
     shown = result.stderr.splitlines()
@@ -247,10 +234,6 @@ def test_a_drafter_that_is_missing_is_said_when_it_is_set(target_path):
     assert result.stdout.strip() and re.search(r"^drafter +auto *$", result.stderr, re.MULTILINE)
 
 
-def test_a_draft_length_of_zero_is_shown(model):
-    assert "draft-length = 0\n" in chat(model, "/set draft-length 0").stderr
-
-
 def asked(path) -> list[str]:
     return [message["content"] for message in saved(path) if message["role"] == "user"]
 
@@ -289,15 +272,6 @@ def test_a_chat_begins_with_a_file(model, tmp_path):
 def test_every_command_is_in_the_help(model):
     text = chat(model, "/help").stderr
     assert all(name in text for name in COMMANDS)
-
-
-def test_stats_count_all_answers(model):
-    assert "no answer yet" in chat(model, "/stats").stderr
-    assert "2 answers in all: " in chat(model, "one", "two", "/stats").stderr
-
-
-def test_exit_leaves_at_once(model):
-    assert answers(model, "/exit", "hello") == ""
 
 
 def test_a_message_may_have_several_lines(model, tmp_path):
@@ -373,13 +347,6 @@ def test_a_history_that_cannot_be_written_is_a_note(tmp_path, capsys):
     assert capsys.readouterr().err.count("input history is off") == 1
 
 
-def test_a_history_that_becomes_a_folder_loses_a_line_and_no_chat(tmp_path):
-    history = open_history(tmp_path / "history")
-    (tmp_path / "history").unlink()
-    (tmp_path / "history").mkdir()
-    history.store_string("one")
-
-
 def test_a_message_that_is_no_text_is_refused_and_not_sent(model, tmp_path):
     path = tmp_path / "c.json"
     sent = b"caf\xe9\n/save " + bytes(path) + b"\n"
@@ -441,20 +408,6 @@ class Terminal:
             assert ready, f"waited for anything, saw {self._unread!r}"
             self._unread += os.read(self._master, 65536).decode(errors="replace")
 
-    @property
-    def shows_typing(self) -> bool:
-        import termios
-
-        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
-
-    def show_typing(self) -> None:
-        """As shells do when they take the terminal back from a program that was stopped."""
-        import termios
-
-        changed = termios.tcgetattr(self._master)
-        changed[3] |= termios.ECHO
-        termios.tcsetattr(self._master, termios.TCSANOW, changed)
-
     def enter(self, line: str) -> None:
         """Type a line at the prompt, and wait until it is taken."""
         self.wait_for(ASKING)
@@ -480,23 +433,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
         terminal.wait_for(ASKING)
         terminal.type("\x04")
         assert terminal.process.wait(120) == 0
-
-
-@POSIX
-def test_typing_stays_unseen_after_a_pause(slow_path):
-    with Terminal(str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
-        terminal.enter("hello")
-        terminal.wait_for_more()
-        assert not terminal.shows_typing
-        terminal.process.send_signal(signal.SIGSTOP)
-        terminal.show_typing()
-        terminal.process.send_signal(signal.SIGCONT)
-        until = time.monotonic() + 60
-        while terminal.shows_typing and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not terminal.shows_typing
-        terminal.type("\x03")
-        terminal.wait_for("stopped")
 
 
 @POSIX

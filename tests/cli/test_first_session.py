@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -60,27 +58,6 @@ def test_help_fits_on_a_screen_and_help_all_has_everything(name, monkeypatch):
         flags = [f"--[no-]{setting.key}"] if setting.kind == "switch" else setting.flags
         assert all((flag in everything) is not is_refused for flag in flags)
     assert len(everything.splitlines()) > 60
-
-
-def test_the_version_and_completion_are_offered():
-    assert run("-V").stdout == run("--version").stdout
-    assert "_EDGESPEC_COMPLETE=bash_source" in run("--help").stdout
-    environ = {**os.environ, "_EDGESPEC_COMPLETE": "bash_complete", "COMP_WORDS": "edgespec ch", "COMP_CWORD": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from edgespec.cli.main import cli; cli.main(prog_name='edgespec')"],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "plain,chat" in done.stdout
-
-
-def test_a_group_without_a_subcommand_shows_its_help():
-    result = run("corpus")
-    assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) > 10
-    assert "Commands:" in result.stdout
 
 
 # beside an answer
@@ -175,16 +152,6 @@ def test_a_prompt_in_place_of_the_model_is_one_if_it_is_no_name(monkeypatch, tmp
     assert refused.exit_code == 2 and "edgespec run -p hello" in refused.stderr
     both = run("run", "demo", "hello", "-p", "there")
     assert both.exit_code == 2 and "two prompts are given" in both.stderr
-
-
-def test_a_folder_with_one_model_runs(target_path, tmp_path):
-    shutil.copy(target_path, tmp_path / "only.gguf")
-    result = run("generate", str(tmp_path), "-p", "hello", "-n", "2")
-    assert result.exit_code == 0, result.stderr
-    assert "only on " in result.stderr
-    shutil.copy(target_path, tmp_path / "second.gguf")
-    several = run("generate", str(tmp_path), "-p", "hello")
-    assert several.exit_code == 2 and "give one of the files: only.gguf, second.gguf" in several.stderr
 
 
 def test_a_hugging_face_model_names_the_command_that_converts_it(tmp_path):

@@ -83,11 +83,27 @@ def test_a_head_names_the_command_that_converts_it():
 
 
 def test_a_head_that_llama_cpp_converts_is_listed_and_not_fetched():
-    said = run("show", "qwen3-8b").stdout
-    assert "dspark head: deepseek-ai/dspark_qwen3_8b_block7 (licence: not known), convert it with: llama.cpp's" in said
-    failed = run("pull", "deepseek-ai/dspark_qwen3_8b_block7")
+    said = run("show", "qwen3-4b").stdout
+    assert "dspark head: deepseek-ai/dspark_qwen3_4b_block7 (licence: not known), convert it with: llama.cpp's" in said
+    failed = run("pull", "deepseek-ai/dspark_qwen3_4b_block7")
     assert failed.exit_code == 2
     assert "holds a head (dspark), which must be converted for its target: llama.cpp's" in failed.stderr
+    ready = "edgespec pull qwen3-8b --draft ggml-org/Qwen3-8B-GGUF:dspark-Qwen3-8B-Q8_0.gguf"
+    assert f"(licence: not known), get it with: {ready}" in run("show", "qwen3-8b").stdout
+    assert f"is to be had ready for its target: {ready}" in run("pull", "deepseek-ai/dspark_qwen3_8b_block7").stderr
+
+
+def test_published_heads_are_ranked_with_the_drafts():
+    told = json.loads(run("pair", "qwen3.6-27b", "--json").stdout)
+    names = [each["name"].partition(":")[2] for each in told["drafts"]]
+    assert names == ["mtp-Qwen3.6-27B-Q8_0.gguf", "dflash-Qwen3.6-27B-Q8_0.gguf"]
+    assert told["commands"] == ["edgespec pull qwen3.6-27b", "edgespec chat qwen3.6-27b"]
+    said = run("pair", "gpt-oss-20b")
+    assert "size not known, to pull" in said.stdout and "eagle3 head made for openai/gpt-oss-20b" in said.stdout
+    assert "cannot draft: dflash head made for openai/gpt-oss-20b, to be converted first: llama.cpp's" in said.stdout
+    assert (
+        "best: ggml-org/gpt-oss-20b-GGUF:eagle3-gpt-oss-20b-Q8_0.gguf: it reads the target's own states" in said.stderr
+    )
 
 
 def test_add_and_rm_leave_the_file_where_it_is(tmp_path: Path, home: Path):
@@ -220,7 +236,7 @@ def test_a_pulled_target_gets_drafts_of_its_family(neighbours: Path):
     target = neighbours.rename(neighbours.with_name("Qwen3-8B-Q4_K_M.gguf"))
     with target.open("ab") as file:
         file.truncate(5 << 30)  # as large as the model that it is named for; the rest is never read
-    names = [each.name for each in rank(find_aim(str(target))) if not each.is_here]
+    names = [each.name for each in rank(find_aim(str(target))) if not each.is_here and not each.is_head]
     assert names[0] == "qwen3-0.6b" and set(names) <= {"qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
 
 

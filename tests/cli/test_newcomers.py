@@ -296,9 +296,3 @@ def test_a_table_that_nobody_reads_to_its_end_leaves_as_other_output_does() -> N
 
 
 # doctor
-
-
-def test_doctor_lists_no_extras_of_developers() -> None:
-    extras = json.loads(run("doctor", "--json").stdout)["extras"]
-    assert not extras.keys() & {"lint", "peers", "test"}
-    assert {"llamacpp", "server", "export"} <= extras.keys()

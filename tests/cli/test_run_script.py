@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 
 from edgespec.installation import BACKENDS
-from edgespec.platform.files import user_folder
 
 PROJECT = """[project]
 [project.optional-dependencies]
@@ -65,27 +64,6 @@ def installed(script, monkeypatch):
     return commands
 
 
-def test_the_libraries_of_the_page_are_asked_for_again_a_day_after_a_failure(script, tmp_path, capsys):
-    (tmp_path / "scripts").mkdir()
-    count = tmp_path / "count"
-    code = (
-        f"import pathlib, sys; f = pathlib.Path({str(count)!r}).open('a'); f.write('x'); sys.exit('error: no network')"
-    )
-    (tmp_path / "scripts" / "vendor_page.py").write_text(code)
-    for _ in range(2):
-        script.fetch_page_libraries()
-    assert count.read_text() == "x"
-    said = "the chat page has no formulas, highlighted code and PDFs: no network\n"
-    assert capsys.readouterr().err == said
-    os.utime(script.PAGE_FAILED, (0, 0))
-    script.fetch_page_libraries()
-    assert count.read_text() == "xx" and capsys.readouterr().err == said
-
-
-def test_nothing_is_ready_before_the_marker_is_written(script):
-    assert not script.is_ready([])
-
-
 def test_a_complete_setup_is_ready_until_something_changes(script, installed, tmp_path):
     script.set_up(["test"])
     assert installed[-1][-2:] == ["-e", f"{tmp_path}[test]"]
@@ -96,24 +74,11 @@ def test_a_complete_setup_is_ready_until_something_changes(script, installed, tm
     assert not script.is_ready([])
 
 
-def test_another_python_in_the_environment_is_not_ready(script, installed, tmp_path):
-    script.set_up([])
-    (tmp_path / ".venv" / "pyvenv.cfg").write_text("version = 3.13.0\n")
-    assert not script.is_ready([])
-
-
 def test_extras_add_up(script, installed, tmp_path):
     script.set_up(["test"])
     script.set_up(["server"])
     assert installed[-1][-1] == f"{tmp_path}[server,test]"
     assert script.is_ready(["server", "test"])
-
-
-def test_an_extra_that_is_no_more_is_not_asked_for(script, installed, tmp_path):
-    script.set_up(["test"])
-    (tmp_path / "pyproject.toml").write_text("[project]\n")
-    script.set_up([])
-    assert installed[-1][-1] == str(tmp_path)
 
 
 def test_llama_cpp_is_built_last_and_alone(script, installed, tmp_path, capsys):
@@ -146,19 +111,6 @@ def test_the_gpu_build_takes_the_place_of_the_other_each_time(script, installed,
     assert installed[1][-1] == "onnxruntime" and installed[2][-1] == "onnxruntime-gpu>=1"
     script.set_up(["server"])
     assert installed[3][-1] == f"{tmp_path}[gpu,server]" and installed[5][-1] == "onnxruntime-gpu>=1"
-
-
-def test_what_is_installed_of_llama_cpp_is_not_built_again(script, installed, monkeypatch):
-    monkeypatch.setattr(script, "has_llamacpp", lambda: True)
-    script.set_up(["llamacpp"])
-    assert [command[3] for command in installed] == ["install"]
-
-
-def test_an_installed_package_is_known_and_another_is_not(script, tmp_path):
-    pytest.importorskip("llama_cpp")
-    assert script.has_llamacpp()
-    (tmp_path / "pyproject.toml").write_text(PROJECT.replace("llama-cpp-python>=0.3", "llama-cpp-python>=99"))
-    assert not script.has_llamacpp()
 
 
 @pytest.fixture
@@ -210,34 +162,6 @@ def models(tmp_path, monkeypatch):
 )
 def test_a_command_tells_whether_it_needs_llama_cpp(script, models, line, why):
     assert script.why_llamacpp(line.split()) == why
-
-
-def test_a_model_that_was_pulled_is_one_of_the_users_own(script, tmp_path, monkeypatch):
-    for name in ("EDGESPEC_HOME", "EDGESPEC_MODELS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    pulled = user_folder("data") / "models" / "pulled"
-    pulled.mkdir(parents=True)
-    (pulled / "manifest.toml").write_text("[files.target]")
-    assert script.why_llamacpp(["chat", "pulled"]) == "pulled"
-    monkeypatch.delenv("XDG_DATA_HOME")
-    assert script.user_data() / "edgespec" == user_folder("data")
-
-
-def test_a_gguf_is_converted_without_torch(script):
-    assert script.needed_extras("export", ["export", "a/B.gguf", "--to", "onnx"]) == ["convert"]
-    assert script.needed_extras("export", ["export", "folder", "--to", "onnx"]) == ["export"]
-    assert script.needed_extras("generate", ["generate", "B.gguf"]) == []
-
-
-def test_the_environment_and_the_users_own_pairs_count_too(script, models, monkeypatch):
-    monkeypatch.setenv("EDGESPEC_MODELS", str(models))
-    monkeypatch.chdir(models.parent)
-    assert script.why_llamacpp(["chat", "old"]) == "old"
-    monkeypatch.setenv("EDGESPEC_MODEL", "here/x.gguf")
-    assert script.why_llamacpp(["chat"]) == "here/x.gguf"
-    monkeypatch.setenv("EDGESPEC_ENGINE", "llamacpp")
-    assert script.why_llamacpp(["chat"]) == "--engine llamacpp"
 
 
 def test_no_text_is_too_strange_to_be_a_prompt(script):
@@ -296,47 +220,10 @@ def test_an_environment_without_pip_is_replaced_only_if_it_is_ours(script, insta
     assert own.exists() and installed == []
 
 
-def test_an_extra_that_cannot_be_installed_leaves_what_was_ready(script, installed, monkeypatch):
-    script.set_up(["server"])
-    monkeypatch.setattr(script, "step", lambda *given, **names: sys.exit(1))
-    with pytest.raises(SystemExit):
-        script.set_up(["test"])
-    assert script.is_ready(["server"]) and not script.is_ready(["test"])
-
-
-def test_an_interrupted_setup_is_not_ready(script, monkeypatch):
-    def interrupt(name: str, command: list[str], log: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(script, "step", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        script.set_up([])
-    assert not script.is_ready([])
-
-
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"key": 1}'])
 def test_a_damaged_marker_is_not_ready(script, content):
     script.MARKER.write_text(content)
     assert not script.is_ready([])
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_terminal_sees_lines_broken_at_words(script, monkeypatch, capsys, is_terminal):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
-    text = "model.gguf needs llama.cpp: a prebuilt wheel is used if pip finds one, else it is compiled once"
-    script.say(text)
-    lines = capsys.readouterr().err.splitlines()
-    assert " ".join(lines) == text
-    assert (max(map(len, lines)) <= 40) == is_terminal
-    script.say("\nstopped")
-    assert capsys.readouterr().err == "\nstopped\n"
-
-
-def test_a_step_leaves_its_output_in_the_log(script, tmp_path, capsys):
-    script.step("greeting", [sys.executable, "-c", "print('hello')"], tmp_path / "log")
-    assert (tmp_path / "log").read_text() == "hello\n"
-    assert "greeting: done in 0:0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -468,11 +355,6 @@ def started(script, monkeypatch):
     return commands
 
 
-def test_the_script_loads_the_builder_of_this_checkout():
-    script = load_script()
-    assert SCRIPT.parents[1] / "edgespec" / "kernels" / "src" == script.kernels_builder().SOURCES
-
-
 def test_kernels_are_compiled_in_the_background_until_they_are_there(script, builder, started, capsys):
     script.start_kernels()
     (command,) = started
@@ -481,18 +363,6 @@ def test_kernels_are_compiled_in_the_background_until_they_are_there(script, bui
     builder.library = Path("there")
     script.start_kernels()
     assert len(started) == 1 and capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("why", ["chosen by the user", "being built", "read-only"])
-def test_no_second_build_is_started(script, builder, started, monkeypatch, capsys, why):
-    if why == "chosen by the user":
-        monkeypatch.setenv("EDGESPEC_KERNELS", "none")
-    if why == "being built":
-        monkeypatch.setattr(script, "try_lock", lambda file: False)
-    if why == "read-only":
-        monkeypatch.setattr(script, "KERNELS_LOCK", script.VENV / "no folder" / "lock")
-    script.start_kernels()
-    assert started == [] and capsys.readouterr().err == ""
 
 
 def test_a_failure_in_the_background_is_told_once_and_not_tried_again(script, builder, started, monkeypatch, capsys):
@@ -519,14 +389,3 @@ def test_zig_is_fetched_where_there_is_no_compiler_and_removed(script, builder, 
     assert [command[-2:] for command in fetched] == ([] if has_compiler else [[f"--target={script.ZIG}", "ziglang>=0"]])
     assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == ("before" if has_compiler else str(script.ZIG))
     assert not script.ZIG.exists() and not script.KERNELS_FAILED.exists()
-
-
-@pytest.mark.parametrize("given", ["", "/elsewhere"])
-def test_tests_keep_compiled_code_where_the_system_keeps_none(script, monkeypatch, given):
-    before = {"PYTHONDONTWRITEBYTECODE": "1"} | ({"PYTHONPYCACHEPREFIX": given} if given else {})
-    monkeypatch.setattr(script.os, "environ", before)
-    script.keep_bytecode()
-    assert script.os.environ == {"PYTHONPYCACHEPREFIX": given or str(script.BYTECODE)}
-    monkeypatch.setattr(script.os, "environ", {})
-    script.keep_bytecode()
-    assert script.os.environ == {}

@@ -10,7 +10,7 @@ import pytest
 from edgespec.errors import ModelFileError, ModelNotFound
 from edgespec.loading import catalogue
 from edgespec.loading.catalogue import Entry, entries, parse
-from edgespec.loading.hub import HubFile, choose
+from edgespec.loading.hub import HubFile, choose, head_beside
 from edgespec.loading.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,33 @@ def test_heads_belong_to_the_weights_of_their_entry(entry: Entry):
     for head in entry.heads:
         converts = f"edgespec export {entry.weights} --draft {head.repo} --to gguf"
         by_llama_cpp = "llama.cpp's convert_hf_to_gguf.py (then -md HEAD.gguf)"
-        assert head.command == {"eagle3": converts, "dspark": by_llama_cpp}[head.kind]
+        ready = f"edgespec pull {entry.name} --draft {head.gguf}"
+        assert head.command(entry.name) == (ready if head.gguf else converts if head.kind == "eagle3" else by_llama_cpp)
+        if head.gguf:
+            group = choose(head.gguf, listing(head.gguf.partition(":")[2] or f"{head.gguf.split('/')[1]}-Q8_0.gguf"))
+            assert group.target.is_head and parse(head.gguf).repo == head.gguf.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "others", "head"),
+    [
+        ("m-Q4_K_M.gguf", ("mtp-m-Q4_0.gguf", "mtp-m-Q8_0.gguf", "m-Q8_0.gguf"), "mtp-m-Q8_0.gguf"),
+        ("g-it-Q4_K_M.gguf", ("g-it-assistant.Q8_0.gguf",), "g-it-assistant.Q8_0.gguf"),
+        ("m.gguf", ("dspark-m-small-Q8_0.gguf", "eagle3-m-BF16.gguf", "mmproj-m.gguf"), "eagle3-m-BF16.gguf"),
+        ("m-Q4_0.gguf", ("mtp-n-Q8_0.gguf", "m-draft-Q4_0.gguf"), None),
+        ("mtp-m-Q8_0.gguf", ("mtp-m-Q4_0.gguf",), None),
+        ("m-00001-of-00002.gguf", ("m-00002-of-00002.gguf", "dflash-m-Q8_0.gguf"), "dflash-m-Q8_0.gguf"),
+    ],
+)
+def test_heads_beside_a_file_are_found_by_name(target: str, others: tuple[str, ...], head: str | None):
+    assert head_beside(target, dict.fromkeys((target, *others), 1000)) == head
+
+
+def test_heads_are_taken_with_eight_bits():
+    found = choose("o/r", listing("m-Q4_K_M.gguf", "mtp-small-Q4_0.gguf", "mtp-small-BF16.gguf", "mtp-small-Q8_0.gguf"))
+    assert found.draft and found.draft.files[0].path == "mtp-small-Q8_0.gguf"
+    alone = choose("o/r", listing("m-DSpark-Q4_K_M.gguf", "m-DSpark-F16.gguf", "m-DSpark-Q8_0.gguf"))
+    assert alone.target.files[0].path == "m-DSpark-Q8_0.gguf"
 
 
 def test_every_file_of_the_catalogue_travels_in_the_wheel():

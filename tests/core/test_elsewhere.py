@@ -13,8 +13,7 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec.cli.main import cli
 from edgespec.errors import ModelNotFound
-from edgespec.loading.elsewhere import found_elsewhere, path_elsewhere
-from edgespec.loading.registry import resolve
+from edgespec.loading.registry import found_elsewhere, path_elsewhere, resolve
 from edgespec.platform.files import shipped_models
 
 DEMO = shipped_models() / "demo"

@@ -173,23 +173,6 @@ def test_a_rendered_call_is_parsed_back(form: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_numbers_of_a_parsed_call_keep_their_spelling(form: str) -> None:
-    written = '{"n": [1e2, 1.10, -0]}'
-    messages = conversation(("find", {}))
-    messages[1]["tool_calls"][0]["function"]["arguments"] = written
-    answer = rendered(FORMS[form], messages).split("QUESTION")[1].split("assistant|>")[-1].split("assistant\n")[-1]
-    for end in ENDS:
-        answer = answer.removeprefix(end).replace(end, "")
-    if form == "channels":
-        answer = ChannelSplitter().push(answer.partition("assistant")[2])[1]
-    kind = call_form(FORMS[form])
-    assert kind is not None
-    parser = ToolParser(kind, TYPED)
-    calls = parser.push(answer)[1] + parser.finish()[1]
-    assert [call.arguments for call in calls] == [written]
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_tools_results_and_earlier_texts_are_in_the_prompt(form: str) -> None:
     messages = conversation(("find", {"city": "Paris"}))
     messages += [{"role": "tool", "tool_call_id": "call_0", "content": "RESULT"}, {"role": "user", "content": "MORE"}]

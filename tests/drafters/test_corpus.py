@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.bench import prompts as datasets
 from trainlib import demo_texts as corpus
+from trainlib import public_data as datasets
 
 
 def test_dialogues_are_rendered_with_sorted_tools(corpus_folder: Path):

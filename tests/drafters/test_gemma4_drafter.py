@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 import edgespec
 import tiny_gemma4
-from demo import TEST_THREADS
+from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
+from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import head_footprint
 from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import BatchError, CapabilityError, EdgespecError, EngineError, ModelFileError
 from edgespec.formats.gguf.heads import head_kind_of
+from edgespec.loading.engine_choice import runs_on_kernels
+from edgespec.loading.requirements import resolve_pair
 from edgespec.types import Batch
 from tiny_gemma4 import DRAFTER, GemmaShape, Twin, write_drafter, write_target
 from tiny_gguf import write_model
@@ -221,3 +224,26 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     path = write_drafter(tmp_path / "faulty.gguf", tensors={"nextn.pre_projection.weight": None})
     with pytest.raises(ModelFileError, match="pre_projection"):
         try_head(path)
+
+
+def test_a_head_beside_the_file_that_is_named_for_it_is_found(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "gemma-Q8_0.gguf")
+    head = write_drafter(tmp_path / "mtp-gemma-BF16.gguf")
+    write_drafter(tmp_path / "mtp-other.gguf")
+    given: dict[str, Any] = {"context_length": 128, "engine": "llamacpp"}
+    found = resolve_pair(LoadOptions(str(target), **given))
+    assert found.draft == head
+    with edgespec.load(target, threads=1, **given) as model:
+        assert "mtp" in model.drafter_names
+        drafted = model.generate(PROMPT, Sampling(temperature=0), GenerateOptions(max_tokens=12, drafter="mtp"))
+        assert drafted.stats.drafted_tokens
+    for off in ({"drafter": "none"}, {"drafter": "ngram"}, {"heads": DEMO / "heads" / "eagle.npz"}):
+        assert resolve_pair(LoadOptions(str(target), **given, **off)).draft is None
+    if runs_on_kernels(target):
+        automatic = resolve_pair(LoadOptions(str(target)))
+        assert automatic.files["target"].engine == "onnx", "a head that the kernels lack does not take the target away"
+        assert automatic.draft is None or runs_on_kernels(head)
+    assert resolve_pair(LoadOptions(str(target), drafter="mtp")).draft == head
+    head.unlink()
+    wide = write_drafter(tmp_path / "gemma-assistant.gguf", GemmaShape(width=128))
+    assert head_kind_of(wide) and resolve_pair(LoadOptions(str(target), **given)).draft is None, "it does not fit"

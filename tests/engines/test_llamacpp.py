@@ -22,7 +22,7 @@ from edgespec.chat.template import encode_messages
 from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp import library as llama_library
-from edgespec.engines.llamacpp.devices import devices, gpus
+from edgespec.engines.llamacpp.devices import devices, gpus, overriding
 from edgespec.engines.llamacpp.library import library, listening
 from edgespec.engines.llamacpp.tokenizer import bounded_parts, parts_at
 from edgespec.engines.proof import Bits
@@ -130,6 +130,22 @@ def test_where_a_gpu_is_full_the_advice_is_to_place_fewer_layers(tiny_path, monk
 def test_a_device_that_is_not_there_is_named_with_those_that_are(tiny_path):
     with pytest.raises(CapabilityError, match=r"no device 'Vulkan77'.* sees: .*CPU"):
         load(tiny_path, gpu_layers=-1, devices=("Vulkan77",))
+
+
+def test_tensors_go_where_their_names_say(tiny_path):
+    lines: list[str] = []
+    with listening(lines.append), load(tiny_path, overrides=((r"blk\.1\.ffn_(up|down)", "CPU"),)) as engine:
+        found = chain(engine, [1, 2, 3])
+    moved = {line.split()[1] for line in lines if "buffer type overridden to CPU" in line}
+    assert moved == {"blk.1.ffn_up.weight", "blk.1.ffn_down.weight"}
+    with load(tiny_path) as engine:
+        np.testing.assert_array_equal(found, chain(engine, [1, 2, 3]))
+    with pytest.raises(CapabilityError, match=r"no device 'Vulkan77'.* sees: .*CPU"):
+        overriding((("exps", "CPU"), ("blk", "Vulkan77")))
+    with pytest.raises(ConfigError, match="no layer is on a GPU: give their number"):
+        load(tiny_path, overrides=(("blk", "Vulkan77"),))
+    with pytest.raises(ConfigError, match="knows no such expressions"):
+        load(tiny_path, overrides=(("(?P<name>blk)", "CPU"),))
 
 
 def test_the_processor_can_be_asked_for_by_placing_nothing(tiny_path):

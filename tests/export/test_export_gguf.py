@@ -63,11 +63,6 @@ def test_metadata_of_the_tokenizer(tmp_path: Path):
         (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
         (lambda f: (f / "config.json").write_text("[]"), r"holds a list, an object was expected"),
-        (
-            lambda f: break_json(f, "config.json", architectures=["XForCausalLM"]),
-            "is a XForCausalLM; supported for GGUF: Llama",
-        ),
-        (lambda f: break_json(f, "config.json", rope_scaling={"type": "yarn"}), "rotary scaling 'yarn'"),
         (lambda f: break_json(f, "config.json", rms_norm_eps="x"), "config.json has an impossible setting: .*'x'"),
         (lambda f: break_json(f, "config.json", rms_norm_eps=1e99), "a setting that GGUF cannot hold"),
         (lambda f: break_json(f, "config.json", vocab_size=4000), r"\(4096, 128\), config.json implies \(4000, 128\)"),
@@ -79,8 +74,6 @@ def test_metadata_of_the_tokenizer(tmp_path: Path):
         (lambda f: break_json(f, "tokenizer.json", pre_tokenizer=None), "splits text by None"),
         (lambda f: break_json(f, "tokenizer_config.json", eos_token="</s>"), "eos_token '</s>', which .* lacks"),
         (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"\x09\0\0\0\0\0\0\0nonsense!"), "not a safetensors file"),
-        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "truncated"),
     ],
 )
 def test_a_bad_folder_is_refused_and_nothing_is_left(tmp_path: Path, break_it: Any, message: str):
@@ -89,16 +82,6 @@ def test_a_bad_folder_is_refused_and_nothing_is_left(tmp_path: Path, break_it: A
     with pytest.raises(ModelFileError, match=message):
         convert(folder, tmp_path / "out.gguf", "f32")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_an_unknown_tensor_is_refused(tmp_path: Path):
-    folder = copied(tmp_path / "hf")
-    weights = safetensors.load_file(folder / "model.safetensors")
-    safetensors.save_file(
-        weights | {"model.layers.0.self_attn.surprise": np.zeros(4, "f4")}, folder / "model.safetensors"
-    )
-    with pytest.raises(ModelFileError, match=r"self_attn\.surprise has no place"):
-        convert(folder, tmp_path / "out.gguf", "f32")
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -150,9 +150,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"architectures": ["Phi3ForCausalLM"]},
     ),
-    "hidden_act 'relu'; allowed: 'silu'": ("llama", {"hidden_act": "relu"}),
+    "its hidden_act is 'relu'; allowed: 'silu'": ("llama", {"hidden_act": "relu"}),
     "quantization_config .*gptq.*; allowed: none": ("llama", {"quantization_config": {"quant_method": "gptq"}}),
-    "rotary scaling 'longrope' cannot be converted; allowed: default": (
+    "positions are scaled by 'longrope'; allowed: default": (
         "qwen2",
         {"rope_scaling": {"rope_type": "longrope"}},
     ),
@@ -161,12 +161,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "layer_types must hold 3 of": ("gemma3", {"layer_types": ["full_attention"]}),
     "lacks attn_logit_softcapping": ("gemma2", {"attn_logit_softcapping": None}),
     "needs tied embeddings": ("gemma", {"tie_word_embeddings": False}),
-    "scale_attn_by_inverse_layer_idx True": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "scale_attn_by_inverse_layer_idx is True": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "lacks 'hidden_size'": ("llama", {"hidden_size": None}),
     "num_hidden_layers 0, must be a positive integer": ("llama", {"num_hidden_layers": 0}),
     r"k_proj.bias has the shape \(32,\), config.json implies \(64,\)": ("llama", {"head_dim": 32}),
-    "layers.2.* has no place in a qwen2 GGUF of 2 layers": ("qwen2", {"num_hidden_layers": 2}),
-    "partial_rotary_factor below 1": ("qwen3", {"partial_rotary_factor": 0.5}),
+    "layers.2.* has no place in a qwen2 model of 2 layers": ("qwen2", {"num_hidden_layers": 2}),
+    "partial_rotary_factor is 0.5; allowed: 1": ("qwen3", {"partial_rotary_factor": 0.5}),
 }
 
 

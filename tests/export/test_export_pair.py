@@ -18,7 +18,7 @@ from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError, VocabularyMismatch
 from edgespec.export import room
 from edgespec.export.check import Comparison, ExportRefused, compare, limits_of, open_engine
-from edgespec.export.gguf.quantise import GGUF_QUANTS, export_gguf
+from edgespec.export.gguf.convert import GGUF_QUANTS, export_gguf
 from edgespec.export.hub import card_licence, find_source, local_source, recommended_sampling
 from edgespec.export.reference import PROBE_TEXTS, Reference, check_round_trip, check_same_names, token_names
 from edgespec.export.request import ONNX_QUANTS, ExportRequest, parse_formats, parse_quants

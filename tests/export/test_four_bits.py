@@ -20,7 +20,7 @@ import gguf
 from demo import DEMO, TEST_THREADS
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import ModelFileError
-from edgespec.export.gguf.quantise import quantise
+from edgespec.export.gguf.convert import quantise
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.weights import kept_in_more
 from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf

@@ -25,8 +25,7 @@ from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import ConfigError, ModelFileError
-from edgespec.export.gguf.convert import convert
-from edgespec.export.gguf.quantise import export_gguf
+from edgespec.export.gguf.convert import convert, export_gguf
 from edgespec.export.gguf.tokenizer import check_tokenizer
 from edgespec.export.onnx.weights import GgufWeights
 from edgespec.export.onnx.writer import open_gguf

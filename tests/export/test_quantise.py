@@ -15,9 +15,9 @@ pytest.importorskip("tokenizers", reason="the test folders need the package toke
 
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import ConfigError, ModelFileError, StateError
-from edgespec.export.gguf.convert import convert
-from edgespec.export.gguf.quantise import (
+from edgespec.export.gguf.convert import (
     GGUF_QUANTS,
+    convert,
     export_gguf,
     quantise,
 )
@@ -88,7 +88,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from edgespec.errors import StateError
-from edgespec.export.gguf.quantise import export_gguf, quantise
+from edgespec.export.gguf.convert import export_gguf, quantise
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
 source, output, quant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 try:

@@ -19,7 +19,7 @@ from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx import graph as graphs
 from edgespec.engines.onnx.footprint import footprint
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.export.gguf.quantise import export_gguf
+from edgespec.export.gguf.convert import export_gguf
 from edgespec.export.onnx import writer
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.weights import mixed_kind

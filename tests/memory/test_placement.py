@@ -10,11 +10,14 @@ import pytest
 from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp import devices
 from edgespec.engines.llamacpp.devices import Device
-from edgespec.errors import CapabilityError
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.header import read_header
 from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import placed
 from edgespec.memory.plan import Room, planned
+from tiny_gguf import Shape, write_model
+from tiny_mixtures import Case, write
 
 GIB = 1 << 30
 
@@ -55,6 +58,75 @@ def test_as_many_layers_as_fit(options):
         assert needed(options, pair, count, 0)[0] <= room < needed(options, pair, count + 1, 0)[0]
         seen.add(count)
     assert len(seen) > 4
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> LoadOptions:
+    """Eight layers of experts, with a draft of one layer that has none."""
+    target = write(tmp_path / "mixture.gguf", Case("qwen3moe", 8, experts=(32, 2, 256)))
+    draft = write_model(tmp_path / "small.gguf", Shape(layers=1, merges=0))
+    chosen = {"gpu_layers": "auto", "context_length": 256, "engine": "llamacpp"}
+    return LoadOptions(model=str(target), draft=draft, **chosen)
+
+
+def test_experts_leave_the_gpu_before_anything_else(mixture):
+    pair = resolve_pair(mixture)
+
+    def at(experts_here: int | None) -> int:
+        return needed(replace(mixture, cpu_moe_layers=experts_here), pair, -1, 0)[0]
+
+    def chosen(room: int) -> tuple[object, object, int | None]:
+        found = placed(mixture, pair, lambda _names: room)
+        return found.gpu_layers, found.draft_gpu_layers, found.cpu_moe_layers
+
+    draft = needed(mixture, pair, -1, -1)[1]
+    assert at(0) == at(None) > at(1) > at(8)
+    header = read_header(pair.target)
+    experts = [tensor.num_bytes for tensor in header.tensors if "_exps" in tensor.name]
+    assert at(1) - at(8) == sum(experts) * 7 // 8
+    assert chosen(at(0) + draft) == (-1, -1, None)
+    assert chosen(at(0)) == (-1, 0, None)
+    assert chosen(at(0) - 1) == (-1, -1, 1)  # the draft goes there before experts do
+    for count in range(2, 9):
+        assert chosen(at(count) + draft) == (-1, -1, count)
+    assert chosen(at(8) + draft - 1) == (-1, 0, 8)
+    layers, small, here = chosen(at(8) - 1)
+    assert (0 < layers < 9, small, here) == (True, 0, 8)
+    assert needed(replace(mixture, cpu_moe_layers=8), pair, layers, 0)[0] < at(8)
+    fixed = replace(mixture, cpu_moe_layers=2)
+    assert placed(fixed, pair, lambda _names: at(2)).gpu_layers == -1
+    assert placed(fixed, pair, lambda _names: at(2) - 1).gpu_layers < 9
+
+
+def test_tensors_are_counted_where_they_are_put(mixture):
+    pair = resolve_pair(mixture)
+    everywhere = replace(mixture, gpu_layers=-1, draft_gpu_layers=0)
+
+    def on_device(text: str | None) -> int:
+        return planned(replace(everywhere, override_tensor=text), pair).device_bytes
+
+    sizes = {tensor.name: tensor.num_bytes for tensor in read_header(pair.target).tensors}
+    name = "blk.0.ffn_up_exps.weight"
+    assert on_device(None) - on_device(r"blk\.0\.ffn_up_exps=CPU") == 0  # a copy visits the GPU for wide passes
+    assert on_device(None) - on_device(r"blk\.[01]\.ffn_up_exps=CPU") == sizes[name]
+    assert on_device("token_embd=CUDA0") - on_device(None) == sizes["token_embd.weight"]
+    assert on_device("blk=CPU,blk=CUDA0") == on_device("blk=CPU") < on_device(None)  # the first one counts
+    assert replace(everywhere, cpu_moe_layers=8).target_overrides[-1][1] == "CPU"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("exps", "does not say which tensors go where: give REGEX=DEVICE"),
+        ("=CPU", "does not say which"),
+        ("exps=", "does not say which"),
+        ("exps=CPU,", "does not say which"),
+        ("a(=CPU", "is no regular expression"),
+    ],
+)
+def test_a_bad_pattern_is_refused_before_anything_is_opened(text: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        LoadOptions(override_tensor=text)
 
 
 def test_a_draft_that_the_user_placed_keeps_its_place(options):

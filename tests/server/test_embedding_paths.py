@@ -163,4 +163,4 @@ def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypat
             assert stopped.value.status == 503
 
     asyncio.run(run())
-    until(lambda: queue._num_open == 0)
+    until(lambda: not queue.open)

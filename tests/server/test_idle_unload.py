@@ -12,43 +12,26 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-import edgespec
 from asgi_client import FIELDS as FIELDS_OF
 from asgi_client import PATHS, PINGS, Client
-from demo import TEST_THREADS
 from edgespec import Model
 from edgespec.errors import CapabilityError, EngineError
 from edgespec.server import web
 from edgespec.server.app import create_app
-from edgespec.server.facts import described
-from edgespec.server.service import Limits, Service
+from edgespec.server.service import Service
 from serving import BASE_URL
+from several import FIELDS, GGUF, Served
 from waiting import reached, until
 
-FIELDS = {"messages": [{"role": "user", "content": "Find me a bus to Fresno."}], "max_tokens": 8, "temperature": 0}
 
+class Host(Served):
+    """The demo in this process, and a client of its server."""
 
-class Host:
-    """A service that loads the demo in this process. `opened`: every model so far; `failure`: what a load raises."""
-
-    def __init__(self, idle_s: float | None = None, **limits: Any) -> None:
-        self.opened: list[edgespec.Model] = []
-        self.num_loads = 0
-        self.failure: Exception | None = None
-        self.gate = threading.Event()
-        self.gate.set()
-        self.service = Service("demo", Limits(**limits), idle_unload_s=idle_s)
-        self.service.may_unload(self._load, described)
-        self._load()
+    def __init__(self, idle_s: float | None = None) -> None:
+        super().__init__(GGUF, Service(GGUF, idle_unload_s=idle_s))
+        self.service.may_unload(self)
+        self.load()
         self.client = TestClient(create_app(self.service), base_url=BASE_URL)
-
-    def _load(self) -> None:
-        self.num_loads += 1
-        assert self.gate.wait(60)
-        if self.failure is not None:
-            raise self.failure
-        self.opened.append(edgespec.load("demo", threads=TEST_THREADS))
-        self.service.use(self.opened[-1])
 
     def ask(self) -> str:
         answer = self.client.post("/v1/chat/completions", json=FIELDS)
@@ -64,11 +47,7 @@ class Host:
     def unload(self) -> None:
         """As a client asks for it, and wait until it is done."""
         assert self.ollama(keep_alive=0)["done_reason"] == "unload"
-        until(lambda: self.is_unloaded)
-
-    @property
-    def is_unloaded(self) -> bool:
-        return self.service.loaded is None and self.opened[-1].__repr__().endswith("closed>")
+        until(lambda: self.is_closed)
 
 
 @pytest.fixture
@@ -91,9 +70,9 @@ def test_an_unused_model_is_unloaded_and_the_next_request_loads_it(hosts: list[H
     host = Host(idle_s=0.3)
     hosts.append(host)
     first = host.ask()
-    until(lambda: host.is_unloaded)
+    until(lambda: host.is_closed)
     assert host.ask() == first and host.num_loads == 2
-    until(lambda: host.is_unloaded)
+    until(lambda: host.is_closed)
 
 
 def test_what_needs_no_model_tells_the_truth_and_loads_none(host: Host):
@@ -198,7 +177,7 @@ def test_a_stop_during_a_load_ends_it(host: Host):
     host.service.close()  # does not wait for the load
     assert host.service.is_loading
     host.gate.set()
-    until(lambda: len(host.opened) == 2 and host.is_unloaded)
+    until(lambda: len(host.opened) == 2 and host.is_closed)
 
 
 def test_a_client_that_leaves_while_it_waits_disturbs_nobody(host: Host):
@@ -233,7 +212,7 @@ def test_nothing_is_unloaded_under_an_answer(hosts: list[Host]):
         assert client.body.endswith(b"data: [DONE]\n\n")
 
     asyncio.run(main())
-    until(lambda: host.is_unloaded)
+    until(lambda: host.is_closed)
     assert host.num_loads <= 2
 
 
@@ -251,7 +230,7 @@ def test_ollamas_keep_alive_of_an_answer(host: Host):
     assert host.ollama(keep_alive=-1)["done_reason"] == "load"
     assert expires_in_s() > 1e9
     assert host.ollama(prompt="hi", options=options, keep_alive=0)["done_reason"] in ("stop", "length")
-    until(lambda: host.is_unloaded)
+    until(lambda: host.is_closed)
     assert host.ollama()["done_reason"] == "load" and host.num_loads == 2
     assert expires_in_s() > 1e9  # and ends when the model is loaded again
 

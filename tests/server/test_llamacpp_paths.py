@@ -125,14 +125,6 @@ def test_a_limit_of_0_only_reads_the_prompt(client: TestClient, path: str, limit
     assert not any(part.get("text") or part.get("delta", {}).get("content") or part["logprobs"] for part in parts)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_timings_come_with_every_part(client: TestClient, path: str):
-    *events, _done, _rest = post(client, path, timings_per_token=True, stream=True).text.split("\n\n")
-    parts = [json.loads(event.removeprefix("data: ")) for event in events]
-    counts = [part["timings"]["predicted_n"] for part in parts if part["choices"][0].get("text")]
-    assert counts == sorted(counts) and (counts or path == CHAT)
-
-
 def test_a_schema_of_a_json_object(client: TestClient):
     schema = {"type": "object", "properties": {"n": {"enum": [2, 4]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_object", "schema": schema}
@@ -146,15 +138,6 @@ def test_a_model_that_never_reasons_need_not_be_told(client: TestClient):
     assert off["usage"]["prompt_tokens"] == post(client, CHAT).json()["usage"]["prompt_tokens"]
     on = post(client, CHAT, chat_template_kwargs={"enable_thinking": True})
     assert on.json()["usage"] == off["usage"] and "enable_thinking" in on.headers[NOTES]
-
-
-def test_fields_that_change_nothing_are_accepted(client: TestClient):
-    others = {"session_id": "s", "provider": {"order": ["x"]}, "draft_model": "small", "post_sampling_probs": True}
-    found = post(client, CHAT, **others, add_generation_prompt=True, continue_final_message=False)
-    assert text_of(found.json()) == text_of(post(client, CHAT).json()) and "draft_model" in found.headers[NOTES]
-    timings = found.json()["timings"]
-    assert timings["predicted_per_token_ms"] * timings["predicted_per_second"] == pytest.approx(1000)
-    assert timings["prompt_per_token_ms"] * timings["prompt_n"] == pytest.approx(timings["prompt_ms"])
 
 
 def test_where_the_prompt_ends_is_as_in_vllm_and_llama_server(client: TestClient):
@@ -333,11 +316,6 @@ def test_what_sillytavern_sends(client: TestClient, expected: Any):
         ({"prompt": [True]}, "prompt must be one prompt"),
         ({"prompt": None}, "prompt is missing: give a string or a list"),
         ({"prompt": {"prompt_string": "x"}}, "prompt must be a string or a list"),
-        ({"prompt": "x", "n_probs": 99}, "n_probs must be"),
-        ({"prompt": "x", "mirostat": 2}, "mirostat is not supported"),
-        ({"prompt": "x", "typical_p": 0.5}, "typical_p is not supported"),
-        ({"prompt": "x", "logit_bias": [[1]]}, "logit_bias must be a list of pairs"),
-        ({"prompt": "x", "n_predcit": 4}, "did you mean 'n_predict'"),
     ],
 )
 def test_refusals(client: TestClient, fields: dict[str, Any], words: str):
@@ -351,20 +329,6 @@ def test_paths_without_a_version(client: TestClient):
     assert one["choices"] == other["choices"]
     assert client.get("/models").json() == client.get("/v1/models").json()
     assert client.get("/v1/health").json() == client.get("/health").json()
-
-
-def test_input_tokens_are_counted(client: TestClient, model: Model):
-    fields = {"input": MESSAGES[0]["content"], "instructions": "Be brief."}
-    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    counted = native(client, "/v1/responses/input_tokens", **fields)
-    assert counted == {"object": "response.input_tokens", "input_tokens": len(model.encode_chat(messages))}
-
-
-def test_the_health_path_needs_no_key(service: Service):
-    service.api_key = "secret"
-    client = TestClient(create_app(service), base_url=BASE_URL)
-    assert client.get("/v1/health").status_code == 200
-    assert client.get("/props").status_code == client.post("/completion", json={}).status_code == 401
 
 
 # -- Filling gaps, as editors ask for it: `suffix` of completions, `/infill`; and control tokens in raw prompts
@@ -602,22 +566,14 @@ def test_several_answers_are_a_list(coder: TestClient, path: str) -> None:
         ({"lora": {}}, "lora is not supported"),
         ({"post_sampling_probs": 1}, "post_sampling_probs must be true or false"),
         ({"n_predict": -3}, "n_predict must be a whole number from -2"),
-        ({"n_predict": 1.5}, "n_predict must be"),
-        ({"n_predict": False}, "n_predict must be"),
-        ({"n_predict": 2**63}, "n_predict must be"),
         ({"n_predict": 4, "max_tokens": 5}, "the same setting"),
         ({"n_probs": True}, "n_probs must be"),
-        ({"n_cmpl": 0}, "n_cmpl must be"),
         ({"n_cmpl": 17}, "n_cmpl must be"),
         ({"t_max_predict_ms": 2**40}, "t_max_predict_ms must be a whole number from -1 to"),
-        ({"t_max_prompt_ms": "soon"}, "t_max_prompt_ms must be"),
         ({"n_indent": -1}, "n_indent must be"),
         ({"response_fields": "content"}, "response_fields must be a list"),
-        ({"return_tokens": "yes"}, "return_tokens must be"),
         ({"logit_bias": 5}, "logit_bias must be a list"),
-        ({"logit_bias": [["a", True]]}, "a number or false"),
         ({"logit_bias": {"5": None}}, "a number or false"),
-        ({"logit_bias": [[True, 1]]}, "a number or false"),
         ({"logit_bias": [[-1, 1]]}, "token ids"),
         ({"logit_bias": {"9" * 5000: 1}}, "token ids"),
         ({"logit_bias": [[5, 1]] * 1025}, "at most 1024"),

@@ -11,7 +11,7 @@ import pytest
 
 from browser import Browser, find_browser
 from chat_page import COMPLETE, READY, TEXT, ask, put, stored
-from edgespec.server.exchange import DONE, sse
+from edgespec.server.answer import DONE, sse
 from scripted_page import Scripted, part
 from waiting import until
 

@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from browser import Browser, find_browser
 from chat_page import COMPLETE, READY, TEXT, ask, forget, put
+from edgespec.server.answer import DONE, sse
 from edgespec.server.app import page_routes
-from edgespec.server.exchange import DONE, sse
 from scripted_page import Scripted, part, scripted_server
 
 HAS_LIBRARIES = any(route.path == "/static/vendor/marked.js" for route in page_routes())

@@ -310,22 +310,6 @@ def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
         assert loaded(url) == (["demo", "target"] if context == "max" else ["target"])
 
 
-@pytest.mark.quiet
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_going_to_and_fro_takes_no_more_memory(private_home: Path):
-    def resident(process: subprocess.Popen[bytes]) -> int:
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
-
-    with served(private_home, PATHS[ONNX], *CONTEXT) as process:
-        url, used = read_line(process)["url"], []
-        for _ in range(6):
-            for name in ("target", "demo"):
-                assert complete(url, name).status_code == 200
-            used.append(resident(process))
-        assert used[-1] < used[1] + (16 << 20), used
-
-
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_another_model_is_loaded_ends_it(private_home: Path, number: signal.Signals):
@@ -443,20 +427,14 @@ def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
 QUESTION = [{"role": "user", "content": "Find me a bus to Fresno."}]
 
 
-@pytest.fixture(scope="module")
-def client_url(private_home: Path) -> Iterator[str]:
-    with served(private_home, "--port", "0", "--reproducible", "--exit-with-stdin") as process:
-        yield read_line(process)["url"]
+def running(url: str) -> int:
+    return httpx.get(url + "/health").json()["running"]
 
 
-def running(client_url: str) -> int:
-    return httpx.get(client_url + "/health").json()["running"]
-
-
-def test_openai_responses(client_url: str):
+def test_openai_responses(url: str):
     openai = pytest.importorskip("openai", reason="the openai package is not installed")
     fields = {"model": "demo", "input": QUESTION[0]["content"], "temperature": 0, "max_output_tokens": 16}
-    with openai.OpenAI(base_url=client_url + "/v1", api_key="any", max_retries=0) as client:
+    with openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
         whole = client.responses.create(**fields, instructions="You book buses.")
         assert whole.output_text and whole.status in ("completed", "incomplete") and whole.usage.output_tokens <= 16
         with client.responses.stream(**fields, instructions="You book buses.") as stream:
@@ -470,7 +448,7 @@ def test_openai_responses(client_url: str):
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_structured_output(client_url: str, method: str):
+def test_langchain_structured_output(url: str, method: str):
     """As an object of the caller's own class, both ways that LangChain asks for it."""
     langchain = pytest.importorskip("langchain_openai", reason="the langchain-openai package is not installed")
     from pydantic import BaseModel
@@ -482,17 +460,17 @@ def test_langchain_structured_output(client_url: str, method: str):
         nights: Literal[1, 2, 3]
         breakfast: bool
 
-    chat = langchain.ChatOpenAI(model="demo", base_url=client_url + "/v1", api_key="any", max_retries=0, temperature=0)
+    chat = langchain.ChatOpenAI(model="demo", base_url=url + "/v1", api_key="any", max_retries=0, temperature=0)
     found = chat.with_structured_output(Booking, method=method).invoke("Two nights in Paris with breakfast, please.")
     assert isinstance(found, Booking) and found.nights in (1, 2, 3)
     assert chat.invoke("Find me a bus to Fresno.").usage_metadata["output_tokens"] > 0
     assert len("".join(part.content for part in chat.stream("Find me a bus to Fresno."))) > 0
 
 
-def test_anthropic(client_url: str):
+def test_anthropic(url: str):
     anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
     fields = {"model": "demo", "messages": QUESTION, "max_tokens": 16, "extra_body": {"temperature": 0}}
-    with anthropic.Anthropic(base_url=client_url, api_key="any", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
         whole = client.messages.create(**fields, system="You book buses.")
         assert whole.content[0].text and whole.usage.output_tokens <= 16
         with client.messages.stream(**fields, system="You book buses.") as stream:
@@ -502,10 +480,10 @@ def test_anthropic(client_url: str):
             client.messages.create(**(fields | {"extra_body": {"temperature": 200}}))
 
 
-def test_ollama(client_url: str):
+def test_ollama(url: str):
     ollama = pytest.importorskip("ollama", reason="the ollama package is not installed")
     options = {"temperature": 0, "num_predict": 12}
-    client = ollama.Client(host=client_url)
+    client = ollama.Client(host=url)
     with closing(client._client):
         whole = client.chat(model="demo", messages=QUESTION, options=options)
         parts = client.chat(model="demo", messages=QUESTION, options=options, stream=True)
@@ -518,19 +496,19 @@ def test_ollama(client_url: str):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_a_client_that_is_killed_leaves_nothing_running(client_url: str):
+def test_a_client_that_is_killed_leaves_nothing_running(url: str):
     fields = {"messages": QUESTION, "stream": True, "temperature": 5, "top_k": 0, "seed": 1}
     code = (
         "import sys, httpx2\n"
-        f"with httpx2.stream('POST', {client_url!r} + '/v1/chat/completions', json={fields!r}, timeout=60) as answer:\n"
+        f"with httpx2.stream('POST', {url!r} + '/v1/chat/completions', json={fields!r}, timeout=60) as answer:\n"
         "    for line in answer.iter_lines():\n"
         "        print('got', flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as client:
         assert client.stdout is not None and client.stdout.readline() == b"got\n"
         client.send_signal(signal.SIGKILL)
-    until(lambda: running(client_url) == 0)
-    answered = httpx.post(client_url + "/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 2}, timeout=60)
+    until(lambda: running(url) == 0)
+    answered = httpx.post(url + "/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 2}, timeout=60)
     assert answered.status_code == 200
 
 
@@ -556,13 +534,11 @@ def test_a_parent_that_is_killed_leaves_no_orphan(private_home: Path, options: l
     until(lambda: not state.exists() or state.read_text(encoding="utf-8").rpartition(") ")[2][0] == "Z")
 
 
-def test_the_openapi_document_names_every_path(client_url: str):
-    described = httpx.get(client_url + "/openapi.json").json()
+def test_the_openapi_document_names_every_path(url: str):
+    described = httpx.get(url + "/openapi.json").json()
     assert described["openapi"].startswith("3.1") and json.dumps(described)
     for path, about in described["paths"].items():
         for method in about:
-            answered = httpx.request(
-                method.upper(), client_url + path.replace("{name}", "demo"), content=b"{}", timeout=60
-            )
+            answered = httpx.request(method.upper(), url + path.replace("{name}", "demo"), content=b"{}", timeout=60)
             assert answered.status_code not in (404, 405), path
             assert answered.status_code in (200, 400) or "embed" in path or path == "/infill", path

@@ -26,7 +26,7 @@ from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import parse_object
 from edgespec.server.run import Binding
-from edgespec.server.service import Limits, Service
+from edgespec.server.service import Limits, Service, Services
 from edgespec.server.web import NOTES, Bodies
 from serving import BASE_URL
 
@@ -381,8 +381,8 @@ def test_a_local_name_is_allowed(client: TestClient, host: str):
 def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyPatch, address: str):
     given: list[Binding] = []
 
-    def served(found: Service, binding: Binding, *_: object) -> None:
-        found.use(service.require().model)  # as a server that has answered
+    def served(found: Services, binding: Binding, *_: object) -> None:
+        found.default.use(service.require().model)  # as a server that has answered
         given.append(binding)
 
     monkeypatch.setattr("edgespec.server.run.serve", served)

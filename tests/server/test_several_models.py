@@ -18,8 +18,8 @@ from edgespec import LoadOptions, Sampling
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server import web
-from edgespec.server.facts import at_rest, described
-from edgespec.server.service import Service
+from edgespec.server.facts import entry, shown
+from edgespec.server.service import Known, Service
 from several import DRAFT, FIELDS, GGUF, ONNX, PATHS, Host, alone
 from tiny_bert import write_bert
 from tiny_gguf import SPECIALS, Shape, write_model
@@ -353,20 +353,6 @@ def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
     assert host[ONNX].num_loads == 0
 
 
-def test_a_stop_while_another_model_is_loaded_frees_it_afterwards(host: Host):
-    async def main() -> None:
-        host[ONNX].gate.clear()
-        client = Client(host.app, model=ONNX)
-        await reached(lambda: host[ONNX].num_loads == 1)
-        host.services.close()
-        await client.task
-        assert client.sent[0]["status"] == 503 and host.services.is_loading
-
-    asyncio.run(main())
-    host[ONNX].gate.set()
-    until(lambda: host[ONNX].opened and host[ONNX].is_closed)
-
-
 def test_ollamas_keep_alive_is_of_one_model(hosts: MakeHost):
     host = hosts((GGUF, ONNX), most=2, idle_unload_s=600.0)
 
@@ -412,14 +398,14 @@ MAKE: dict[str, Callable[[Path], object]] = {
 def test_it_is_told_as_after_its_load(tmp_path: Path, kind: str, options: dict[str, Any], capabilities: list[str]):
     chosen = LoadOptions(model=str(MAKE[kind](tmp_path / "model.gguf")), threads=TEST_THREADS, **options)
     pair = resolve_pair(chosen)
-    before = at_rest("name", chosen, pair, Sampling(**dict(pair.recommended)), None, None)
+    before = Known.read("name", chosen, pair, Sampling(**dict(pair.recommended)), None, None)
     with edgespec.load(chosen) as model:
         service = Service("name")
         service.use(model)
-        after = described(service.require())
+        after = Known.of(service.require())
         service.require().scheduler.close()
-    assert before.entry == after.entry and before.shown == after.shown
-    assert before.shown["capabilities"] == capabilities
+    assert entry(before) == entry(after) and shown(before) == shown(after)
+    assert shown(before)["capabilities"] == capabilities
     assert before.context_length == after.context_length
     unknown = {"total_slots", "device", "reproducible"}
-    assert {key for key, value in after.properties.items() if before.properties[key] != value} <= unknown
+    assert {key for key, value in after.settings.items() if before.settings[key] != value} <= unknown

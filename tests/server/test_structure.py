@@ -18,7 +18,7 @@ from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.sampling.constraint.grammar import Grammar, compiled
 from edgespec.sampling.constraint.library import Library
 from edgespec.server import structure
-from edgespec.server.exchange import compact
+from edgespec.server.answer import compact
 from edgespec.server.structure import call_grammar, parameters_of
 from edgespec.server.web import NOTES
 from edgespec.vocabulary import IncrementalDecoder

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from edgespec.server.answer import Exchange
 from edgespec.server.app import page_routes
-from edgespec.server.exchange import Exchange
 from waiting import until
 
 PING = Exchange.ping

@@ -15,9 +15,8 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, LoadOptions, Model
 from edgespec.loading.requirements import resolve_pair
 from edgespec.server.app import create_app
-from edgespec.server.facts import at_rest, described
-from edgespec.server.residence import Loading, Places
-from edgespec.server.service import Limits, Service, Services
+from edgespec.server.residence import Places
+from edgespec.server.service import Known, Limits, Service, Services
 from serving import BASE_URL
 
 GGUF, ONNX, DRAFT = "demo", "onnx", "draft"
@@ -46,6 +45,9 @@ class Served:
     def check(self) -> None:
         if self.check_fails is not None:
             raise self.check_fails
+
+    def fits(self) -> bool:
+        return True
 
     def load(self) -> None:
         self.num_loads += 1
@@ -80,14 +82,14 @@ class Host:
             self.models[name] = Served(name, service)
         self.services = Services(*(each.service for each in self.models.values()))
         first, *others = self.models.values()
-        first.service.may_unload(Loading(first.load, first.check), described)
+        first.service.may_unload(first)
         for each in others:
             pair = resolve_pair(each.options)
             recommended: dict[str, Any] = dict(pair.recommended)
             sampling = edgespec.Sampling(**recommended)
             most_tokens = GenerateOptions().max_tokens
-            each.service.unloaded = at_rest(each.name, each.options, pair, sampling, most_tokens, None)
-            each.service.may_unload(Loading(each.load, each.check), described)
+            each.service.unloaded = Known.read(each.name, each.options, pair, sampling, most_tokens, None)
+            each.service.may_unload(each)
         first.load()
         self.app = create_app(self.services)
         self.client = TestClient(self.app, base_url=BASE_URL)

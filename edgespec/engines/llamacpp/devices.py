@@ -11,6 +11,7 @@ a head that is tied to them is copied. Results of a pass have a buffer of their 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from edgespec.config.values import CPU, TensorOverrides, device_of
 from edgespec.engines.llamacpp.library import library
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import GgufHeader
@@ -47,6 +49,23 @@ class Device:
     def shares_memory(self) -> bool:
         """Whether what lies on it takes this machine's memory: of Apple Silicon's GPU, which ggml calls a plain one."""
         return "integrated" in self.kind or (self.is_gpu and is_apple_silicon())
+
+
+class _Override(ctypes.Structure):
+    """llama_model_tensor_buft_override"""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def overriding(overrides: TensorOverrides) -> ctypes.Array[_Override] | None:
+    """What llama.cpp takes for these. Raises CapabilityError for a device that is not there."""
+    if not overrides:
+        return None
+    buffer_type = function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+    names = sorted({name for _, name in overrides})
+    kinds = {name: buffer_type(handle) for name, handle in zip(names, handles_of(names), strict=True)}
+    pairs = [_Override(os.fsencode(pattern), kinds[name]) for pattern, name in overrides]
+    return (_Override * (len(pairs) + 1))(*pairs)  # ends with nulls
 
 
 @cache
@@ -123,24 +142,35 @@ MARGIN_SHARE, LEAST_MARGIN = 0.05, 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Bytes: weights of the `head` and of each of the `layers`, and a layer's part of the `cache`."""
+    """Bytes: weights of the `head` and of each of the `layers`, and a layer's part of the `cache`.
+
+    `visiting`: the largest tensor that stays on the processor against its layer. llama.cpp copies it to the device for
+    wide passes, as a prompt's.
+    """
 
     head: int
     layers: tuple[int, ...]
     cache: int
+    visiting: int = 0
 
     @classmethod
-    def of(cls, header: GgufHeader, layers: int, cache_bytes: int) -> LayerSizes:
+    def of(cls, header: GgufHeader, layers: int, cache_bytes: int, overrides: TensorOverrides = ()) -> LayerSizes:
         """`layers`: how many the model has; `cache_bytes` of all of them."""
-        weights = [0] * layers
-        head = {tensor.name: tensor.num_bytes for tensor in header.tensors if not LAYER.match(tensor.name)}
+        weights, moved, visiting = [0] * layers, 0, 0
+        head: dict[str, int] = {}
         for tensor in header.tensors:
-            found = LAYER.match(tensor.name)
-            if found and int(found[1]) < layers:
+            found, device = LAYER.match(tensor.name), device_of(tensor.name, overrides)
+            if device == CPU:
+                visiting = max(visiting, tensor.num_bytes)
+            elif device:
+                moved += tensor.num_bytes
+            elif not found:
+                head[tensor.name] = tensor.num_bytes
+            elif int(found[1]) < layers:
                 weights[int(found[1])] += tensor.num_bytes
-        if HEAD in head:
+        if any(tensor.name == HEAD for tensor in header.tensors):
             head.pop(EMBEDDINGS, None)
-        return cls(sum(head.values()), tuple(weights), cache_bytes // max(layers, 1))
+        return cls(sum(head.values()) + moved, tuple(weights), cache_bytes // max(layers, 1), visiting)
 
     def weights_on(self, gpu_layers: int) -> int:
         """Bytes of weights on the device. `gpu_layers` as llama.cpp counts them, -1: all."""

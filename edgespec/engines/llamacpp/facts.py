@@ -150,7 +150,7 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
         return ()
     seen = tuple((device.name, device.description) for device in gpus())
     servers = tuple(server.identity for server in settings.servers)
-    return seen, settings.devices, servers, settings.kv_offload
+    return seen, settings.devices, servers, settings.kv_offload, *settings.overrides
 
 
 def pooling_of(model: Any) -> str:

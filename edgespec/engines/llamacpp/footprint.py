@@ -86,7 +86,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         cache += state.num_bytes * settings.sequence_ids * (1 + settings.snapshots + MOST_CHECKPOINTS)
     if use.has_mtp:
         cache += use.max_sequences * _mtp_bytes(shape, context)
-    sizes = LayerSizes.of(header, shape.layers, cache)
+    sizes = LayerSizes.of(header, shape.layers, cache, use.overrides)
     cache_there = sizes.cache_on(use.gpu_layers) if use.kv_offload else 0
     weights_there = sizes.weights_on(use.gpu_layers)
     repacked = sum(tensor.num_bytes for tensor in header.tensors if _is_repacked(tensor, header))
@@ -103,7 +103,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
         compute=compute,
         logits=4 * outputs * shape.vocabulary,
         vocabulary=_TOKEN_BYTES * shape.vocabulary + _MERGE_BYTES * len(header.merges),
-        device=weights_there + cache_there + (reserved if weights_there else 0),
+        device=weights_there + cache_there + (reserved + sizes.visiting if weights_there else 0),
         reserved=reserved - compute + _GRAPH_NODE_BYTES * _graph_nodes(header),
         context_length=context,
         sequences=use.max_sequences,
@@ -114,7 +114,9 @@ def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> Co
     """Those that the model is loaded with, whether or not this machine has the devices. Raises ConfigError."""
     state = RunningState.of(header)
     snapshots = state.snapshots_for(use.speculates) if state else 0
-    settings = ContextSettings.checked(replace(use, gpu_layers=0, devices=None), context, snapshots=snapshots)
+    settings = ContextSettings.checked(
+        replace(use, gpu_layers=0, devices=None, overrides=()), context, snapshots=snapshots
+    )
     if state is not None:
         return settings.with_state()
     settings = replace(settings, gpu_layers=use.gpu_layers, devices=use.devices)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from edgespec.errors import CapabilityError, ModelFileError, StateError
+from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError
 from edgespec.formats.gguf.check import model_files
 from edgespec.installation import IMPORT_FAILURES, not_importable, require_engine
 
@@ -143,6 +143,7 @@ def open_model(
     *,
     gpu_layers: int = 0,
     devices: Sequence[int] | None = None,
+    overrides: ctypes.Array[Any] | None = None,
     vocabulary_only: bool = False,
     check_tensors: bool = False,
     is_repacked: bool = True,
@@ -150,9 +151,10 @@ def open_model(
 ) -> Any:
     """Load a model that passed `check_gguf`, with its shards. Raises ModelFileError with the library's own reason.
 
-    `devices`: handles of ggml's devices for the `gpu_layers`; None: all but CPUs. Without such layers no device
-    is used: llama.cpp would send wide passes to one anyway. `is_repacked` False: the weights stay as they
-    are in the file and are not copied for this CPU's kernels. `has_mtp`: load multi-token prediction layers too.
+    `devices`: handles of ggml's devices for the `gpu_layers`; None: all but CPUs. Without such layers no device is
+    used: llama.cpp would send wide passes to one anyway. `overrides`: `devices.overriding`. `is_repacked` False: the
+    weights stay as they are in the file and are not copied for this CPU's kernels. `has_mtp`: load multi-token
+    prediction layers too.
     """
     llama = library()
     params = llama.llama_model_default_params()
@@ -162,6 +164,8 @@ def open_model(
     if devices is not None:
         with_end = (ctypes.c_void_p * (len(devices) + 1))(*devices)
         params.devices = ctypes.addressof(with_end)
+    if overrides is not None:
+        params.tensor_buft_overrides = ctypes.addressof(overrides)
     params.vocab_only = vocabulary_only
     params.check_tensors = check_tensors
     params.use_extra_bufts = is_repacked
@@ -177,6 +181,8 @@ def open_model(
     if not model and any(sign in complaints() for sign in _NO_MEMORY):
         advice = "Put fewer layers on the GPU (-ngl auto: as many as fit), or use" if gpu_layers else "Use"
         raise CapabilityError(f"{path.name} needs more memory than there is ({complaints()}). {advice} a smaller model")
+    if not model and overrides is not None and "regular expression" in complaints():
+        raise ConfigError(f"override-tensor: llama.cpp knows no such expressions ({complaints()}): use simpler ones")
     if not model:
         raise ModelFileError(f"{path} cannot be loaded by llama.cpp: {complaints()}. Download or export it again")
     return model

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from edgespec.closing import closed_on_failure
 from edgespec.engines.base import Engine
-from edgespec.engines.llamacpp.devices import handles_of
+from edgespec.engines.llamacpp.devices import handles_of, overriding
 from edgespec.engines.llamacpp.facts import measured_facts
 from edgespec.engines.llamacpp.library import CancelFlag, library, open_model
 from edgespec.engines.llamacpp.rpc import RpcServer
@@ -50,6 +50,7 @@ class ModelOpener:
             self.path,
             gpu_layers=self.use.gpu_layers,
             devices=None if self.use.devices is None else handles_of(self.use.devices),
+            overrides=overriding(self.use.overrides),
             check_tensors=self.use.check_tensors,
             is_repacked=self.use.is_repacked,
             has_mtp=self.use.has_mtp,

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from edgespec.config.values import CPU, TensorOverrides
 from edgespec.engines.llamacpp.devices import gpus, handles_of
 from edgespec.engines.llamacpp.library import (
     CancelFlag,
@@ -48,10 +49,11 @@ class ContextSettings:
     """Checked settings. `context_length` in tokens per sequence; `flash_attention` None leaves it to the library.
 
     `devices`: names of those that the `gpu_layers` are placed on; None: RPC servers first, then all GPUs; none: the
-    processor. `servers`: RPC servers, whose devices this process has. `kv_offload`: whether the KV cache of these
-    layers lies on their devices. `streams`: every sequence has cells of its own, so that attention reads no others' and
-    adds in the order of its tokens whatever the others hold; there are no branches then, and a pass with different
-    numbers of rows of several sequences becomes several. Otherwise all share their cells.
+    processor. `overrides`: tensors that do not lie with their layers. `servers`: RPC servers, whose devices this
+    process has. `kv_offload`: whether the KV cache of these layers lies on their devices. `streams`: every sequence has
+    cells of its own, so that attention reads no others' and adds in the order of its tokens whatever the others hold;
+    there are no branches then, and a pass with different numbers of rows of several sequences becomes several.
+    Otherwise all share their cells.
     `keeps_state`: the model keeps a running state, of which there are `snapshots` copies for each sequence.
     """
 
@@ -67,6 +69,7 @@ class ContextSettings:
     reproducible: bool | None
     widest: int
     devices: tuple[str, ...] | None = None
+    overrides: TensorOverrides = ()
     servers: tuple[RpcServer, ...] = ()
     kv_offload: bool = True
     streams: bool = False
@@ -91,6 +94,7 @@ class ContextSettings:
             reproducible=use.reproducible,
             widest=use.widest,
             devices=use.devices,
+            overrides=use.overrides,
             servers=servers,
             kv_offload=use.kv_offload,
             snapshots=snapshots,
@@ -103,6 +107,11 @@ class ContextSettings:
             raise ConfigError(f"a {settings.cache_type_v} cache for values needs flash attention; leave that on")
         if settings.devices:
             handles_of(settings.devices)
+        elsewhere = next((name for _, name in settings.overrides if name != CPU), None)
+        if elsewhere is not None and not use.gpu_layers:
+            raise ConfigError(
+                f"--override-tensor puts tensors on {elsewhere}, and no layer is on a GPU: give their number with -ngl"
+            )
         if settings.gpu_layers and not settings.servers and not gpus():
             raise CapabilityError(
                 f"{settings.gpu_layers} layers were asked for on a GPU, but this build of llama.cpp sees no GPU. Use "

@@ -1,12 +1,15 @@
-"""Converts a Hugging Face folder to GGUF with the `gguf` package: no torch, one tensor in memory at a time.
+"""Converts a Hugging Face folder to GGUF with the `gguf` package (no torch, one tensor in memory at a time), and
+quantises GGUF files with llama.cpp.
 
-Not supported: Unigram and WordPiece tokenizers, vision models, mixtures of experts. Quantisations other than
-OUTPUT_TYPES are made by `quantise`.
+Not supported: Unigram and WordPiece tokenizers, vision models, mixtures of experts.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,15 +17,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import gguf
 import numpy as np
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
+from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening, uninterrupted
+from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.tokenizer import write_tokenizer
+from edgespec.export.placement import placed
 from edgespec.formats.architectures import (
     TRANSPOSE,
     Architecture,
@@ -31,7 +36,6 @@ from edgespec.formats.architectures import (
     apply,
     architecture_of,
     attention_factor,
-    canonical_name,
     layer_kinds,
     layer_number,
     llama3_frequency_factors,
@@ -39,8 +43,11 @@ from edgespec.formats.architectures import (
     window_frequency_base,
     window_of,
 )
-from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights, settings_of
+from edgespec.formats.checkpoint import Checkpoint, Weights, settings_of
+from edgespec.formats.gguf.check import check_gguf
+from edgespec.formats.gguf.header import read_header
 from edgespec.platform.files import atomic_file
+from edgespec.platform.machine import physical_cores
 from edgespec.types import Progress, no_progress
 
 OutputType = Literal["f32", "f16", "bf16", "q8_0"]
@@ -168,55 +175,15 @@ def write_gguf(
 
 
 def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> dict[str, Planned]:
-    """The tensors to write by GGUF name, in the checkpoint's order.
-
-    Raises ModelFileError for a tensor that is missing, unknown, or has another shape than config.json implies.
-    """
-    is_tied = found.is_tied(checkpoint.config)
-    if found.head_is_tied and not is_tied:
+    """The tensors to write by GGUF name, in the checkpoint's order. Raises ModelFileError as `placed`."""
+    if found.head_is_tied and not found.is_tied(checkpoint.config):
         raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} needs tied embeddings, but they are not")
     plan: dict[str, Planned] = {}
-    for source in checkpoint.names():
-        if source.endswith(BUFFERS) or (is_tied and source == "lm_head.weight"):
-            continue
-        name, tensor = _place(checkpoint, found, sizes, source)
-        expected = sizes.shape(tensor.shape)
-        if checkpoint.shape(source) != expected:
-            raise ModelFileError(
-                f"{checkpoint.tensors[source].file}: tensor {source} has the shape {checkpoint.shape(source)}, "
-                f"config.json implies {expected}"
-            )
-        plan[name] = Planned(source, tensor, expected[::-1] if tensor.change == TRANSPOSE else expected)
-    _check_complete(checkpoint, found, sizes, plan, is_tied)
+    for name, (source, tensor) in placed(checkpoint, found, sizes).items():
+        place, shape = layer_number(found, name), checkpoint.shape(source)
+        own = tensor.name if place is None else f"blk.{place[0]}.{tensor.name}"
+        plan[own] = Planned(source, tensor, shape[::-1] if tensor.change == TRANSPOSE else shape)
     return plan
-
-
-def _place(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, source: str) -> tuple[str, Tensor]:
-    """(GGUF name, row of the architecture's table) of a checkpoint's tensor."""
-    name = canonical_name(found, source)
-    if name in found.outer:
-        return found.outer[name].name, found.outer[name]
-    place = layer_number(found, name)
-    if place is not None and place[1] in found.layer and place[0] < sizes.layers:
-        tensor = found.layer[place[1]]
-        return f"blk.{place[0]}.{tensor.name}", tensor
-    file = checkpoint.tensors[source].file
-    raise ModelFileError(f"{file}: tensor {source} has no place in a {found.name} GGUF of {sizes.layers} layers")
-
-
-def _check_complete(
-    checkpoint: Checkpoint, found: Architecture, sizes: Sizes, plan: dict[str, Planned], is_tied: bool
-) -> None:
-    needed = {tensor.name: source for source, tensor in found.outer.items() if not tensor.is_optional}
-    if not is_tied:
-        needed["output.weight"] = "lm_head.weight"
-    for layer in range(sizes.layers):
-        for rest, tensor in found.layer.items():
-            if not tensor.is_optional:
-                needed[f"blk.{layer}.{tensor.name}"] = f"{found.layer_prefix}{layer}.{rest}"
-    missing = [source for name, source in needed.items() if name not in plan]
-    if missing:
-        raise ModelFileError(f"{checkpoint.folder} lacks {len(missing)} tensors, the first is {missing[0]}")
 
 
 def rotary_tensors(checkpoint: Checkpoint, sizes: Sizes) -> Tensors:
@@ -290,8 +257,6 @@ def _context_length(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, w
 
 def _write_rotary(writer: gguf.GGUFWriter, checkpoint: Checkpoint, sizes: Sizes) -> None:
     settings = rotary_settings(checkpoint.config)
-    if float(settings.get("partial_rotary_factor", checkpoint.config.get("partial_rotary_factor")) or 1.0) != 1.0:
-        raise ModelFileError(f"{checkpoint.folder} has partial_rotary_factor below 1, which is not supported")
     writer.add_rope_dimension_count(sizes.head_dim)
     writer.add_rope_freq_base(float(settings["rope_theta"]))
     if settings["rope_type"] == "linear":
@@ -322,3 +287,112 @@ def _write_softcapping(writer: gguf.GGUFWriter, checkpoint: Checkpoint, found: A
         writer.add_attn_logit_softcapping(float(attention))
     if final is not None:
         writer.add_final_logit_softcapping(float(final))
+
+
+# -- quantising, by llama.cpp. Types that it writes with an importance matrix only are left to its own programs
+
+_QUANTISED = (
+    *("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "iq4_nl", "iq4_xs"),
+    *("q3_k_l", "q3_k_m", "q3_k_s", "iq3_m", "iq3_s", "q2_k"),
+)
+FILE_TYPES = {name: int(gguf.LlamaFileType[f"MOSTLY_{name.upper()}"]) for name in _QUANTISED}
+GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
+_TENSOR_LINE = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
+
+
+def export_gguf(
+    folder: Path,
+    output: Path,
+    quant: str,
+    *,
+    name: str | None = None,
+    licence: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert the Hugging Face model of `folder` to `output`, quantised to one of GGUF_QUANTS.
+
+    A temporary file in the checkpoint's precision is written beside `output`. Raises the errors of `convert` and
+    `quantise`.
+    """
+    report = progress or no_progress
+    check_quant(quant)
+    if quant in OUTPUT_TYPES:
+        return convert(folder, output, quant, name=name, licence=licence, progress=report)
+    between = output.with_name(f"{output.name}.source.tmp")
+    try:
+        source = convert(folder, between, _own_precision(folder), name=name, licence=licence, progress=report)
+        types = quantise(between, output, quant, threads=threads, progress=report)
+    finally:
+        between.unlink(missing_ok=True)
+    return Conversion(output, source.architecture, types)
+
+
+def check_quant(quant: str) -> None:
+    """Raise ConfigError for an unknown type."""
+    if quant not in GGUF_QUANTS:
+        raise ConfigError(f"the quantisation {quant!r} is not known; allowed: {', '.join(GGUF_QUANTS)}")
+
+
+def _own_precision(folder: Path) -> OutputType:
+    """The smallest type that stores a checkpoint's weights without loss."""
+    kinds = {tensor.dtype for tensor in Checkpoint.open(folder).tensors.values() if len(tensor.shape) > 1}
+    narrow: dict[str, Literal["f16", "bf16"]] = {"F16": "f16", "BF16": "bf16"}
+    return narrow.get(kinds.pop(), "f32") if len(kinds) == 1 else "f32"
+
+
+def quantise(
+    source: Path,
+    output: Path,
+    quant: str,
+    *,
+    threads: int | None = None,
+    may_requantise: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, int]:
+    """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES. Returns the number of tensors by stored type.
+
+    `may_requantise`: the source may be quantised, too, such as to write its weights as f32.
+
+    The types are read from the written file: llama.cpp silently uses another type for rows that are not a multiple of
+    its block (256 values for the k types). Raises ModelFileError with llama.cpp's message, ConfigError for an unknown
+    type, StateError if the disk is full.
+    """
+    check_quant(quant)
+    check_gguf(source)
+    llama = library()
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = FILE_TYPES[quant] if quant in FILE_TYPES else int(OUTPUT_TYPES[cast(OutputType, quant)][1])
+    params.nthread = threads or physical_cores()
+    params.allow_requantize = may_requantise
+    with atomic_file(output) as temporary:
+        _run(llama, source, temporary, params, progress or no_progress)
+    return dict(Counter(tensor.kind for tensor in read_header(output).tensors))
+
+
+def _run(llama: Any, source: Path, temporary: Path, params: Any, progress: Progress) -> None:
+    """Call the library. An exception of `progress` is raised after the call, which cannot be interrupted."""
+    raised: list[BaseException] = []
+
+    def hear(line: str) -> None:
+        if not raised and (found := _TENSOR_LINE.match(line)):
+            try:
+                progress(int(found[1]), int(found[2]), found[3])
+            except BaseException as error:  # must not propagate through the C library; raised below
+                raised.append(error)
+
+    forget_complaints()
+    with listening(hear):
+        names = os.fsencode(source), os.fsencode(temporary)
+        failed = uninterrupted(lambda: llama.llama_model_quantize(*names, ctypes.byref(params)), lambda _: None)
+    if raised:
+        raise raised[0]
+    if failed:
+        raise _failure(source, temporary)
+
+
+def _failure(source: Path, temporary: Path) -> Exception:
+    reason = complaints()
+    if "iostream" in reason or "basic_ios" in reason:
+        return OSError(None, "the disk is full or the file may not grow", str(temporary))
+    return ModelFileError(f"{source} cannot be quantised by llama.cpp: {reason}")

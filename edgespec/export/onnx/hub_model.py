@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelFileError
+from edgespec.export.placement import HEAD, placed
 from edgespec.formats.architectures import (
     ARCHITECTURES,
     Architecture,
     Sizes,
     Tensor,
-    canonical_name,
+    check_settings,
     layer_kinds,
     llama3_frequency_factors,
     read_sizes,
@@ -29,12 +29,11 @@ from edgespec.formats.architectures import (
     window_frequency_base,
     window_of,
 )
-from edgespec.formats.checkpoint import BUFFERS, Checkpoint, full_config, settings_of, unsupported
+from edgespec.formats.checkpoint import Checkpoint, full_config, settings_of, unsupported
 from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.vocabulary import retyped_names
 
-HEAD = "lm_head.weight"
 ALTERNATIVE = "give --exporter optimum, which may know more and needs torch"
 WRITABLE = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
@@ -44,10 +43,6 @@ HEAD_MULTIPLE = 16
 REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 COPIED = ("config.json", "generation_config.json", "special_tokens_map.json", CHAT_TEMPLATE, *REQUIRED)
 OPTIONAL_WINDOWS = ("qwen2", "qwen3", "smollm3")  # without use_sliding_window there are none, whatever else is said
-BIASES = {
-    "attention_bias": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    "mlp_bias": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-}
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class _Reader:
                 f"it has {sizes.heads} attention heads of {sizes.head_dim} values and {sizes.kv_heads} for keys; ONNX "
                 f"Runtime's rotary attention needs a multiple of {HEAD_MULTIPLE}, and of the latter"
             )
-        tensors = self._tensors(sizes)
+        tensors = placed(self._checkpoint, self._table, sizes)
         windowed = self._windowed(sizes.layers)
         config = LlamaConfig(
             hidden_size=sizes.width,
@@ -143,25 +138,7 @@ class _Reader:
 
     def check_settings(self) -> None:
         """Refuse what the graph would not compute."""
-        must = {**self._table.must, "quantization_config": (None,)}
-        if self._table.name == "smollm3":  # its windows lie in the layers without rotary positions
-            must["use_sliding_window"] = (False, None)
-        for key, allowed in must.items():
-            if (value := self._settings.get(key)) not in allowed:
-                values = ", ".join(repr(each) for each in allowed if each is not None) or "none"
-                raise self._wrong(f"its {key} is {value!r:.60}; allowed: {values}")
-        rope = rotary_settings(self._settings)
-        if rope["rope_type"] not in self._table.rope_kinds:
-            raise self._wrong(
-                f"its rotary positions are scaled by {rope['rope_type']!r:.40}; allowed: "
-                f"{', '.join(self._table.rope_kinds)}. For others {ALTERNATIVE}"
-            )
-        part = rope.get("partial_rotary_factor", self._settings.get("partial_rotary_factor"))
-        if part not in (None, 1, 1.0):
-            raise self._wrong(f"its partial_rotary_factor is {part!r:.40}; allowed: 1")
-        self._check_window_rotation()
-
-    def _check_window_rotation(self) -> None:
+        check_settings(self._checkpoint, self._table, f". For others {ALTERNATIVE}")
         found = self._settings.get("rope_parameters")
         windowed = found.get("sliding_attention") if isinstance(found, dict) else None
         if isinstance(windowed, dict) and windowed.get("rope_type", "default") != "default":
@@ -197,41 +174,6 @@ class _Reader:
         if window is None or window < 1:
             raise self._wrong("it has layers with a sliding window, and config.json has no sliding_window")
         return window
-
-    # tensors
-
-    def _tensors(self, sizes: Sizes) -> dict[str, tuple[str, Tensor]]:
-        """All tensors of the shapes that config.json implies, by transformers' names."""
-        checkpoint, found = self._checkpoint, dict[str, tuple[str, Tensor]]()
-        stored = {canonical_name(self._table, name): name for name in checkpoint.names() if not name.endswith(BUFFERS)}
-        is_tied = self._table.is_tied(self._settings)
-        if is_tied:
-            stored.pop(HEAD, None)
-        for name, tensor in self._places(sizes.layers, with_head=not is_tied):
-            own, wanted = stored.pop(name, None), sizes.shape(tensor.shape)
-            if own is None:
-                raise self._wrong(f"it lacks the tensor {name} of {wanted}")
-            if checkpoint.shape(own) != wanted:
-                file = checkpoint.tensors[own].file
-                raise ModelFileError(
-                    f"{file}: tensor {own} has the shape {checkpoint.shape(own)}, config.json implies {wanted}"
-                )
-            checkpoint.check_type(own)
-            found[name] = own, tensor
-        if stored:
-            raise self._wrong(f"it holds {len(stored)} tensors that have no place in it, such as {min(stored)!r:.80}")
-        return found
-
-    def _places(self, layers: int, *, with_head: bool) -> Iterator[tuple[str, Tensor]]:
-        """(name, row of the table) of every tensor that there must be."""
-        for name, tensor in self._table.outer.items():
-            if name != HEAD or with_head:
-                yield name, tensor
-        absent = {f"{name}.bias" for flag, names in BIASES.items() if not self._settings.get(flag) for name in names}
-        for layer in range(layers):
-            for rest, tensor in self._table.layer.items():
-                if not (tensor.is_optional and rest in absent):
-                    yield f"{self._table.layer_prefix}{layer}.{rest}", tensor
 
     def _number(self, key: str) -> float:
         found = self._checkpoint.require(key)

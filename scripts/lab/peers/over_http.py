@@ -71,6 +71,14 @@ class ServerRuntime(Runtime):
                 raise Refusal(f"the server was not ready after {START_S:.0f} s: {self.last_words()}")
             sleep(POLL_S)
 
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that a path answers. Raises OSError, and ValueError for what is none."""
+        asked = urllib.request.Request(
+            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with HTTP.open(asked, timeout=ANSWER_S) as reply:
+            return json.loads(reply.read())
+
     def last_words(self, word: str = "error") -> str:
         """What its log says of a failure: the last line that has the word, or simply the last one."""
         lines = [line.strip() for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()]

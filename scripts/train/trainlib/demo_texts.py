@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgespec.bench.prompts import (
+from trainlib.public_data import (
     GSM8K_FILE,
     SGD_DEV_FILE,
     function_request,

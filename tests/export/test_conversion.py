@@ -1,0 +1,182 @@
+"""`edgespec export SOURCE --to onnx`: a Hugging Face folder or a GGUF becomes a pair that runs, without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
+
+from demo import DEMO
+from edgespec.cli.main import cli
+from edgespec.export import check, room
+from edgespec.export import pair as pairs
+from edgespec.export.check import Limits, limits_of
+from edgespec.formats.manifest import read_pair
+from edgespec.installation import has_engine
+from gguf_conversions import answer, export, export_without
+from tiny_checkpoints import write_checkpoint
+from tiny_gguf import write_model
+
+FILE, FILE_DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
+FOLDER, FOLDER_DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
+NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+ROTATED = {"rope_type": "default", "rope_theta": 5000.0}
+HEAVY = ("torch", "transformers", "safetensors")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def without_transformers(monkeypatch: pytest.MonkeyPatch):
+    """What a machine with edgespec and llama.cpp has."""
+    for module in (pairs, room):
+        monkeypatch.setattr(module, "has_transformers", lambda: False)
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize(("source", "draft"), [(FILE, FILE_DRAFT), (FOLDER, FOLDER_DRAFT)], ids=["file", "folder"])
+def test_a_pair_is_made_and_says_what_the_model_says(source: Path, draft: Path, tmp_path: Path):
+    if source is FOLDER:
+        source = shutil.copytree(FOLDER, tmp_path / "Demo-8M")
+        (source / "README.md").write_text("---\nlicense: cc-by-sa-4.0\n---\n# Demo\n")
+        (source / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    result = export(source, tmp_path / "pair", "--quant", "w8a8", "--draft", str(draft))
+    assert result.exit_code == 0, result.output
+    assert "check target onnx: top-1 agreement 100.0%" in result.stdout
+    assert result.stdout.splitlines()[-2] == "compared with llama.cpp on the same weights"
+    pair = read_pair(tmp_path / "pair")
+    assert (pair.context_length, pair.engines) == (2048, ("onnx",))
+    for role in ("target", "draft"):
+        assert pair.figures["check"][role]["onnx"]["mean_kl"] < 0.005
+    if source.is_dir():
+        assert (pair.name, pair.licence) == ("Demo-8M", "cc-by-sa-4.0")
+        assert pair.recommended == {"temperature": 0.6, "top_k": 20}
+    else:
+        assert pair.name == "demo-target-q8_0-w8a8"
+        assert pair.figures["made_of"]["draft"] == {"file": draft.name, "bytes": draft.stat().st_size}
+    assert str(tmp_path) not in (tmp_path / "pair" / "manifest.toml").read_text()
+    assert {path.name for path in tmp_path.iterdir()} <= {"Demo-8M", "pair"}
+    ours, theirs = answer(tmp_path / "pair"), answer(FILE)
+    assert ours["engine"] == "onnx" and ours["text"] == theirs["text"]
+
+
+@pytest.mark.parametrize(
+    ("source", "lacking", "tokenisation"),
+    [(FILE, ("llama_cpp",), "round trip"), (FOLDER, ("llama_cpp", "gguf"), "equal")],
+    ids=["file", "folder"],
+)
+def test_it_needs_neither_torch_nor_llama_cpp(
+    source: Path, lacking: tuple[str, ...], tokenisation: str, tmp_path: Path
+):
+    """Without llama.cpp the float graph of the same weights tells what the type loses."""
+    said = export_without((*HEAVY, *lacking), str(source), "--to", "onnx", "-o", str(tmp_path / "pair"))
+    assert "compared with the float32 graph of the same weights" in said
+    figures = read_pair(tmp_path / "pair").figures["check"]
+    assert 0 < figures["target"]["onnx"]["mean_kl"] < 0.002 and figures["tokenisation"] == tokenisation
+
+
+@NEEDS_LLAMA
+def test_a_wrong_conversion_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a rotary base that config.json does not say."""
+    monkeypatch.setattr("edgespec.export.onnx.hub_model.rotary_settings", lambda config: ROTATED)
+    result = export(FOLDER, tmp_path / "pair")
+    assert result.exit_code == 1, result.output
+    assert "the conversion is wrong and was removed: compared with llama.cpp" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "pair").exists()
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_without_llama_cpp_and_room_nothing_is_compared(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pairs, "has_engine", lambda engine: False)
+    monkeypatch.setattr(check, "free_bytes", lambda place: 1000)
+    arguments = ["--draft", str(FOLDER_DRAFT)] if role == "draft" else []
+    result = export(FOLDER, tmp_path / "pair", *arguments)
+    assert result.exit_code == 0, result.output
+    assert f"{role}: not compared with its weights in float32: that needs" in result.stderr
+    assert "compared with nothing" in result.stdout
+
+
+@NEEDS_LLAMA
+def test_a_tokenizer_that_llama_cpp_lacks_is_taken_as_it_is(tmp_path: Path):
+    """The graph is then compared with itself in float32."""
+    source = write_checkpoint(tmp_path / "tiny", "smollm2")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits", "individual_digits": False})
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = export(source, tmp_path / "pair")
+    assert result.exit_code == 0, result.output
+    assert "compared with the float32 graph of the same weights" in result.stdout
+    made = tmp_path / "pair" / "onnx" / "target" / "tokenizer.json"
+    assert made.read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_what_only_optimum_knows_is_said(tmp_path: Path):
+    source = write_checkpoint(tmp_path / "tiny", "gemma2")
+    result = export(source, tmp_path / "pair", "--no-check")
+    assert result.exit_code == 2, result.output
+    assert "--exporter optimum" in result.stderr.splitlines()[-1]
+
+
+@NEEDS_LLAMA
+def test_what_a_type_loses_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A graph beyond the usual limit is right where the weights as float32 agree with llama.cpp."""
+    usual = limits_of
+    monkeypatch.setattr(check, "limits_of", lambda q: Limits(None, 1.0, 1e-4) if q == "w8a8" else usual(q))
+    result = export(FILE, tmp_path / "pair", "--quant", "w8a8")
+    assert result.exit_code == 0, result.output
+    assert "the conversion is correct, but w8a8 loses more of this model than of most: mean KL is" in result.stderr
+    figures = read_pair(tmp_path / "pair").figures["check"]
+    assert figures["reference"] == "llama.cpp on the weights as float32"
+    kinds = {kind: found["mean_kl"] for kind, found in figures["target"].items()}
+    assert kinds["onnx_fp32"] < 1e-6 < kinds["llamacpp"] < kinds["onnx"]
+    assert "check target, llama.cpp on the GGUF: top-1 agreement 100.0%" in result.stdout
+    assert not list((tmp_path / "pair").rglob("*float32*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "gguf"], "is a GGUF already: give --to onnx"),
+        (["--to", "both"], "is a GGUF already: give --to onnx"),
+        (["--exporter", "optimum"], "--exporter optimum does not read GGUF"),
+        (["--revision", "main"], "is a file: omit it"),
+        (["--draft", "some/hub-id"], "must be a .gguf file, too"),
+        (["--draft", "missing.gguf"], "missing.gguf does not exist"),
+    ],
+)
+def test_options_that_need_the_original_model_are_refused(arguments: list[str], said: str, tmp_path: Path):
+    result = export(FILE, tmp_path / "pair", *arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_draft_of_another_family_is_refused(tmp_path: Path):
+    draft = write_model(tmp_path / "other.gguf")
+    result = export(FILE, tmp_path / "pair", "--draft", str(draft))
+    assert result.exit_code == 2
+    assert "target and draft have different vocabularies: token" in result.stderr
+
+
+def test_an_output_without_a_name_is_called_like_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_model(tmp_path / "small.Q8_0.gguf")
+    result = CliRunner().invoke(cli, ["export", "small.Q8_0.gguf", "--to", "onnx", "--no-check"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "small.Q8_0-pair"
+    made_of = {"target": {"file": path.name, "bytes": path.stat().st_size}}
+    assert read_pair(tmp_path / "small.Q8_0-pair").figures["made_of"] == made_of
+
+
+def test_a_vocabulary_that_is_not_known_is_refused_before_work_starts(tmp_path: Path):
+    path = write_model(tmp_path / "other.gguf", metadata={"tokenizer.ggml.pre": "bloom"})
+    result = export(path, tmp_path / "pair")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: the GGUF's vocabulary splits text as 'bloom'; allowed: ")
