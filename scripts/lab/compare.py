@@ -132,7 +132,14 @@ class Comparison:
                 continue
             base = journal.tuned.get(plain, {}).get("settings", {})
             try:
-                settings, trials = tune(contestant, base, questions, self._child)
+                settings, trials = tune(
+                    contestant,
+                    base,
+                    questions,
+                    self._child,
+                    journal.trials.get(key, []),
+                    lambda trial, key=key: journal.add("trial", key=key, trial=trial),  # type: ignore[misc]
+                )
             except Failures as failure:
                 self._drop(cell, contestant, str(failure))
                 if contestant.setting == "plain":

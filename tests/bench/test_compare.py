@@ -140,12 +140,15 @@ def test_a_sweep_takes_the_best_of_each_axis_and_passes_over_what_fails() -> Non
         opened.append(settings)
         return Tried(settings)
 
-    best, trials = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child)
+    told: list[dict[str, Any]] = []
+    best, trials = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child, [], told.append)
     assert best == {"flash": True, "setting": "lookup", "threads": 2, "num_tokens": 5}
     assert len(opened) == len(trials) == 5
     assert [trial.get("failure") for trial in trials].count("too many threads") == 1
     with pytest.raises(Refusal, match="too many threads"):
-        tune(Contestant("x", "plain", "x", {"threads": (3,)}), {}, [Question([[1]], 4)], open_child)
+        tune(Contestant("x", "plain", "x", {"threads": (3,)}), {}, [Question([[1]], 4)], open_child, [], told.append)
+    again, _ = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child, told, told.append)
+    assert again == best and len(opened) == 5 + 1 + 1  # only what failed is tried again
 
 
 def test_who_takes_part() -> None:

@@ -65,6 +65,7 @@ class Journal:
         self._path = path
         self.entries: dict[tuple[Cell, str, str], Entry] = {}
         self.tuned: dict[str, dict[str, Any]] = {}
+        self.trials: dict[str, list[dict[str, Any]]] = {}  # of sweeps, by the key of `tuned`
         self.failed: dict[tuple[Cell, str], str] = {}
         self.titles: dict[str, str] = {}
         self.models: dict[str, Any] = {}
@@ -77,7 +78,7 @@ class Journal:
             path.write_bytes(whole + b"\n" if whole else b"")
 
     def add(self, what: str, **values: Any) -> None:
-        """`what`: answer, tuned, failed, title, model or command; values as `_take` reads them."""
+        """`what`: answer, trial, tuned, failed, title, model or command; values as `_take` reads them."""
         record = {"what": what, **values}
         with self._path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(record) + "\n")
@@ -96,6 +97,8 @@ class Journal:
                 del self.failed[cell, name]  # an earlier run could not
         elif what == "failed":
             self.failed[Cell(*record["cell"]), record["name"]] = record["reason"]
+        elif what == "trial":
+            self.trials.setdefault(record["key"], []).append(record["trial"])
         elif what == "model":
             self.models[record["name"]] = record["files"]
         elif what == "command":
