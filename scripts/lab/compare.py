@@ -33,7 +33,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from peers.field import RUNTIMES, Contestant, Failures, contestants, cores, tune
 from peers.process import Child
 from peers.report import AGAIN, Cell, Journal, as_json, markdown, tuned_key
 
-NUM_TUNING = 3
+NUM_TUNING = 2
 FOLDERS = re.compile(r"(?<![^=,])/\S*/")  # of a path, which reports leave out
 KINDS = ("spec-bench", "edits")
 Prompt = tuple[str, str]  # kind, text
@@ -81,6 +81,11 @@ class Comparison:
         self.name, self._files, self._given, self._journal = name, dict(files), given, journal
         self._children: dict[str, Child] = {}
         self._without_plain: set[str] = set()  # runtimes that cannot run this model at all
+        about = {role: [Path(path).name, Path(path).stat().st_size] for role, path in files.items()}
+        if journal.models.get(name, about) != about:
+            raise SystemExit(f"{given.output} has figures of {name} with other files: give it another name")
+        if name not in journal.models:
+            journal.add("model", name=name, files=about)
         roles = [role for role in ("draft", "heads") if role in files]
         self.contestants = contestants(given.runtimes, roles, given.clients, given.threads, is_cold=given.cold)
 
@@ -90,10 +95,13 @@ class Comparison:
         clients = self._given.clients
         groups = [measured[start : start + clients] for start in range(0, len(measured), clients)]
         learnt_on = [(tuning[place:] + tuning * clients)[:clients] for place in range(NUM_TUNING)]
-        questions = [self._question(group, 0.0) for group in learnt_on]
+        short = max(1, self._given.tokens // 2)
+        questions = [replace(self._question(group, 0.0), max_tokens=short) for group in learnt_on]
         try:
             for temperature in self._given.temp:
-                cell = Cell(self.name, temperature, clients)
+                cell = Cell(
+                    self.name, temperature, clients, f"{' and '.join(self._given.kinds)}, {self._given.tokens} tokens"
+                )
                 self._tune(cell, questions)
                 for number, group in enumerate(groups, 1):
                     self._measure(cell, group, questions)
@@ -124,7 +132,14 @@ class Comparison:
                 continue
             base = journal.tuned.get(plain, {}).get("settings", {})
             try:
-                settings, trials = tune(contestant, base, questions, self._child)
+                settings, trials = tune(
+                    contestant,
+                    base,
+                    questions,
+                    self._child,
+                    journal.trials.get(key, []),
+                    lambda trial, key=key: journal.add("trial", key=key, trial=trial),  # type: ignore[misc]
+                )
             except Failures as failure:
                 self._drop(cell, contestant, str(failure))
                 if contestant.setting == "plain":
@@ -153,7 +168,7 @@ class Comparison:
                 continue
             self._journal.add(
                 "answer",
-                cell=[cell.model, cell.temperature, cell.clients],
+                cell=astuple(cell),
                 name=name,
                 prompts=digest,
                 kind=group[0][0] if len({kind for kind, _ in group}) == 1 else "mixed",
@@ -203,9 +218,7 @@ class Comparison:
 
     def _drop(self, cell: Cell, contestant: Contestant, reason: str) -> None:
         say(f"{contestant.name}: out: {reason}")
-        self._journal.add(
-            "failed", cell=[cell.model, cell.temperature, cell.clients], name=contestant.name, reason=reason
-        )
+        self._journal.add("failed", cell=astuple(cell), name=contestant.name, reason=reason)
         if contestant in self.contestants:
             self.contestants.remove(contestant)
         if child := self._children.pop(contestant.name, None):
@@ -265,15 +278,15 @@ def main() -> None:
     given.python, given.output = dict(given.python), given.output.resolve()
     journal = Journal(given.output / "journal.jsonl")
     command = shlex.join(["python", "scripts/lab/compare.py", *(FOLDERS.sub("", part) for part in sys.argv[1:])])
-    cells = [Cell(name, temp, given.clients) for name, _ in given.models for temp in given.temp]
+    journal.add("command", text=command)
     try:
         for name, files in given.models:
             Comparison(name, files, given, journal).run()
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here")
-    report = markdown(cells, journal, command)
+    report = markdown(journal)
     write_atomically(given.output / "report.md", report)
-    write_atomically(given.output / "report.json", json.dumps(as_json(cells, journal, command), indent=1))
+    write_atomically(given.output / "report.json", json.dumps(as_json(journal), indent=1))
     print(report)
 
 

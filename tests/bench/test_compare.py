@@ -22,7 +22,7 @@ from peers.process import Child, Reply, RuntimeFailure
 from peers.report import Cell, Journal, markdown, rows_of
 
 ROOT = Path(__file__).parents[2]
-CELL = Cell("model", 0.0, 1)
+CELL = Cell("model", 0.0, 1, "some")
 
 
 class Echo(Runtime):
@@ -69,7 +69,9 @@ def test_a_child_that_dies_or_cannot_start_is_told_with_its_last_words(tmp_path:
 def add(journal: Journal, name: str, prompt: str, tokens: Sequence[int], each_s: float, kind: str = "a") -> None:
     answer = {"token_ids": list(tokens), "times_s": [1 + each_s * count for count in range(1, len(tokens) + 1)]}
     about: dict[str, Any] = {"peak_bytes": 10**9, "load": 0.5}
-    journal.add("answer", cell=["model", 0.0, 1], name=name, prompts=prompt, kind=kind, answers=[answer], **about)
+    journal.add(
+        "answer", cell=["model", 0.0, 1, "some"], name=name, prompts=prompt, kind=kind, answers=[answer], **about
+    )
 
 
 def filled(path: Path) -> Journal:
@@ -100,8 +102,8 @@ def test_ratios_are_over_the_fastest_plain_decoding_of_the_others(tmp_path: Path
 
 def test_a_killed_run_goes_on_and_a_failure_is_forgotten_once_it_works(tmp_path: Path) -> None:
     journal = filled(tmp_path / "journal")
-    journal.add("failed", cell=["model", 0.0, 1], name="slow lookup", reason="no file")
-    journal.add("failed", cell=["model", 0.0, 1], name="fast lookup", reason="no memory")
+    journal.add("failed", cell=["model", 0.0, 1, "some"], name="slow lookup", reason="no file")
+    journal.add("failed", cell=["model", 0.0, 1, "some"], name="fast lookup", reason="no memory")
     journal.add("tuned", key="model|1|fast lookup", settings={"setting": "lookup", "ngram": 3}, trials=[])
     with (tmp_path / "journal").open("a", encoding="utf-8") as handle:
         handle.write('{"what": "answer", "cell": ["mo')
@@ -109,7 +111,8 @@ def test_a_killed_run_goes_on_and_a_failure_is_forgotten_once_it_works(tmp_path:
     assert again.entries == journal.entries and again.tuned == journal.tuned
     assert again.failed == {(CELL, "slow lookup"): "no file"}
     add(again, "fast lookup", "p", [1, 2, 9], 2.0)
-    report = markdown([CELL], Journal(tmp_path / "journal"), "python compare.py")
+    again.add("command", text="python compare.py")
+    report = markdown(Journal(tmp_path / "journal"))
     assert "| fast lookup | 1 | 0.61 | 0.61 | 0.57 | 0.4 | 1 of 1 | 1000 | ngram 3 |" in report
     assert "not in the table: slow lookup: no file" in report and "python compare.py" in report
 
@@ -137,12 +140,15 @@ def test_a_sweep_takes_the_best_of_each_axis_and_passes_over_what_fails() -> Non
         opened.append(settings)
         return Tried(settings)
 
-    best, trials = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child)
+    told: list[dict[str, Any]] = []
+    best, trials = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child, [], told.append)
     assert best == {"flash": True, "setting": "lookup", "threads": 2, "num_tokens": 5}
     assert len(opened) == len(trials) == 5
     assert [trial.get("failure") for trial in trials].count("too many threads") == 1
     with pytest.raises(Refusal, match="too many threads"):
-        tune(Contestant("x", "plain", "x", {"threads": (3,)}), {}, [Question([[1]], 4)], open_child)
+        tune(Contestant("x", "plain", "x", {"threads": (3,)}), {}, [Question([[1]], 4)], open_child, [], told.append)
+    again, _ = tune(contestant, {"flash": True}, [Question([[1, 2]], 4)], open_child, told, told.append)
+    assert again == best and len(opened) == 5 + 1 + 1  # only what failed is tried again
 
 
 def test_who_takes_part() -> None:
@@ -176,11 +182,11 @@ def test_flags_of_llama_server() -> None:
     assert arguments(files, {**lookup, "type": "default"})[-1] == "--spec-default"
 
 
-def compare(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def compare(folder: Path, *options: str, target: str = "demo-target-q8_0.gguf") -> subprocess.CompletedProcess[str]:
     with lzma.open(folder / "spec_bench_dev.jsonl.xz", "wt", encoding="utf-8") as lines:
         for text in ("Find me a restaurant.", "Name three fruits.", "Say it again.", "Hi.", "Who?", "Why?"):
             lines.write(json.dumps({"category": "writing", "turns": [text]}) + "\n")
-    command = [sys.executable, "scripts/lab/compare.py", f"demo={DEMO / 'demo-target-q8_0.gguf'}", "--limit", "2"]
+    command = [sys.executable, "scripts/lab/compare.py", f"demo={DEMO / target}", "--limit", "2"]
     command += ["--data", str(folder), "--output", str(folder / "out"), "--tokens", "6", "--context", "256"]
     command += ["--threads", "1", "--llama-server", str(folder / "no server"), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -202,7 +208,9 @@ def test_the_command_measures_what_is_missing_and_names_who_cannot_run(tmp_path:
     journal = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8")
     assert not compare(tmp_path, *runtimes).returncode
     added = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8").removeprefix(journal).splitlines()
-    assert {json.loads(line)["what"] for line in added} == {"failed"}  # the server that is still not there
+    assert {json.loads(line)["what"] for line in added} == {"command", "failed"}  # the server is still not there
+    other = compare(tmp_path, *runtimes, target="demo-draft-q8_0.gguf")
+    assert other.returncode and "give it another name" in other.stderr
 
 
 def test_clients_at_once_have_the_texts_of_plain_decoding(tmp_path: Path) -> None:

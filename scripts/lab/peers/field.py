@@ -64,8 +64,8 @@ def contestants(
     lookup: dict[str, Axes] = {
         "llama-server": {
             "type": ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "default"),
-            "ngram": (None, 6, 3),
-            "max_tokens": (None, 16, 8, 4),
+            "ngram": (3, 5, None),
+            "max_tokens": (8, 4, 16, None),
         },
         "llama-cpp-python": {"num_tokens": (10, 5, 2), "max_ngram": (2, 3)},
         "openvino-genai": {"num_tokens": (5, 3, 8), "max_ngram": (3, 2)},
@@ -93,25 +93,33 @@ def cores() -> int:
 # -- The best settings of a contestant, on prompts that are not measured later.
 
 Open = Callable[[Contestant, dict[str, Any]], Child]
+Trial = dict[str, Any]
+"""`settings`, and their `rate` in tokens per second; with the rate 0 a `failure`."""
 
 
 def tune(
-    contestant: Contestant, base: Mapping[str, Any], questions: Sequence[Question], open_child: Open
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The best settings and all trials, each with its tokens per second or its failure.
+    contestant: Contestant,
+    base: Mapping[str, Any],
+    questions: Sequence[Question],
+    open_child: Open,
+    known: Sequence[Trial],
+    tell: Callable[[Trial], None],
+) -> tuple[dict[str, Any], list[Trial]]:
+    """The best settings and all trials. `known`: trials of an interrupted sweep; each new one is told.
 
     `base`: what the runtime's plain decoding was tuned to. Raises Refusal when no settings work.
     """
     settings = {**base, "setting": contestant.setting, **{name: values[0] for name, values in contestant.axes.items()}}
     if not contestant.axes:
         return settings, []
-    trials: list[dict[str, Any]] = []
+    trials = list(known)
 
     def attempt(tried: dict[str, Any]) -> None:
         if any(trial["settings"] == tried for trial in trials):
             return
         try:
             trials.append({"settings": tried, "rate": _rate(open_child(contestant, tried), questions)})
+            tell(trials[-1])
         except Failures as failure:
             trials.append({"settings": tried, "rate": 0.0, "failure": str(failure)})
 

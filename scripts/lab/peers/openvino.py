@@ -63,8 +63,10 @@ class OpenvinoGenai(Runtime):
     def _config(self, question: Question) -> Any:
         config = self._library.GenerationConfig()
         config.max_new_tokens = question.max_tokens
-        config.set_eos_token_id(self._pipeline.get_generation_config().eos_token_id)
-        config.stop_token_ids = self._pipeline.get_generation_config().stop_token_ids
+        own = self._pipeline.get_generation_config()
+        end_id = own.eos_token_id if own.eos_token_id >= 0 else self._pipeline.get_tokenizer().get_eos_token_id()
+        config.set_eos_token_id(end_id)
+        config.stop_token_ids = own.stop_token_ids or {end_id}
         config.do_sample = bool(question.temperature)
         if question.temperature:
             config.temperature, config.rng_seed = question.temperature, question.seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,11 +17,12 @@ AGAIN = " again"  # behind the name of a plain decoding that was measured twice
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What answers are compared within: one model at one temperature with so many clients."""
+    """What answers are compared within: one model, temperature, number of clients and set of prompts (`prompts`)."""
 
     model: str
     temperature: float
     clients: int
+    prompts: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,11 @@ class Journal:
         self._path = path
         self.entries: dict[tuple[Cell, str, str], Entry] = {}
         self.tuned: dict[str, dict[str, Any]] = {}
+        self.trials: dict[str, list[dict[str, Any]]] = {}  # of sweeps, by the key of `tuned`
         self.failed: dict[tuple[Cell, str], str] = {}
         self.titles: dict[str, str] = {}
+        self.models: dict[str, Any] = {}
+        self.commands: list[str] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
             whole = path.read_bytes().rpartition(b"\n")[0]
@@ -74,7 +78,7 @@ class Journal:
             path.write_bytes(whole + b"\n" if whole else b"")
 
     def add(self, what: str, **values: Any) -> None:
-        """`what`: answer, tuned, failed or title; values as `_take` reads them."""
+        """`what`: answer, trial, tuned, failed, title, model or command; values as `_take` reads them."""
         record = {"what": what, **values}
         with self._path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(record) + "\n")
@@ -93,8 +97,19 @@ class Journal:
                 del self.failed[cell, name]  # an earlier run could not
         elif what == "failed":
             self.failed[Cell(*record["cell"]), record["name"]] = record["reason"]
+        elif what == "trial":
+            self.trials.setdefault(record["key"], []).append(record["trial"])
+        elif what == "model":
+            self.models[record["name"]] = record["files"]
+        elif what == "command":
+            self.commands.append(record["text"])
         else:
             self.titles[record["name"]] = record["title"]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All that were measured or tried, in this order."""
+        return list(dict.fromkeys([*(key[0] for key in self.entries), *(key[0] for key in self.failed)]))
 
 
 # -- Ratios
@@ -183,21 +198,20 @@ def _row(name: str, asked: Mapping[str, Mapping[str, Entry]], base: str) -> Row:
 # -- Text
 
 
-def markdown(cells: Iterable[Cell], journal: Journal, command: str) -> str:
-    """The whole report. `command`: what was typed, which repeats it."""
-    cells = list(cells)
-    loads = [entry.load for entry in journal.entries.values() if entry.cell in cells] or [0.0]
+def markdown(journal: Journal) -> str:
+    """The whole report, with the commands that repeat it."""
+    loads = [entry.load for entry in journal.entries.values()] or [0.0]
     lines = [f"{processor()}; load average while measuring {min(loads):.1f} to {max(loads):.1f}.", ""]
     lines += [f"- {title}" for title in sorted(set(journal.titles.values()))]
-    for cell in cells:
+    for cell in journal.cells:
         lines += ["", *_section(cell, journal)]
-    return "\n".join([*lines, "", "```sh", command, "```"]) + "\n"
+    return "\n".join([*lines, "", "```sh", *dict.fromkeys(journal.commands), "```"]) + "\n"
 
 
 def _section(cell: Cell, journal: Journal) -> list[str]:
     base, rows = rows_of(cell, journal)
     clients = "one client" if cell.clients == 1 else f"{cell.clients} clients at once"
-    lines = [f"## {cell.model}, temperature {cell.temperature:g}, {clients}", ""]
+    lines = [f"## {cell.model}, {cell.prompts}, temperature {cell.temperature:g}, {clients}", ""]
     lines += [f"| | prompts | over {base} | worst | over its own plain | tokens/s | same text | peak MB | settings |"]
     lines.append("|---" * 9 + "|")
     for row in rows:
@@ -237,15 +251,21 @@ def _worst(values: Sequence[float]) -> str:
     return f"{min(values):.2f}" if values else ""
 
 
-def as_json(cells: Iterable[Cell], journal: Journal, command: str) -> dict[str, Any]:
+def as_json(journal: Journal) -> dict[str, Any]:
     """The rows of every cell, the sweeps and the machine; single answers are in the journal."""
     found = []
-    for cell in cells:
+    for cell in journal.cells:
         base, rows = rows_of(cell, journal)
         parts = [{field: getattr(row, field) for field in Row.__slots__} for row in rows]
         found.append({**asdict(cell), "base": base, "rows": parts})
-    about = {"processor": processor(), "system": platform.platform(), "versions": journal.titles, "command": command}
-    return {**about, "cells": found, "sweeps": list(journal.tuned.values())}
+    about = {"processor": processor(), "system": platform.platform(), "versions": journal.titles}
+    return {
+        **about,
+        "commands": journal.commands,
+        "models": journal.models,
+        "cells": found,
+        "sweeps": list(journal.tuned.values()),
+    }
 
 
 def processor() -> str:
