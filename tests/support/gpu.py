@@ -1,4 +1,4 @@
-"""A GPU of this build of llama.cpp for tests, or a program that acts as one: docs/devices.md tells how to get it."""
+"""A GPU of this build of llama.cpp for tests, or a program that acts as one: docs/contributing.md tells how to get it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def needs_gpu() -> str:
 
     found = gpus()
     if not found:
-        pytest.skip("llama.cpp sees no GPU here (docs/devices.md: a build for Vulkan on Mesa's software device)")
+        pytest.skip("llama.cpp sees no GPU here (docs/contributing.md: a build for Vulkan on Mesa's software device)")
     return found[0].name
 
 
