@@ -1,4 +1,4 @@
-"""A GPU of this build of llama.cpp for tests, or a program that acts as one: docs/contributing.md tells how to get it."""
+"""A GPU of this build of llama.cpp for tests, or a program that acts as one: docs/contributing.md tells of both."""
 
 from __future__ import annotations
 
