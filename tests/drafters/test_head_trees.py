@@ -21,7 +21,6 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.drafters.states import StateDrafter
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
@@ -400,7 +399,7 @@ def test_a_tree_takes_fewer_passes_than_a_chain_of_as_many_rows(
         options = GenerateOptions(max_tokens=48, drafter=kind, draft_length=16, ignore_eos=True, logprobs=False)
         for wants_trees in (True, False):
             if not wants_trees:
-                monkeypatch.setattr(StateDrafter, "grows", lambda self, request: False)
+                monkeypatch.setattr(type(model.target), "most_branches", 0)
             asked = [model.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
             sampling = Sampling(temperature=temperature, seed=3)
             passes.append(sum(model.generate(ids, sampling, options).stats.rounds for ids in asked))
