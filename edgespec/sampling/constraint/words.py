@@ -8,6 +8,10 @@ _RANGE = re.compile(r"Failed to generate regex for \w+ range: min=(.*?), max=(.*
 _PLAIN = (
     (r"\. Enable '\w+' option to \w+ oneOf with anyOf", ": use anyOf"),
     (r"Resource '(.*?)' is not present in a registry.*", r"\1 is not in the schema, and nothing is fetched"),
+    (
+        r"(?s)(Parser Error: )?Current row has (\d+) items; max is (\d+).*",
+        r"it leaves \2 ways to go on at once, \3 are allowed: use fewer alternatives and references",
+    ),
     (r"\bNoExtension(Bias)?\b", "nothing can follow"),
     (r"\b(Lexer|Parser)TooComplex\b", "it is too complex"),
 )
