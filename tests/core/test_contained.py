@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from itertools import count
 from operator import truediv
 
 import pytest
@@ -34,7 +33,7 @@ def test_whatever_ends_a_child_costs_one_call(children: Containment) -> None:
     with pytest.raises(Overrun, match="exit code 3"):
         children.run(os._exit, 3)
     with pytest.raises(Overrun, match=r"too long|more than"):
-        children.run(sum, count())
+        children.run(sum, range(10**15))
     with pytest.raises(Overrun, match="512 MiB of memory"):
         children.run(bytes, 4 << 30)
     assert children.run(len, "abc") == 3
