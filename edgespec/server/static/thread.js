@@ -57,7 +57,7 @@ export function showVersion(conversation, message) {
   conversation.head = head;
 }
 
-// -- conversations from outside: what an earlier version stored, a file of ours or of another program
+// -- conversations from outside: what the browser holds in another form, a file of ours or of another program
 
 const ROLES = ["user", "assistant", "tool"];
 const text = (value) => (typeof value === "string" ? value : "");
