@@ -375,7 +375,7 @@ class Model(Closing):
 
     def _measured(self, read: Callable[[DrafterPool], Value]) -> Value:
         """`read` of the drafter pool after its costs were measured; waits for its turn if they still must be."""
-        if self._pool.is_measured:
+        if self._pool.costs.is_measured:
             return read(self._pool)
         with self._executor.exclusive() as pool:
             self._executor.forget()
@@ -389,12 +389,12 @@ class Model(Closing):
         The first use measures it if it is not known yet, which takes one or two seconds and clears the caches.
         Generations do not need this.
         """
-        return self._measured(lambda pool: pool.cost_curve)
+        return self._measured(lambda pool: pool.costs.curve)
 
     @property
     def draft_costs(self) -> dict[str, DraftCost]:
         """Cost of drafting, by the name of each drafter that owns a model; measured as `cost_curve` is."""
-        return self._measured(lambda pool: pool.draft_costs)
+        return self._measured(lambda pool: pool.costs.drafts)
 
     @property
     def drafter_names(self) -> list[DrafterName]:

@@ -16,7 +16,7 @@ from typing import Any
 from edgespec.bench.report import Side
 from edgespec.bench.sweep import PLAIN, Choice, Sweep
 from edgespec.config.values import DrafterName
-from edgespec.control.length import ceiling, expected_speedup
+from edgespec.control.prices import ceiling, expected_speedup
 from edgespec.errors import ConfigError
 from edgespec.reports import RoundRecord
 from edgespec.runtime import Model

@@ -1,10 +1,10 @@
 """The automatic controller: costs, calibrated confidence, the rate rule, a choice among drafters, a time bank.
 
 One round: free drafters draft; what a paid one gains is known from its earlier drafts. Each has an expected gain over
-plain decoding (`length`), and the largest one is taken. A paid drafter is also asked now and then, so that its gain
-stays known in each kind of text (`choice`); where a free draft is expected to gain more than the draft that came of it,
-that one is verified. The bank limits the length (`bank`). Costs and confidences are updated from the outcome, and from
-unused drafts as soon as the text shows whether they were right.
+plain decoding (`prices`), and the largest one is taken. A paid drafter is also asked now and then, so that its gain
+stays known in each kind of text; where a free draft is expected to gain more than the draft that came of it, that one
+is verified. The bank limits the length (`bank`). Costs and confidences are updated from the outcome, and from unused
+drafts as soon as the text shows whether they were right.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from edgespec.control import constants as c
-from edgespec.control.accounts import Accounts, RunCosts
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Clock, Controller, Proposal
-from edgespec.control.choice import DrafterState, Kinds, UnusedDrafts, kind_of
-from edgespec.control.cost import CostCurve, DraftCost
-from edgespec.control.length import Prices, best_length, best_nodes, may_pay, while_it_may_pay
+from edgespec.control.confidence import DrafterState, Logistic, UnusedDrafts
+from edgespec.control.cost import CostCurve, DraftCost, moved
+from edgespec.control.prices import Prices, RunCosts, best_length, best_nodes, may_pay, while_it_may_pay
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import PREDICTION
 from edgespec.engines.sequence import Passes
 from edgespec.reports import RoundRecord
 from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
+FREE = DraftCost()  # of a drafter that costs nothing
 
-@dataclass(slots=True)
-class PaidDraft:
-    """A draft that took time. `num_uncached`: committed tokens that its drafter had to read first.
 
-    `confidences`: in its tokens; `length`: tokens to verify, which is expected to gain `gain` tokens over a plain
-    round; `seconds`: of drafting.
+class Offer(NamedTuple):
+    """A draft that may be verified: its first `length` tokens, expected to gain `gain` tokens over a plain round.
+
+    `confidences`: in its tokens. Of a paid drafter, `cost` is what it costs, `num_uncached` the committed tokens that
+    it had to read first, and `seconds` what it took for both.
     """
 
     drafter: str
-    cost: DraftCost
-    num_uncached: int
     draft: Draft
     confidences: Sequence[float]
     length: int
     gain: float
-    seconds: float
+    cost: DraftCost = FREE
+    num_uncached: int = 0
+    seconds: float = 0.0
 
-    @property
-    def reading_s(self) -> float:
-        """The part of the time spent on reading text that the drafter had not seen."""
-        return self.num_uncached * self.cost.read_s
+    def first(self, length: int) -> Proposal:
+        """Its first `length` tokens."""
+        return Proposal(self.draft.first(length, self.confidences), self.drafter) if length else NOTHING
 
     @property
     def expected_s(self) -> float:
@@ -60,59 +59,52 @@ class PaidDraft:
         return self.cost.of(self.draft.num_tokens, self.num_uncached) if is_known else math.inf
 
 
-class Trial(NamedTuple):
-    """What a free drafter drafted, the confidence in each token, and how many of them to verify."""
-
-    draft: Draft
-    confidences: Sequence[float]
-    length: int
-
-    def proposal(self, name: str, length: int) -> Proposal:
-        """Its first `length` tokens."""
-        return Proposal(self.draft.first(length, self.confidences), name) if length else NOTHING
-
-
 @dataclass(slots=True)
 class Round:
-    """The round in progress: what the free drafters drafted, how much of that pays, and what each drafter gains."""
+    """The round in progress: what each free drafter offers, and what asking each paid one is expected to gain."""
 
     prices: Prices
-    trials: dict[str, Trial] = field(default_factory=dict)
+    offers: list[Offer] = field(default_factory=list)
     gains: dict[str, float] = field(default_factory=dict)
     uncached: dict[str, int] = field(default_factory=dict)  # tokens that each paid drafter would have to read first
-    paid: PaidDraft | None = None
+    paid: Offer | None = None
 
     @property
-    def best_trial(self) -> str | None:
-        """The free drafter whose draft gains most; None if none gains anything."""
-        best = max(self.trials, key=self.gains.__getitem__, default=None)
-        return best if best is not None and self.gains[best] > 0 else None
+    def best(self) -> Offer | None:
+        """The offer of a free drafter that gains most; None if none gains anything."""
+        best = max(self.offers, key=lambda offer: offer.gain, default=None)
+        return best if best is not None and best.gain > 0 else None
 
 
 class AutoController(Controller):
     """Decides drafter and draft length each round so that tokens per second are most and never below plain decoding's.
 
-    It owns none of the drafters. `accounts`: of this sequence; `kinds`: what is known of the drafters, of which it may
-    lack some. `clock` is there for simulations.
+    It owns none of the drafters. `costs`, `bank` and `kinds`, what is known of each drafter by kind of text, are shared
+    by the controllers of all sequences, of which some may lack a drafter. `clock` is there for simulations.
     """
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], accounts: Accounts, kinds: Kinds, clock: Clock = perf_counter
+        self,
+        drafters: Mapping[str, Drafter],
+        costs: RunCosts,
+        bank: TimeBank,
+        kinds: dict[str, dict[str, DrafterState]],
+        clock: Clock = perf_counter,
     ) -> None:
         self.drafters = dict(drafters)
-        self._accounts, self._kinds = accounts, kinds
-        self.costs, self.bank = accounts.costs, accounts.bank
+        self.costs, self.bank, self.kinds = costs, bank, kinds
         self._clock = self._own_clock = clock
-        self._states, self._paid = kinds.of("greedy"), list[DrafterState]()  # of this kind of text; of paid drafters
+        self._states = self._of_kind("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
         self._asked, self._left_out = "", set[str]()  # who drafts; who failed and is left out until `begin`
         self._dropped = set[str]()  # who was closed
         self._predicted = self._came_true = 0  # tokens drafted from the caller's prediction of this answer; accepted
         self._context_ids: TokenIds = np.empty(0, np.int32)  # of the round in progress
-        self._prompt_tokens = 0
-        self._prompt_passes = 0.0  # plain passes that reading the prompt took
+        self._prompt_tokens, self._prefill_s = 0, 0.0
         self._is_new = True  # no round of this answer was decided yet
+        self._was_wide = False  # the previous pass
+        self._learning_s = 0.0  # time spent on learning from the last round
 
     @classmethod
     def of(
@@ -123,19 +115,29 @@ class AutoController(Controller):
         share: float = 0.02,
         clock: Clock = perf_counter,
         threads: int = 1,
+        *,
+        splits: bool = False,
     ) -> Self:
         """The controller of a model's first sequence, which knows nothing of the drafters yet.
 
         `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of
-        plain decoding's time speculation may lose at most; `threads`: what costs were, or are to be, learnt with.
+        plain decoding's time speculation may lose at most; `threads`, `splits`: of `RunCosts`.
         """
         drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
         bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=True)
-        return cls(drafters, Accounts(RunCosts(curve, drafts, threads), bank), Kinds(drafters), clock)
+        return cls(drafters, RunCosts(curve, drafts, threads, splits=splits), bank, {}, clock)
 
     def another(self, drafters: Mapping[str, Drafter]) -> Self:
         """One for another sequence, with rounds of its own; all else is shared. `drafters`: some of the same names."""
-        return type(self)(drafters, Accounts(self.costs, self.bank), self._kinds, self._clock)
+        return type(self)(drafters, self.costs, self.bank, self.kinds, self._clock)
+
+    def _of_kind(self, kind: str) -> dict[str, DrafterState]:
+        """What is known of each drafter in one kind of text."""
+        states = self.kinds.setdefault(kind, {})
+        for name, drafter in self.drafters.items():
+            if name not in states:
+                states[name] = DrafterState(Logistic(drafter.prior))
+        return states
 
     def begin(self, prompt_ids: TokenIds, prefill_s: float = 0.0, clock: Clock | None = None) -> None:
         self._own_clock, self._prompt_tokens = clock or self._clock, prompt_ids.size
@@ -145,9 +147,11 @@ class AutoController(Controller):
         self._unused.clear()
         self._predicted = self._came_true = 0
         self._left_out &= self._dropped
-        self._round = None
-        self._accounts.begin(prefill_s)
-        self._prompt_passes, self._is_new = prefill_s / self.costs.curve.at(1), True
+        self._round, self._is_new, self._was_wide, self._prefill_s = None, True, False, prefill_s
+        self._open_bank()
+
+    def _open_bank(self) -> None:
+        self.bank.open(c.MOST_PASSES * self.costs.curve.at(1), self._prefill_s)
 
     def use_threads(self, threads: int) -> None:
         self.costs.use_threads(threads)
@@ -172,33 +176,30 @@ class AutoController(Controller):
     # -- deciding
 
     def proposing(self, request: DraftRequest) -> Passes[Proposal]:
-        costs = self.costs
+        costs, bank = self.costs, self.bank
         self._context_ids = request.token_ids
         costs.follow_threads()
         if self._is_new:  # a request tells the kind of the whole answer
             self._is_new = False
-            self._states = self._kinds.of(kind_of(request, self._prompt_tokens))
-            self._paid = [self._states[name] for name, drafter in self.drafters.items() if not drafter.is_free]
-            self._allow(self._prompt_passes)
+            self._states = self._of_kind(kind_of(request, self._prompt_tokens))
+            self._allow(self._prefill_s / costs.curve.at(1))
         if not costs.curve.is_sure_of_plain:
             return NOTHING  # all costs are relative to plain decoding's, so that is timed first
         prices = costs.prices()
         most = min(request.max_tokens, c.MAX_AUTO_LENGTH, costs.most_rows - 1)
         trusts = self._trusts_prediction(request)
-        if most < 1 or not (trusts or self.bank.can_pay(prices.pass_s[2], prices.pass_s[1])):
+        if most < 1 or not (trusts or bank.can_pay(prices.pass_s[2], prices.pass_s[1])):
             return NOTHING
         request = request.at_most(most)
         self._round = decided = self._expected(request, prices)
-        chosen = max(decided.gains, key=decided.gains.__getitem__, default=None)
-        if trusts and chosen == PREDICTION and decided.gains[chosen] > 0:
-            trial = decided.trials[PREDICTION]
-            return trial.proposal(PREDICTION, trial.length)
-        chosen = self._due(decided, most) or (chosen if chosen is not None and decided.gains[chosen] > 0 else None)
-        if chosen is None:
-            return NOTHING
-        if chosen in decided.trials:
-            return self._affordable(decided, chosen)
-        return (yield from self._paid_proposal(decided, chosen, request))
+        best, likely = decided.best, max(decided.gains, key=decided.gains.__getitem__, default=None)
+        if likely is not None and decided.gains[likely] <= (0.0 if best is None else best.gain):
+            likely = None
+        if trusts and likely is None and best is not None and best.drafter == PREDICTION:
+            return best.first(best.length)
+        if (asked := self._due(decided, most) or likely) is not None:
+            return (yield from self._paid_proposal(decided, asked, request))
+        return self._affordable(decided, best)
 
     def _trusts_prediction(self, request: DraftRequest) -> bool:
         """Whether a caller predicts the answer, and most of it came true: he asks for drafts that the bank may lose."""
@@ -219,8 +220,9 @@ class AutoController(Controller):
             draft = request.sampler.permitted(drafter.draft(trial), request.token_ids)
             if draft.num_tokens:
                 confidences = state.confidences(draft, asked)
-                length, found.gains[name] = best_length(confidences, prices, draft.num_tokens)
-                found.trials[name] = Trial(draft, confidences, length)
+                found.offers.append(
+                    Offer(name, draft, confidences, *best_length(confidences, prices, draft.num_tokens))
+                )
         return found
 
     def _consider(self, found: Round, name: str, request: DraftRequest) -> None:
@@ -230,40 +232,37 @@ class AutoController(Controller):
         most_s = min(allowed_s, self.bank.balance_s)
         if drafter.reads_part:  # the rest is read where what it gains anyway pays for it
             most_s = min(most_s, state.gain * c.READING_ROUNDS / prices.rate)
-        num_uncached = to_read(drafter, request.token_ids, cost, prices, most_s)
-        found.uncached[name] = num_uncached
-        if cost.of(1, num_uncached) <= allowed_s:
-            found.gains[name] = self._gain(state, cost, num_uncached, prices, request.max_tokens)
-
-    def _gain(self, state: DrafterState, cost: DraftCost, num_uncached: int, prices: Prices, most: int) -> float:
-        """Tokens expected to be gained by asking a paid drafter; what it must read first is spread over rounds."""
-        if not self.bank.can_pay(prices.pass_s[2] + cost.of(1, num_uncached), prices.pass_s[1]):
-            return 0.0
-        if not state.times_asked:
-            usual = [c.USUAL_CONFIDENCE] * min(most, c.PROBE_EVERY)
-            gain = best_length(usual, prices, most, cost.next_s)[1]
-            state.gain = max(gain - prices.rate * cost.once_s, 0.0)
-        return state.gain - prices.rate * num_uncached * cost.read_s / min(c.READING_ROUNDS, most)
+        found.uncached[name] = num_uncached = to_read(drafter, request.token_ids, cost, prices, most_s)
+        first_s = cost.of(1, num_uncached)
+        if first_s > allowed_s:
+            return
+        found.gains[name] = 0.0
+        if self.bank.can_pay(prices.pass_s[2] + first_s, prices.pass_s[1]):
+            most = request.max_tokens
+            if not state.times_asked:
+                usual = [c.USUAL_CONFIDENCE] * min(most, c.PROBE_EVERY)
+                state.gain = max(gain_of_asking(usual, prices, most, cost), 0.0)
+            reading = prices.rate * num_uncached * cost.read_s
+            found.gains[name] = state.gain - reading / min(c.READING_ROUNDS, most)  # spread over so many rounds
 
     def _due(self, decided: Round, most: int) -> str | None:
         """A paid drafter that is due for a probe, and that can gain anything; one that is not allowed to waits."""
         for name in decided.uncached:
             self._states[name].probe_in -= 1
-        for name in decided.uncached:
-            cost, certain = self.costs.draft(name), [1.0] * c.MAX_AUTO_LENGTH
-            if self._states[name].probe_in < 0 and name in decided.gains:
-                gain = best_length(certain, decided.prices, most, cost.next_s)[1] - decided.prices.rate * cost.once_s
-                if gain > 0:
-                    self._states[name].probe_in = c.PROBE_EVERY  # other sequences need not try it in the same round
-                    return name
+        for name in decided.gains:
+            certain = [1.0] * c.MAX_AUTO_LENGTH
+            is_due = self._states[name].probe_in < 0
+            if is_due and gain_of_asking(certain, decided.prices, most, self.costs.draft(name)) > 0:
+                self._states[name].probe_in = c.PROBE_EVERY  # other sequences need not try it in the same round
+                return name
         return None
 
-    def _affordable(self, decided: Round, name: str, spent_s: float = 0.0) -> Proposal:
-        """The part of a free drafter's draft that pays and that the bank can afford after `spent_s` of the round."""
-        pass_s, trial = decided.prices.pass_s, decided.trials[name]
-        return trial.proposal(
-            name, self.bank.longest(trial.length, lambda count: pass_s[count + 1] + spent_s, pass_s[1])
-        )
+    def _affordable(self, decided: Round, offer: Offer | None) -> Proposal:
+        """The part of an offer that the bank can afford after what a paid draft took of the round."""
+        if offer is None:
+            return NOTHING
+        pass_s, spent_s = decided.prices.pass_s, 0.0 if decided.paid is None else decided.paid.seconds
+        return offer.first(self.bank.longest(offer.length, lambda count: pass_s[count + 1] + spent_s, pass_s[1]))
 
     def _paid_proposal(self, decided: Round, name: str, request: DraftRequest) -> Passes[Proposal]:
         """A paid drafter's draft, as far as it pays, or a free one's that is expected to gain more."""
@@ -272,18 +271,15 @@ class AutoController(Controller):
         allowed_s = self._states[name].allowed / decided.prices.rate - num_uncached * cost.read_s
         most = int(min(request.max_tokens, max(allowed_s / cost.next_s, 1) if cost.next_s else math.inf))
         most = self.bank.longest(most, lambda count: pass_s[count + 1] + cost.of(count, num_uncached), pass_s[1])
-        free = decided.best_trial
+        best = decided.best
         if not most:
-            return NOTHING if free is None else self._affordable(decided, free)
+            return self._affordable(decided, best)
         decided.paid = paid = yield from self._drafted(decided, name, request, most)
-        if paid.draft.distributions is not None:
-            # Under the rejection rule a sampled token is not dropped for what it is.
-            paid.length = paid.draft.num_tokens
-        elif free is not None and decided.gains[free] > paid.gain:
-            return self._affordable(decided, free, paid.seconds)
-        return Proposal(paid.draft.first(paid.length, list(paid.confidences)), name) if paid.length else NOTHING
+        if paid.draft.distributions is None and best is not None and best.gain > paid.gain:
+            return self._affordable(decided, best)
+        return paid.first(paid.length)
 
-    def _drafted(self, decided: Round, name: str, request: DraftRequest, most: int) -> Passes[PaidDraft]:
+    def _drafted(self, decided: Round, name: str, request: DraftRequest, most: int) -> Passes[Offer]:
         """At most `most` tokens of a paid drafter, as long as a further one is expected to pay."""
         prices, state, cost = decided.prices, self._states[name], self.costs.draft(name)
         pass_s, token_s, predict = prices.pass_s, cost.next_s, state.calibrator.predictor()
@@ -305,7 +301,9 @@ class AutoController(Controller):
         asked_each = draft.is_chain and len(found) == draft.num_tokens
         confidences = found if asked_each else state.confidences(draft)
         length, gain = best_nodes(draft, confidences, prices, most)
-        return PaidDraft(name, cost, decided.uncached[name], draft, confidences, length, gain, seconds)
+        if draft.distributions is not None:
+            length = draft.num_tokens  # under the rejection rule a sampled token is not dropped for what it is
+        return Offer(name, draft, confidences, length, gain, cost, decided.uncached[name], seconds)
 
     # -- learning
 
@@ -316,53 +314,77 @@ class AutoController(Controller):
             self._came_true += record.accepted_tokens
         decided, self._round = self._round, None
         paid = None if decided is None else decided.paid
-        plain_s, is_plain = self.costs.plain_s(), proposal.drafter is None
-        expected_s = 0.0 if paid is None else paid.expected_s
-        work_s, pass_s = self._accounts.charge(record, plain_s, is_plain=is_plain, expected_s=expected_s)
+        plain_s = self.costs.plain_s()
+        work_s, pass_s = self._charge(record, plain_s, 0.0 if paid is None else paid.expected_s)
+        reading_s = 0.0
         if paid is not None and decided is not None:
-            self._learn_paid(paid, decided, is_disturbed=record.is_disturbed)
-            self._account(paid, decided, proposal, record.accepted_tokens, pass_s - plain_s)
+            reading_s = paid.num_uncached * paid.cost.read_s
+            self._learn_paid(paid, decided, record, pass_s - plain_s)
         self._allow(record.accepted_tokens + 1)
-        self.costs.earned(record.accepted_tokens + 1, work_s + pass_s - (0.0 if paid is None else paid.reading_s))
+        self.costs.earned(record.accepted_tokens + 1, work_s + pass_s - reading_s)
         if proposal.drafter is not None:
             self.drafters[proposal.drafter].observe(proposal.draft, verdict)
             self._states[proposal.drafter].learn_verdict(proposal.draft, verdict)
         if decided is not None:
             self._learn_unused(decided, proposal, verdict, record.position)
-        self._accounts.learning_s = self._clock() - started_s
+        self._learning_s = self._clock() - started_s
 
-    def _learn_paid(self, paid: PaidDraft, decided: Round, *, is_disturbed: bool) -> None:
-        """A paid drafter's cost and gain, from its draft."""
-        if not is_disturbed:
+    def _charge(self, record: RoundRecord, plain_s: float, expected_s: float) -> tuple[float, float]:
+        """Settle the round with the bank, and learn what it cost. Returns seconds of (our own work, the pass).
+
+        Neither counts stalls of the machine. `expected_s`: the expected time of drafting; infinite while its cost is
+        unknown, so that all of it is charged. A plain pass after a wider one may take longer than usual, since
+        llama.cpp plans its graph anew. Speculation pays for that, and the pass says nothing of what plain ones cost.
+        """
+        costs, bank, is_plain = self.costs, self.bank, record.drafter is None
+        pass_s = min(record.verify_s, c.LATE * costs.pass_s(record.width))
+        was_wide, self._was_wide = self._was_wide and not costs.is_shared, not is_plain
+        if is_plain:
+            costs.choosing_s = moved(costs.choosing_s, record.judge_s)
+            work_s = bank.own_work(record.draft_s + self._learning_s, expected_s, plain_s)
+            charged_s = max(pass_s, plain_s) if was_wide else plain_s
+        else:
+            own_s = costs.observe_round(record.accepted_tokens + 1, record.judge_s + self._learning_s)
+            work_s = bank.own_work(record.draft_s + own_s, expected_s + costs.round_s, plain_s)
+            charged_s = pass_s
+        bank.settle(record.accepted_tokens + 1, work_s + charged_s, plain_s)
+        curve = costs.curve
+        is_telling = not (is_plain and was_wide) or record.verify_s < plain_s or not curve.is_sure_of_plain
+        # A disturbed pass counts only until a first one was timed.
+        if is_telling and not costs.was_shared and not (curve.is_scaled and record.is_disturbed):
+            curve.observe(record.width, record.verify_s)
+        if bank.is_guessed and curve.is_sure_of_plain:
+            bank.scale(c.START_PASSES * curve.at(1))
+            self._open_bank()
+        return work_s, pass_s
+
+    def _learn_paid(self, paid: Offer, decided: Round, record: RoundRecord, rows_s: float) -> None:
+        """A paid drafter's cost and gain, and what the round gained by it over the best free draft.
+
+        `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's.
+        """
+        state, rate, best = self._states[paid.drafter], decided.prices.rate, decided.best
+        gained = -rate * min(paid.seconds, c.LATE * paid.expected_s)
+        if record.drafter == paid.drafter:
+            gained += record.accepted_tokens - rate * rows_s - (0.0 if best is None else best.gain)
+        if not record.is_disturbed:
             paid.cost.observe(paid.draft.num_tokens, paid.num_uncached, paid.seconds)
-        net = paid.gain - decided.prices.rate * paid.cost.of(paid.draft.num_tokens, 0)
-        is_priced = self.costs.curve.is_sure_of_rows
-        self._states[paid.drafter].asked(net if is_priced else None)
+        net = paid.gain - rate * paid.cost.of(paid.draft.num_tokens, 0)
+        state.asked(net if self.costs.curve.is_sure_of_rows else None)
+        state.allow(gained)
 
     def _allow(self, num_tokens: float) -> None:
         """The bank's share of what plain decoding does in `num_tokens` passes may be lost on each paid drafter."""
-        for state in self._paid:
-            state.allow(self.bank.share * num_tokens)
-
-    def _account(self, paid: PaidDraft, decided: Round, proposal: Proposal, accepted: int, rows_s: float) -> None:
-        """What the round gained by its paid draft, over the best free one; a stall is not the drafter's.
-
-        `rows_s`: seconds that the pass took longer than a plain one.
-        """
-        rate, free = decided.prices.rate, decided.best_trial
-        gained = -rate * min(paid.seconds, c.LATE * paid.expected_s)
-        if proposal.drafter == paid.drafter:
-            gained += accepted - rate * rows_s - (0.0 if free is None else decided.gains[free])
-        self._states[paid.drafter].allow(gained)
+        for name, drafter in self.drafters.items():
+            if not drafter.is_free:
+                self._states[name].allow(self.bank.share * num_tokens)
 
     def _learn_unused(self, decided: Round, proposal: Proposal, verdict: Verdict, start: int) -> None:
         """Keep the drafts that were not verified, and learn from those that the text decides by now."""
-        for name, trial in decided.trials.items():
-            if name != proposal.drafter:
-                self._unused.add(name, start, trial.draft)
         paid = decided.paid
-        if paid is not None and paid.drafter != proposal.drafter and paid.draft.distributions is None:
-            self._unused.add(paid.drafter, start, paid.draft.main_chain)
+        for offer in decided.offers if paid is None else [*decided.offers, paid]:
+            if offer.drafter != proposal.drafter and offer.draft.distributions is None:
+                self._unused.add(offer.drafter, start, offer.draft.main_chain)
         new_ids = *proposal.draft.token_ids[list(verdict.accepted_nodes)].tolist(), verdict.next_token_id
         for name, draft, agreed in self._unused.resolved(self._context_ids, new_ids):
             self._states[name].learn(draft, agreed)
@@ -371,12 +393,36 @@ class AutoController(Controller):
 
     def to_json(self) -> dict[str, Any]:
         """What was learnt of the drafters, for the next run."""
-        return {"kinds": self._kinds.to_json()}
+        kinds = self.kinds.items()
+        return {"kinds": {kind: {name: each.to_json() for name, each in states.items()} for kind, states in kinds}}
 
     def restore(self, kept: Any) -> None:
         """Continue from what `to_json` returned; what does not fit is ignored."""
-        if isinstance(kept, dict):
-            self._kinds.restore(kept.get("kinds"))
+        kinds = kept.get("kinds") if isinstance(kept, dict) else None
+        for kind, drafters in kinds.items() if isinstance(kinds, dict) else ():
+            states = self._of_kind(kind)
+            for name in states.keys() & (drafters if isinstance(drafters, dict) else {}):
+                try:
+                    states[name].restore(drafters[name])
+                except (ValueError, TypeError):
+                    states[name] = DrafterState(Logistic(self.drafters[name].prior))
+
+
+def kind_of(request: DraftRequest, prompt_tokens: int) -> str:
+    """The kind of text: temperature, whether the rule compares distributions or a grammar constrains, a long prompt.
+
+    Acceptance differs between them. Of answers about a long text fewer tokens of heads are accepted than of others.
+    """
+    temperature = request.sampler.sampling.temperature
+    heat = "greedy" if temperature == 0 else "cool" if temperature < 0.5 else "warm" if temperature <= 1.1 else "hot"
+    kind = f"{heat} rejection" if request.needs_distributions else heat
+    kind = kind if request.sampler.constraint is None else f"{kind} constrained"
+    return f"{kind} long" if prompt_tokens >= c.LONG_PROMPT else kind
+
+
+def gain_of_asking(confidences: Sequence[float], prices: Prices, most: int, cost: DraftCost) -> float:
+    """Tokens that a paid drafter gains by a draft of such confidences, less what it takes to make."""
+    return best_length(confidences, prices, most, cost.next_s)[1] - prices.rate * cost.once_s
 
 
 def to_read(drafter: Drafter, token_ids: TokenIds, cost: DraftCost, prices: Prices, allowed_s: float) -> int:

@@ -97,18 +97,14 @@ class TimeBank:
         self.stalls += 1
         return seconds - stall_s + fine_s
 
-    def speculated(self, num_tokens: int, round_s: float, plain_s: float) -> None:
+    def settle(self, num_tokens: int, round_s: float, plain_s: float) -> None:
         """A round emitted `num_tokens` in `round_s` seconds; each takes `plain_s` in plain decoding."""
         self.balance_s += (1.0 + self.share) * num_tokens * plain_s - round_s
 
-    def decoded(self, plain_s: float, extra_s: float) -> None:
-        """A plain round, whose pass is plain decoding itself; deciding took `extra_s`."""
-        self.balance_s += self.share * plain_s - extra_s
+    def open(self, most_s: float, prefill_s: float) -> None:
+        """A generation begins with at most `most_s`: earlier gains must not pay for one slow answer.
 
-    def waited(self, seconds: float) -> None:
-        """The run spent `seconds` on what plain decoding needs too, such as reading the prompt."""
-        self.balance_s += self.share * seconds
-
-    def open(self, most_s: float) -> None:
-        """A generation begins with at most `most_s`: earlier gains must not pay for one slow answer."""
-        self.balance_s = min(self.balance_s, most_s)
+        `prefill_s`: what reading its prompt took, which plain decoding needs too; a share of it may be lost as well, so
+        that a draft model can read a long prompt.
+        """
+        self.balance_s = min(self.balance_s, most_s) + self.share * prefill_s

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from edgespec.control.accounts import RunCosts
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
 from edgespec.engines.sequence import Passes

@@ -1,20 +1,23 @@
-"""Calibration: from a drafter's evidence to the probability that the target accepts a token, learnt from outcomes.
+"""What is learnt of a drafter: how likely its tokens are accepted by their evidence, and what asking it gains.
 
 A drafter's own probabilities are unreliable: greedy ones are always 1, and a domain that the draft knows badly shows
-only in outcomes. Old outcomes fade, since texts change.
+only in outcomes. Old outcomes fade, since texts change. What was drafted and not verified is an outcome as well, as
+soon as the text shows whether it was right.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
 from edgespec.control import constants as c
-from edgespec.types import Evidence
+from edgespec.types import Draft, Evidence, TokenIds, Verdict
 
 _SLOPE = 0.5  # prior for evidence whose slope is not known
+_MOST_PENDING = 64  # unused drafts that wait for the text that decides about them
 Predictor = Callable[[Evidence], float]
 _LOWEST, _HIGHEST = (math.log(limit / (1.0 - limit)) for limit in (c.LEAST_PROBABILITY, c.MOST_PROBABILITY))
 
@@ -91,3 +94,111 @@ def _chance(score: float) -> float:
     if score >= _HIGHEST:
         return c.MOST_PROBABILITY
     return c.LEAST_PROBABILITY if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
+
+
+@dataclass(slots=True)
+class DrafterState:
+    """What is known of one drafter in one kind of text: its calibration, and of a paid one when to probe it again.
+
+    `gain`: tokens per draft, net of drafting, not of reading; a forecast until a draft was priced.
+    `allowed`: tokens that it may still lose against decoding without it. What it is asked for must be covered; the
+    bank's share of all tokens and prompts is added, and what its drafts gain. So it cannot make decoding slower by more
+    than that share, however much the free drafters have gained, and a long prompt is read once drafts have paid for it.
+    """
+
+    calibrator: Logistic
+    gain: float = 0.0
+    times_asked: int = 0
+    probe_in: int = 0
+    allowed: float = c.TRIAL_TOKENS
+
+    def confidences(self, draft: Draft, known: Sequence[float] = ()) -> list[float]:
+        """The confidence in each token of a draft: calibrated, or the drafter's own if it gives no evidence.
+
+        `known`: those of its first tokens, or more.
+        """
+        if not draft.evidence:
+            own: list[float] = draft.confidences.tolist()
+            return own
+        missing = draft.evidence[len(known) :]
+        return [*known[: draft.num_tokens], *(map(self.calibrator.predictor(), missing) if missing else ())]
+
+    def learn(self, draft: Draft, accepted: int) -> None:
+        """The first `accepted` tokens of a chain were accepted and the next one, if there is one, was rejected."""
+        for index, evidence in enumerate((draft.evidence or ())[: accepted + 1]):
+            self.calibrator.observe(evidence, accepted=index < accepted)
+
+    def learn_verdict(self, draft: Draft, verdict: Verdict) -> None:
+        """Update from the nodes whose parents were accepted."""
+        if draft.evidence is None or draft.is_chain:
+            self.learn(draft, len(verdict.accepted_nodes))
+            return
+        for node, accepted in outcomes(draft, verdict):
+            self.calibrator.observe(draft.evidence[node], accepted=accepted)
+
+    def allow(self, tokens: float) -> None:
+        """So many more tokens may be lost, or fewer."""
+        self.allowed = min(max(self.allowed + tokens, 0.0), c.MOST_TRIAL_TOKENS)
+
+    def asked(self, gain: float | None) -> None:
+        """A paid drafter was asked: its draft is expected to gain `gain` tokens.
+
+        None: nobody knows yet what verifying drafts costs, so it is asked again soon.
+        """
+        if gain is None:
+            self.probe_in = 1
+            return
+        self.times_asked += 1
+        self.gain += max(c.GAIN_RATE, 1.0 / (self.times_asked + 4)) * (gain - self.gain)
+        self.probe_in = c.PROBE_EVERY
+
+    def to_json(self) -> list[Any]:
+        """What was learnt, for the next run: what the drafter lost is not lost again."""
+        return [*self.calibrator.to_json(), self.allowed]
+
+    def restore(self, kept: Any) -> None:
+        """Continue from what `to_json` returned; raises ValueError or TypeError when it is something else."""
+        *learnt, allowed = kept
+        if not 0.0 <= allowed <= c.MOST_TRIAL_TOKENS:
+            raise ValueError(f"a drafter may lose 0 to {c.MOST_TRIAL_TOKENS} tokens, not {allowed}")
+        self.calibrator.restore(learnt)
+        self.allowed = allowed
+
+
+def outcomes(draft: Draft, verdict: Verdict) -> list[tuple[int, bool]]:
+    """(node, whether it was accepted) of every node whose parent was accepted."""
+    accepted = set(verdict.accepted_nodes)
+    parents = (-1, *verdict.accepted_nodes)
+    return [(child, child in accepted) for parent in parents for child in draft.children_of(parent)]
+
+
+class UnusedDrafts:
+    """Unused drafts until the text shows how many of their tokens were right: free drafters learn without a pass."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[str, Draft, int]] = []  # drafter, draft, and the place in the text of its first token
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+    def add(self, drafter: str, start: int, draft: Draft) -> None:
+        """A draft of `drafter` for position `start`."""
+        if draft.num_tokens:
+            self._pending.append((drafter, draft, start))
+
+    def resolved(self, token_ids: TokenIds, new_ids: Sequence[int]) -> list[tuple[str, Draft, int]]:
+        """(drafter, draft, number of its first tokens that agree) of each that the text decides by now.
+
+        The text: the committed `token_ids` [n], and `new_ids` behind them.
+        """
+        pending, self._pending, found = self._pending[-_MOST_PENDING:], [], list[tuple[str, Draft, int]]()
+        begin = min((start for *_, start in pending), default=0)
+        text = [*token_ids[begin:].tolist(), *new_ids] if pending else []
+        for drafter, draft, start in pending:
+            drafted, told = draft.token_ids.tolist(), text[start - begin :]
+            agreed = next((n for n, (ours, its) in enumerate(zip(drafted, told, strict=False)) if ours != its), None)
+            if agreed is not None or len(drafted) <= len(told):
+                found.append((drafter, draft, len(drafted) if agreed is None else agreed))
+            else:
+                self._pending.append((drafter, draft, start))
+        return found

@@ -12,15 +12,17 @@ there; what single widths take beside it is learnt too, for kernels whose costs 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from edgespec.control import constants as c
+from edgespec.platform.disk_cache import Seconds
 
 WIDEST = 65  # rows of the widest pass that has a price
 _WIDTHS = np.arange(WIDEST + 1)
@@ -30,6 +32,16 @@ _BEND = 8  # rows from which on another one costs another share
 _BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 Array = NDArray[np.float64]
+_Row = tuple[Annotated[float, Meta(ge=0, le=c.MOST_ROW)], Annotated[float, Meta(ge=c.ROW_WEIGHT, le=_MOST_ROW_PASSES)]]
+_Width, _Own = Annotated[int, Meta(gt=1, le=WIDEST)], Annotated[float, Meta(gt=-20, lt=20)]
+
+
+class _Kept(msgspec.Struct):
+    """What a curve learnt: seconds of a plain pass, both rows with their weights, and (width, passes, own) of each."""
+
+    plain: Seconds
+    rows: tuple[_Row, _Row]
+    widths: list[tuple[_Width, Annotated[float, Meta(gt=0, le=c.MOST_OWN_PASSES)], _Own]]
 
 
 def _likenesses() -> Array:
@@ -60,7 +72,6 @@ class CostCurve:
         self._base = _interpolated(measured)
         self._passes = np.zeros(WIDEST + 1)  # of each width
         self._own = np.zeros(WIDEST + 1)  # mean logarithm over the base that they took, drift aside
-        self._local = np.zeros(WIDEST + 1)  # the same, smoothed over similar widths
         self._plain_s: list[float] = []  # the first plain passes of this run
         self._drift = 0.0
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
@@ -137,7 +148,8 @@ class CostCurve:
     def _follow(self, width: int, seconds: float, *, is_plain: bool) -> None:
         """Move a little towards one pass: a plain one tells mostly of the machine's pace."""
         ratio = math.log(seconds / float(self._base[width]))
-        surprise = ratio - self._drift - float(self._local[width])
+        before = float(self._local(width))
+        surprise = ratio - self._drift - before
         if is_plain and (self._is_in_doubt or len(self._plain_s) <= _FIRST_PLAIN):
             self._resolve(surprise)
             return
@@ -145,11 +157,9 @@ class CostCurve:
         surprise = max(-c.MOST_SURPRISE, min(c.MOST_SURPRISE, surprise))
         self._drift += (c.PLAIN_RATE if is_plain else c.DRIFT_RATE) * surprise
         if width > 1:
-            before = self._local[width]
             self._passes[width] = passes = min(self._passes[width] + 1.0, c.MOST_OWN_PASSES)
             self._own[width] += (before + surprise - self._own[width]) / passes
-            self._smooth()
-            self._stale += abs(self._local[width] - before)
+            self._stale += abs(float(self._local(width)) - before)
 
     def _note(self, width: int, surprise: float, *, is_plain: bool) -> None:
         """After three large deviations in one direction costs have changed, as behind a longer context.
@@ -173,9 +183,8 @@ class CostCurve:
         self._drift += surprise if self._is_in_doubt else min(surprise, c.MOST_SURPRISE)
         for width, each in self._odd:
             if width > 1 and abs(each - surprise) > c.MOST_SURPRISE:
-                self._own[width] = self._local[width] + each - surprise
+                self._own[width] = self._local(width) + each - surprise
                 self._passes[width] = max(self._passes[width], _KNOWN_BY)
-        self._smooth()
         self._is_in_doubt = False
         self._odd.clear()
         self._stale += 1.0
@@ -204,21 +213,21 @@ class CostCurve:
         self._base = plain_s * (1.0 + rows)
         self._base[0] = 0.0
         self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base[1:] / before[1:]), 0.0)
-        self._smooth()
         self._stale += 1.0
 
-    def _smooth(self) -> None:
-        """What each width costs beyond the base, from its own passes and, while these are few, from similar widths.
+    def _local(self, width: int | slice) -> Any:
+        """What a width costs beyond the base, from its own passes and, while these are few, from similar widths.
 
-        Drafts have many lengths, so each width is seen rarely. Without smoothing the largest of several noisy times
-        would make all wider passes look as expensive, since the curve never falls, and drafts would be too long.
+        In logarithms, as `_own`. Drafts have many lengths, so each width is seen rarely. Without smoothing the largest
+        of several noisy times would make all wider passes look as expensive, since the curve never falls, and drafts
+        would be too long.
         """
-        own = self._passes * self._own
-        of_others = (_LIKENESSES @ own) / (_LIKENESSES @ self._passes + c.FORMER_PASSES)
-        self._local = (own + c.FORMER_PASSES * of_others) / (self._passes + c.FORMER_PASSES)
+        likeness, passes = _LIKENESSES[width], self._passes
+        of_others = (likeness @ (passes * self._own)) / (likeness @ passes + c.FORMER_PASSES)
+        return (passes[width] * self._own[width] + c.FORMER_PASSES * of_others) / (passes[width] + c.FORMER_PASSES)
 
     def _made(self) -> list[float]:
-        times = np.exp(self._local) * self._base
+        times = np.exp(self._local(slice(None))) * self._base
         # A width that was never run costs no less than the narrower ones that were.
         is_seen = self._passes > 0
         is_seen[1] = True
@@ -232,34 +241,23 @@ class CostCurve:
         """What was learnt, for the next run; empty while no plain pass was timed."""
         if not self.is_scaled or self._rows is None:
             return {}
-        widths = np.flatnonzero(self._passes)
-        return {
-            "plain": float(self._base[1]) * self.pace,
-            "rows": list(zip(self._rows, self._weights, strict=True)),
-            "widths": [[int(width), float(self._passes[width]), float(self._own[width])] for width in widths],
-        }
+        widths, rows = np.flatnonzero(self._passes), zip(self._rows, self._weights, strict=True)
+        own = zip(widths.tolist(), self._passes[widths].tolist(), self._own[widths].tolist(), strict=True)
+        return {"plain": float(self._base[1]) * self.pace, "rows": list(rows), "widths": list(own)}
 
     @classmethod
     def from_json(cls, kept: object, low: int = 1) -> Self | None:
         """The curve that `to_json` returned; None for anything else."""
         try:
-            assert isinstance(kept, Mapping)
-            plain_s = float(kept["plain"])
-            (first, weight), (later, its_weight) = (map(float, part) for part in kept["rows"])
-            widths = [(int(width), float(passes), float(own)) for width, passes, own in kept["widths"]]
-        except (AssertionError, KeyError, TypeError, ValueError):
+            found = msgspec.convert(kept, _Kept)
+        except msgspec.ValidationError:
             return None
-        rows, weights = [first, later], [weight, its_weight]
-        is_sound = 0 < plain_s < math.inf and all(0 <= row <= c.MOST_ROW for row in rows)
-        is_sound = is_sound and all(c.ROW_WEIGHT <= each <= _MOST_ROW_PASSES for each in weights)
-        if not is_sound or not all(1 < w <= WIDEST and 0 < n < math.inf and abs(own) < 20 for w, n, own in widths):
-            return None
-        curve = cls.guessed(plain_s, low)
-        curve._rows, curve._weights, curve.is_scaled = rows, weights, True
-        curve._redraw(plain_s)
-        for width, passes, own in widths:
+        curve = cls.guessed(found.plain, low)
+        curve._rows, curve._weights = (list(part) for part in zip(*found.rows, strict=True))
+        curve.is_scaled = True
+        curve._redraw(found.plain)
+        for width, passes, own in found.widths:
             curve._passes[width], curve._own[width] = passes, own
-        curve._smooth()
         return curve
 
 
@@ -273,12 +271,12 @@ def _interpolated(measured: Mapping[int, float]) -> Array:
     known = sorted(measured.items())
     if len(known) == 1:
         known.append((2 * known[0][0], 2 * known[0][1]))
-    found = [0.0]
-    for width in range(1, WIDEST + 1):
-        right = min(max(bisect_right(known, (width, math.inf)), 1), len(known) - 1)
-        (low, low_s), (high, high_s) = known[right - 1 : right + 1]
-        found.append(max(low_s + (high_s - low_s) * (width - low) / (high - low), min(measured.values())))
-    return np.array(found)
+    (low, low_s), (high, high_s) = known[-2:]
+    beyond = np.maximum(_WIDTHS - high, 0) * (high_s - low_s) / (high - low)
+    widths, seconds = zip(*known, strict=True)
+    found: Array = np.maximum(np.interp(_WIDTHS, widths, seconds) + beyond, min(measured.values()))
+    found[0] = 0.0
+    return found
 
 
 @dataclass(slots=True)
@@ -303,6 +301,11 @@ class DraftCost:
         token = min(0.02 + c.DRAFT_SHARE * share, 1.0)
         return cls(token, c.READ_SHARE * token, is_relative=True)
 
+    def scale(self, plain_s: float) -> None:
+        """A plain pass takes `plain_s`: convert to seconds."""
+        if self.is_relative:
+            self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
+
     @property
     def is_observed(self) -> bool:
         """Whether a draft was timed."""
@@ -314,18 +317,8 @@ class DraftCost:
             return self
         if num_sequences not in self._among:
             share = (1.0 + c.SHARED_DRAFT_ROW * (num_sequences - 1)) / num_sequences
-            self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, self.is_relative, self.is_once)
+            self._among[num_sequences] = DraftCost(self.token_s * share, self.read_s, is_once=self.is_once)
         return self._among[num_sequences]
-
-    def scale(self, plain_s: float) -> None:
-        """A plain pass takes `plain_s`: convert to seconds."""
-        for shared in self._among.values():
-            shared.scale(plain_s)
-        if self.is_relative:
-            self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
-
-    def of(self, num_tokens: int, num_uncached: int) -> float:
-        return self._times(num_tokens) * self.token_s + num_uncached * self.read_s
 
     @property
     def next_s(self) -> float:
@@ -337,25 +330,23 @@ class DraftCost:
         """Of a draft, beside its tokens."""
         return self.token_s if self.is_once else 0.0
 
-    def _times(self, num_tokens: int) -> int:
-        """How often a draft costs `token_s`."""
-        return min(num_tokens, 1) if self.is_once else num_tokens
+    def of(self, num_tokens: int, num_uncached: int) -> float:
+        return self.next_s * num_tokens + self.once_s * (num_tokens > 0) + num_uncached * self.read_s
 
     def observe(self, num_tokens: int, num_uncached: int, seconds: float) -> None:
         """Learn from one draft; the cost of reading only if that was most of the work."""
         if num_tokens < 1:
             return
-        drafting_s = self._times(num_tokens) * self.token_s
+        # The first drafts count for more: the initial values are guesses, or from bare passes.
         if num_uncached > 4 * num_tokens and self.token_s:
-            self._read += 1  # the initial value is a guess here, too
-            rate = max(1.0 / (self._read + 1), c.COST_RATE)
-            self.read_s = moved(self.read_s, max(seconds - drafting_s, 0.0) / num_uncached, rate)
+            self._read += 1
+            reading_s = max(seconds - self.of(num_tokens, 0), 0.0) / num_uncached
+            self.read_s = moved(self.read_s, reading_s, max(1.0 / (self._read + 1), c.COST_RATE))
         elif num_uncached <= 2 * num_tokens + 2:
-            # The first drafts count for more: the initial value is a guess, or from bare passes.
             self._seen += 1
-            rate = max(1.0 / (self._seen + 1), c.COST_RATE)
             own_s = max(seconds - num_uncached * self.read_s, 0.1 * seconds)
-            self.token_s = moved(self.token_s, own_s / self._times(num_tokens), rate)
+            token_s = own_s if self.is_once else own_s / num_tokens
+            self.token_s = moved(self.token_s, token_s, max(1.0 / (self._seen + 1), c.COST_RATE))
 
 
 def moved(old: float, seen: float, rate: float = c.COST_RATE) -> float:

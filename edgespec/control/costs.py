@@ -60,7 +60,7 @@ class ModelCosts:
     def drafts(self) -> dict[str, DraftCost]:
         """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
         costs = {name: self._known_draft(name, engine) for name, engine in self._engines()}
-        costs |= {name: DraftCost.guessed(c.EXIT_SHARE) for name in self._parts_of_target() if name not in costs}
+        costs |= {name: DraftCost.guessed(c.EXIT_SHARE) for name in self._exits()}
         if self.curve.is_scaled:
             for cost in costs.values():
                 cost.scale(self.curve.at(1))
@@ -81,20 +81,18 @@ class ModelCosts:
         if threads is not None:
             threads.reset()
         self._target.rollback(0)
-        curve, engine = self.curve, self._target.engine
-        times = timed_passes(engine, WIDTHS)
+        times = timed_passes(self._target.engine, WIDTHS)
         for turn in zip(*times.values(), strict=True):
             for width, pass_s in zip(times, turn, strict=True):
-                curve.observe(width, pass_s)
-        costs = self.drafts
+                self.curve.observe(width, pass_s)
+        unknown = {name for name, cost in self.drafts.items() if not cost.is_observed}
         for name, model in self._engines():
-            if not costs[name].is_observed:
+            if name in unknown:
                 width = min(_READ_WIDTH, model.widest_pass)
                 found = quick_costs(model, (1, width), most=_DRAFTS)
-                costs[name] = DraftCost(found[1], found[width] / width)
-        for name in self._parts_of_target():
-            if name not in dict(self._engines()) and not costs[name].is_observed:
-                costs[name] = DraftCost(exit_token_s(engine))
+                self.drafts[name] = DraftCost(found[1], found[width] / width)
+        for name in unknown.intersection(self._exits()):
+            self.drafts[name] = DraftCost(exit_token_s(self._target.engine))
         self.is_measured = True
 
     def store(self, draft: DrafterName | None) -> None:
@@ -119,9 +117,10 @@ class ModelCosts:
         found = ((name, drafter.reset_engine()) for name, drafter in self._drafters.items())
         return [(name, engine) for name, engine in found if engine is not None]
 
-    def _parts_of_target(self) -> list[DrafterName]:
-        """The opened drafters that run layers of the target."""
-        return [name for name in self._drafters if SPECS[name].owns == "layers of the target"]
+    def _exits(self) -> list[DrafterName]:
+        """The opened drafters that run layers of the target and no model of their own."""
+        is_exit = {name: SPECS[name].owns == "layers of the target" for name in self._drafters}
+        return [name for name, drafter in self._drafters.items() if is_exit[name] and drafter.engine is None]
 
 
 def timed_passes(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> dict[int, list[float]]:

@@ -5,7 +5,7 @@ What is learnt from every generation is used by later ones and kept on disk.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from edgespec.config.values import DrafterName, DraftLength
 from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
-from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.costs import ModelCosts, cost_key
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
@@ -31,10 +30,7 @@ from edgespec.types import TokenIds
 if TYPE_CHECKING:
     from edgespec.corpus.learnt import LearntTexts
 
-
-def _without_model() -> dict[str, Drafter]:
-    """What every controller has: drafters of what a request itself says of its answer."""
-    return {FORCED: ForcedDrafter(), PREDICTION: PredictedDrafter()}
+_CHEAP_ROWS = 8  # over which the cost of a row is averaged
 
 
 class DrafterPool:
@@ -50,15 +46,12 @@ class DrafterPool:
     ) -> None:
         """`first`: the pool of the target's first sequence, which owns what this one shares with it."""
         self.drafters = drafters
-        self._first = first
-        self._options = options
-        self._pair = pair
-        self._target = target
+        self._first, self._options, self._pair, self._target = first, options, pair, target
         self._automatic: dict[DrafterName, AutoController] = {}
         self._dropped: tuple[DrafterName, ...] = ()  # closed to free their memory
-        self.costs: ModelCosts = ModelCosts(pair, target, drafters) if first is None else first.costs
         heads = {"": options.heads} if options.heads else {kind: file.path for kind, file in pair.heads.items()}
         self._heads = {kind: disk_cache.file_key(path) for kind, path in heads.items()}
+        self.costs: ModelCosts = ModelCosts(pair, target, drafters) if first is None else first.costs
         self.threads = self._thread_control() if first is None else None
         self._learnt: LearntTexts | None = None if first is None else first._learnt
         if first is None and options.learn:
@@ -135,11 +128,6 @@ class DrafterPool:
             self.drafters.pop(name).close()
         return names
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether `measure` was called, so that asking for costs runs no engine."""
-        return self.costs.is_measured
-
     def _chosen(self, name: DrafterName, length: DraftLength) -> Controller | None:
         if name == "none" or length == 0 or not self._target.engine.facts.can_speculate:
             return None
@@ -151,30 +139,27 @@ class DrafterPool:
 
     def _automatic_one(self, name: DrafterName) -> AutoController:
         """The automatic controller of a drafter or of `auto`; all generations share what it learns."""
-        if self._first is not None:
-            return self._of_first(name, self._first._automatic_one(name))
-        found = self._automatic.get(name)
-        if found is None:
+        found, first = self._automatic.get(name), self._first
+        shared = None if first is None else first._automatic_one(name)
+        if found is None or (shared is not None and found.costs is not shared.costs):
             names = self.names if name == "auto" else [name]
-            drafters = _without_model() | {each: self.drafter(each) for each in names}
-            curve, costs, facts = self.cost_curve, self.draft_costs, self._target.engine.facts
-            share = facts.max_slowdown if self._options.max_slowdown is None else self._options.max_slowdown
-            found = AutoController.of(drafters, curve, costs, share, threads=facts.threads)
-            found.costs.splits = facts.splits_passes
-            if self.threads is not None:
-                found.use_threads(self.threads.threads)
-            found.restore(disk_cache.get("learnt", self._learnt_key(name)))
+            drafters: dict[str, Drafter] = {FORCED: ForcedDrafter(), PREDICTION: PredictedDrafter()}
+            if shared is not None:
+                names = [each for each in names if each in shared.drafters and self._can_have(each)]
+            drafters |= {each: self.drafter(each) for each in names}
+            found = self._new_controller(name, drafters) if shared is None else shared.another(drafters)
             self._automatic[name] = found
         return found
 
-    def _of_first(self, name: DrafterName, first: AutoController) -> AutoController:
-        """This sequence's controller, which shares what `first` learns."""
-        found = self._automatic.get(name)
-        if found is None or found.costs is not first.costs:
-            others = _without_model()
-            names = [cast(DrafterName, each) for each in first.drafters if each not in others]
-            found = first.another(others | {each: self.drafter(each) for each in names if self._can_have(each)})
-            self._automatic[name] = found
+    def _new_controller(self, name: DrafterName, drafters: dict[str, Drafter]) -> AutoController:
+        facts, share = self._target.engine.facts, self._options.max_slowdown
+        share = facts.max_slowdown if share is None else share
+        found = AutoController.of(
+            drafters, self.costs.curve, self.costs.drafts, share, threads=facts.threads, splits=facts.splits_passes
+        )
+        if self.threads is not None:
+            found.use_threads(self.threads.threads)
+        found.restore(disk_cache.get("learnt", self._learnt_key(name)))
         return found
 
     @property
@@ -183,8 +168,8 @@ class DrafterPool:
 
         Elsewhere they could never be chosen, and probing them now and then would cost time.
         """
-        row_s = (self.cost_curve.at(c.CHEAP_ROWS) - self.cost_curve.at(1)) / (c.CHEAP_ROWS - 1)
-        has_cheap_rows = self._target.engine.most_branches > 0 and row_s < c.CHEAP_ROW * self.cost_curve.at(1)
+        wide_s, plain_s = self.costs.curve.at(1 + _CHEAP_ROWS), self.costs.curve.at(1)
+        has_cheap_rows = self._target.engine.most_branches > 0 and wide_s < (1 + _CHEAP_ROWS * c.CHEAP_ROW) * plain_s
         return [
             name
             for name in automatic(self._options)
@@ -207,19 +192,9 @@ class DrafterPool:
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
         return self.drafters[name]
 
-    @property
-    def cost_curve(self) -> CostCurve:
-        """What the target's passes cost on this machine, as far as known."""
-        return self.costs.curve
-
-    @property
-    def draft_costs(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
-        return self.costs.drafts
-
     def measure(self) -> None:
         """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
-        if not self.is_measured:
+        if not self.costs.is_measured:
             self.keep()
             self.costs.measure(self.threads)
 

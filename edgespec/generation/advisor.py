@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.config.options import GenerateOptions, LoadOptions
-from edgespec.control.length import ceiling
 from edgespec.control.pool import DrafterPool
+from edgespec.control.prices import ceiling
 from edgespec.engines.base import Engine
 from edgespec.formats.manifest import ModelPair
 from edgespec.platform import disk_cache
@@ -121,8 +121,8 @@ class Advisor:
 
     def _draft_cost(self) -> tuple[float, float]:
         """(a drafted token's time over a plain pass, the speedup if all tokens were accepted); (0, inf): not timed."""
-        curve, name = self._pool.cost_curve, self._pool.draft_name
-        cost = self._pool.draft_costs.get(name) if name else None
+        curve, name = self._pool.costs.curve, self._pool.draft_name
+        cost = self._pool.costs.drafts.get(name) if name else None
         if cost is None or not cost.is_observed or cost.is_relative or not curve.is_sure_of_plain:
             return 0.0, float("inf")
         most = min(_LONGEST_DRAFT, self._target.most_draft_tokens)
@@ -131,7 +131,7 @@ class Advisor:
 
     def _loses(self, stats: Stats) -> bool:
         """Whether a token took longer than plain decoding, or, where that was not timed, few drafts were accepted."""
-        curve = self._pool.cost_curve
+        curve = self._pool.costs.curve
         if not curve.is_scaled or stats.new_tokens < 2:
             return stats.accepted_tokens < stats.target_passes / 2
         return stats.decode_s / (stats.new_tokens - 1) / curve.at(1) > MOST_LOSS

@@ -21,9 +21,9 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from edgespec.control.accounts import RunCosts
 from edgespec.control.base import Controller
 from edgespec.control.cost import WIDEST
+from edgespec.control.prices import RunCosts
 from edgespec.control.threads import Started
 from edgespec.drafters.spec import SPECS
 from edgespec.engines.base import Engine

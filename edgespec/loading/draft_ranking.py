@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edgespec.control.cost import CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.costs import file_curve
-from edgespec.control.length import expected_speedup
+from edgespec.control.prices import expected_speedup
 from edgespec.errors import ConfigError, EdgespecError
 from edgespec.formats.gguf.check import require_language_model
 from edgespec.formats.gguf.header import read_header

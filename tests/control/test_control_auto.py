@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from edgespec.config.options import Sampling
-from edgespec.control.accounts import RunCosts
-from edgespec.control.auto import AutoController
+from edgespec.control.auto import AutoController, kind_of
 from edgespec.control.base import NOTHING, FixedLength
-from edgespec.control.choice import DrafterState, kind_of
+from edgespec.control.confidence import DrafterState, Logistic
 from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import at_once
@@ -155,8 +155,8 @@ def test_a_draft_is_priced_in_seconds_whoever_timed_the_target() -> None:
     before = drafting.draft("model")
     share = before.token_s
     assert before.is_relative
-    for position in range(4):
-        other.observe_pass(RoundRecord(position, None, 0, 0, (), 0.0, 0.02, is_disturbed=False))
+    for _ in range(4):
+        other.curve.observe(1, 0.02)
     assert curve.is_scaled
     cost = drafting.draft("model")
     assert not cost.is_relative and cost.token_s == pytest.approx(share * 0.02)
@@ -358,9 +358,8 @@ def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[Traced
     auto.begin(ids[:16])
     sampler = Sampler(Sampling(temperature=0.0), VOCABULARY)
     request = DraftRequest(ids[:200], 8, sampler, needs_distributions=kind is Sampled)
-    states = auto._kinds.of(kind_of(request, 16))
-    states.update(auto._kinds.of("greedy"))
-    states["model"] = replace(states["model"], gain=1000.0, times_asked=1)
+    states = auto.kinds["greedy"]
+    auto.kinds[kind_of(request, 16)] = states | {"model": replace(states["model"], gain=1000.0, times_asked=1)}
     started_s = world.clock()
     proposal = at_once(auto.proposing(request))
     assert world.clock() > started_s  # the model was asked
@@ -369,11 +368,11 @@ def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[Traced
         return
     assert proposal.draft.token_ids.tolist() == ids[200 : 200 + proposal.draft.num_tokens].tolist()
     verdict = Verdict(tuple(range(proposal.draft.num_tokens)), int(ids[200 + proposal.draft.num_tokens]))
-    asked = auto._states["model"].times_asked
+    asked = auto.kinds["greedy"]["model"].times_asked
     count, confidences = proposal.draft.num_tokens, tuple(proposal.draft.confidences.tolist())
     drafted_s, verify_s = world.clock() - started_s, world.machine.seconds(count + 1, 0.0)
     auto.observe(proposal, verdict, RoundRecord(200, "ngram", count, count, confidences, drafted_s, verify_s))
-    assert auto._states["model"].times_asked == asked + 1
+    assert auto.kinds["greedy"]["model"].times_asked == asked + 1
 
 
 class Evidenceless(TracedDrafter):
@@ -395,7 +394,7 @@ def test_a_drafter_without_evidence_is_taken_at_its_word() -> None:
 
 
 def test_what_asking_gains_is_learnt_fast_at_first_and_slowly_then() -> None:
-    state = DrafterState.of(TracedDrafter(World(Machine(ORT_INT8)).clock, 0.001))
+    state = DrafterState(Logistic())
     state.gain = 1.0
     state.asked(None)
     assert state.gain == 1.0 and not state.times_asked, "what verifying costs is a guess"
@@ -441,6 +440,11 @@ def test_what_one_domain_taught_does_not_keep_a_good_draft_away() -> None:
     taken = world.run(controller, [good])
     fresh = World(Machine(ORT_INT8))
     assert taken <= 1.1 * fresh.run(fresh.auto(), [good])
+
+
+def test_a_long_prompt_is_a_kind_of_its_own() -> None:
+    request = DraftRequest(np.arange(300, dtype=np.int32), 4, Sampler(Sampling(temperature=0.0), 5000))
+    assert [kind_of(request, tokens) for tokens in (0, 255, 256)] == ["greedy", "greedy", "greedy long"]
 
 
 def test_rounds_of_one_kind_of_sampling_teach_nothing_about_another() -> None:

@@ -67,22 +67,22 @@ def test_half_of_it_is_risked_where_that_pays_for_a_draft_and_else_all() -> None
 
 def test_what_rounds_do_to_the_balance() -> None:
     bank = TimeBank(share=0.1, balance_s=0.0)
-    bank.speculated(num_tokens=3, round_s=2.0, plain_s=1.0)
+    bank.settle(num_tokens=3, round_s=2.0, plain_s=1.0)
     assert bank.balance_s == pytest.approx(1.3)
-    bank.decoded(plain_s=1.0, extra_s=0.2)
+    bank.settle(num_tokens=1, round_s=1.2, plain_s=1.0)
     assert bank.balance_s == pytest.approx(1.2)
-    bank.waited(3.0)
-    assert bank.balance_s == pytest.approx(1.5)
+    bank.open(most_s=0.5, prefill_s=3.0)
+    assert bank.balance_s == pytest.approx(0.8)
 
 
 def test_gains_at_one_load_do_not_pay_for_losses_at_another() -> None:
     bank = TimeBank(share=0.0, balance_s=4.0)
-    bank.speculated(num_tokens=100, round_s=1.0, plain_s=1.0)
-    bank.open(most_s=6.0)
+    bank.settle(num_tokens=100, round_s=1.0, plain_s=1.0)
+    bank.open(most_s=6.0, prefill_s=0.0)
     assert bank.balance_s == 6.0
     bank.at_load(5)
     assert bank.balance_s == 4.0
-    bank.speculated(num_tokens=1, round_s=5.0, plain_s=1.0)
+    bank.settle(num_tokens=1, round_s=5.0, plain_s=1.0)
     for alike in (6, 7, 8):
         bank.at_load(alike)
         assert not bank.can_pay(1.5, plain_s=1.0)
@@ -107,13 +107,12 @@ def test_the_bound_holds_for_any_policy_that_asks_the_bank() -> None:
         for _ in range(rng.randrange(1, 60)):
             round_s = plain_s * rng.uniform(1.0, 6.0)
             if rng.random() < 0.1:
-                bank.open(3 * plain_s)
+                bank.open(3 * plain_s, 0.0)
             if bank.can_pay(round_s, plain_s):
                 gained = 1 if rng.random() < 0.8 else rng.randrange(1, 6)
-                bank.speculated(gained, round_s, plain_s)
             else:
                 gained, round_s = 1, plain_s
-                bank.decoded(plain_s, 0.0)
+            bank.settle(gained, round_s, plain_s)
             elapsed_s, tokens = elapsed_s + round_s, tokens + gained
             assert elapsed_s <= (1.0 + share) * tokens * plain_s + start_s + TOLERANCE_S
 

@@ -9,9 +9,9 @@ import pytest
 
 import edgespec
 from edgespec import Sampling
-from edgespec.control.choice import outcomes
+from edgespec.control.confidence import outcomes
 from edgespec.control.cost import CostCurve
-from edgespec.control.length import Prices, best_length, best_nodes, least_ahead, path_products
+from edgespec.control.prices import Prices, best_length, best_nodes, least_ahead, path_products
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.control.accounts import RunCosts
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING
 from edgespec.control.constants import FIRST_ROW, START_PASSES
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
 from edgespec.control.costs import WIDTHS, cost_key, quick_costs
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.reports import RoundRecord
 from edgespec.types import Verdict
@@ -289,7 +289,7 @@ def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> 
     for position in range(3, 6):
         controller.observe(NOTHING, Verdict((), 1), RoundRecord(position, None, 0, 0, (), 0.0, 0.02))
     assert controller.bank.balance_s == pytest.approx(START_PASSES * 0.02, rel=0.05)
-    assert not cost.is_relative
+    assert controller.costs.draft("draft") is cost and not cost.is_relative
     assert 0 < cost.read_s < cost.token_s < 0.02
 
 
@@ -316,11 +316,11 @@ def test_loading_runs_no_pass_for_costs_and_an_answer_leaves_what_it_learnt(
     options = edgespec.GenerateOptions(max_tokens=8, ignore_eos=True)
     for is_first in (True, False):
         with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
-            assert model._pool.cost_curve.is_scaled is not is_first
+            assert model._pool.costs.curve.is_scaled is not is_first
             model.generate("one two one two one two", options=options)
-            assert model._pool.cost_curve.is_scaled
+            assert model._pool.costs.curve.is_scaled
             assert model.cost_curve.at(8) >= model.cost_curve.at(1) > 0  # measured now
     for file in (tmp_path / "cache" / "learnt costs").iterdir():
         file.write_text(text)
     with edgespec.load(str(target_path), reproducible=False, threads=1) as model:
-        assert not model._pool.cost_curve.is_scaled, "a damaged entry is a missing one"
+        assert not model._pool.costs.curve.is_scaled, "a damaged entry is a missing one"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from edgespec.control.constants import FORESIGHT
-from edgespec.control.length import Prices, best_length, ceiling, expected_speedup, least_ahead, may_pay
+from edgespec.control.prices import Prices, best_length, ceiling, expected_speedup, least_ahead, may_pay
 
 
 def random_passes(rng: random.Random, widest: int = 40) -> list[float]:

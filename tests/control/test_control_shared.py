@@ -9,9 +9,8 @@ import pytest
 
 from edgespec import GenerateOptions
 from edgespec.control import constants as c
-from edgespec.control.accounts import RunCosts
 from edgespec.control.cost import CostCurve
-from edgespec.control.length import best_length
+from edgespec.control.prices import RunCosts, best_length
 from shared_passes import PASS_S, Costly, Ledger, rate, shared_model
 from simulation import CURVES
 
@@ -108,7 +107,7 @@ def test_where_uneven_rows_are_passes_of_their_own_a_draft_pays_for_a_whole_one(
     found = RunCosts(curve, {}, 1)
     found.share_passes(4, 3)
     packed_s = found.pass_s(5) - found.plain_s()
-    found.splits = True
+    found = RunCosts(curve, {}, 1, splits=True)
     found.share_passes(4, 3)
     assert found.pass_s(5) - found.plain_s() == pytest.approx(curve.at(4)) and curve.at(4) > 2 * packed_s
     parts = found.parts_of([5, 1, 1, 1], 0)

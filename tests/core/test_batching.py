@@ -186,7 +186,7 @@ def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
 def test_a_batch_leaves_no_narrow_prompts_and_teaches_a_curve_once(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    curve, seen = model._pool.cost_curve, []
+    curve, seen = model._pool.costs.curve, []
     observe = type(curve).observe
     monkeypatch.setattr(
         type(curve), "observe", lambda own, *given, **named: seen.append(own) or observe(own, *given, **named)

@@ -16,7 +16,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength, Proposal
 from edgespec.control.cost import CostCurve
-from edgespec.control.length import path_products
+from edgespec.control.prices import path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
