@@ -13,9 +13,8 @@ from statistics import median
 
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.generation.handle import Result
-from edgespec.generation.totals import Totals
 from edgespec.loading.sample_prompts import PROMPTS, BuiltInPrompt
-from edgespec.reports import Stats
+from edgespec.reports import Stats, Totals
 from edgespec.runtime import Model
 
 _WARM_UP_TOKENS = 8

@@ -18,9 +18,8 @@ from edgespec.cli.stdin import typing_unseen
 from edgespec.cli.terminal import counted, detail, note, reply
 from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import EdgespecError, StateError
-from edgespec.generation.totals import Totals
 from edgespec.platform.files import write_errors
-from edgespec.reports import Stats
+from edgespec.reports import Stats, Totals
 
 STATE_SUFFIX = ".state"
 LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows

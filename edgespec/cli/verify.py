@@ -15,8 +15,7 @@ from edgespec.cli.options import SettingsCommand, require_speculation, resolve_s
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import REMEMBERING
-from edgespec.generation.totals import Totals
-from edgespec.reports import Stats
+from edgespec.reports import Stats, Totals
 
 DEFAULT_TOKENS = 64
 DRAFT_LENGTH = 4

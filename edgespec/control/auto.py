@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from edgespec.control import constants as c
 from edgespec.control.bank import TimeBank
 from edgespec.control.base import NOTHING, Clock, Controller, Proposal
 from edgespec.control.confidence import DrafterState, Logistic, UnusedDrafts
-from edgespec.control.cost import CostCurve, DraftCost, moved
+from edgespec.control.cost import DraftCost, moved
 from edgespec.control.prices import Prices, RunCosts, best_length, best_nodes, may_pay, while_it_may_pay
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import PREDICTION
@@ -79,21 +79,26 @@ class Round:
 class AutoController(Controller):
     """Decides drafter and draft length each round so that tokens per second are most and never below plain decoding's.
 
-    It owns none of the drafters. `costs`, `bank` and `kinds`, what is known of each drafter by kind of text, are shared
-    by the controllers of all sequences, of which some may lack a drafter. `clock` is there for simulations.
+    It owns none of the drafters. `costs` are the model's; `share`: how much of plain decoding's time speculation may
+    lose at most. `first`: the controller of another sequence, with which it shares its bank and what is known of the
+    drafters, of which it may lack some. `clock` is there for simulations.
     """
 
     def __init__(
         self,
         drafters: Mapping[str, Drafter],
         costs: RunCosts,
-        bank: TimeBank,
-        kinds: dict[str, dict[str, DrafterState]],
+        share: float = 0.02,
         clock: Clock = perf_counter,
+        first: AutoController | None = None,
     ) -> None:
-        self.drafters = dict(drafters)
-        self.costs, self.bank, self.kinds = costs, bank, kinds
+        self.drafters, self.costs = dict(drafters), costs
         self._clock = self._own_clock = clock
+        costs.add({name: drafter.costs_once for name, drafter in drafters.items()})
+        self.bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * costs.curve.at(1), is_guessed=True)
+        self.kinds: dict[str, dict[str, DrafterState]] = {}
+        if first is not None:
+            self.bank, self.kinds = first.bank, first.kinds
         self._states = self._of_kind("greedy")
         self._unused = UnusedDrafts()
         self._round: Round | None = None
@@ -105,31 +110,6 @@ class AutoController(Controller):
         self._is_new = True  # no round of this answer was decided yet
         self._was_wide = False  # the previous pass
         self._learning_s = 0.0  # time spent on learning from the last round
-
-    @classmethod
-    def of(
-        cls,
-        drafters: Mapping[str, Drafter],
-        curve: CostCurve,
-        costs: Mapping[str, DraftCost],
-        share: float = 0.02,
-        clock: Clock = perf_counter,
-        threads: int = 1,
-        *,
-        splits: bool = False,
-    ) -> Self:
-        """The controller of a model's first sequence, which knows nothing of the drafters yet.
-
-        `curve`: what the target's passes cost; `costs`: what each paid drafter's tokens cost; `share`: how much of
-        plain decoding's time speculation may lose at most; `threads`, `splits`: of `RunCosts`.
-        """
-        drafts = {name: costs.get(name) or DraftCost(is_once=drafter.costs_once) for name, drafter in drafters.items()}
-        bank = TimeBank(c.DRAFTING_SHARE * share, c.START_PASSES * curve.at(1), is_guessed=True)
-        return cls(drafters, RunCosts(curve, drafts, threads, splits=splits), bank, {}, clock)
-
-    def another(self, drafters: Mapping[str, Drafter]) -> Self:
-        """One for another sequence, with rounds of its own; all else is shared. `drafters`: some of the same names."""
-        return type(self)(drafters, self.costs, self.bank, self.kinds, self._clock)
 
     def _of_kind(self, kind: str) -> dict[str, DrafterState]:
         """What is known of each drafter in one kind of text."""
@@ -151,18 +131,8 @@ class AutoController(Controller):
         self._open_bank()
 
     def _open_bank(self) -> None:
-        self.bank.open(c.MOST_PASSES * self.costs.curve.at(1), self._prefill_s)
-
-    def use_threads(self, threads: int) -> None:
-        self.costs.use_threads(threads)
-
-    @property
-    def shared_costs(self) -> RunCosts:
-        return self.costs
-
-    def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int) -> None:
-        self.costs.share_passes(num_sequences, other_rows, prompt_rows)
-        self.bank.at_load(num_sequences)
+        self.bank.at_load(self.costs.num_sequences)
+        self.bank.open(2 * c.START_PASSES * self.costs.curve.at(1), self._prefill_s)
 
     def leave_out(self) -> str:
         self._left_out.add(self._asked)
@@ -179,6 +149,7 @@ class AutoController(Controller):
         costs, bank = self.costs, self.bank
         self._context_ids = request.token_ids
         costs.follow_threads()
+        bank.at_load(costs.num_sequences)
         if self._is_new:  # a request tells the kind of the whole answer
             self._is_new = False
             self._states = self._of_kind(kind_of(request, self._prompt_tokens))
@@ -231,7 +202,7 @@ class AutoController(Controller):
         allowed_s = state.allowed / prices.rate
         most_s = min(allowed_s, self.bank.balance_s)
         if drafter.reads_part:  # the rest is read where what it gains anyway pays for it
-            most_s = min(most_s, state.gain * c.READING_ROUNDS / prices.rate)
+            most_s = min(most_s, state.gain * c.PROBE_EVERY / prices.rate)
         found.uncached[name] = num_uncached = to_read(drafter, request.token_ids, cost, prices, most_s)
         first_s = cost.of(1, num_uncached)
         if first_s > allowed_s:
@@ -243,7 +214,7 @@ class AutoController(Controller):
                 usual = [c.USUAL_CONFIDENCE] * min(most, c.PROBE_EVERY)
                 state.gain = max(gain_of_asking(usual, prices, most, cost), 0.0)
             reading = prices.rate * num_uncached * cost.read_s
-            found.gains[name] = state.gain - reading / min(c.READING_ROUNDS, most)  # spread over so many rounds
+            found.gains[name] = state.gain - reading / min(c.PROBE_EVERY, most)  # spread over so many rounds
 
     def _due(self, decided: Round, most: int) -> str | None:
         """A paid drafter that is due for a probe, and that can gain anything; one that is not allowed to waits."""
@@ -337,7 +308,8 @@ class AutoController(Controller):
         llama.cpp plans its graph anew. Speculation pays for that, and the pass says nothing of what plain ones cost.
         """
         costs, bank, is_plain = self.costs, self.bank, record.drafter is None
-        pass_s = min(record.verify_s, c.LATE * costs.pass_s(record.width))
+        bank.at_load(costs.num_sequences)
+        pass_s = min(record.verify_s, (1.0 + c.LATE) * costs.pass_s(record.width))
         was_wide, self._was_wide = self._was_wide and not costs.is_shared, not is_plain
         if is_plain:
             costs.choosing_s = moved(costs.choosing_s, record.judge_s)
@@ -364,7 +336,7 @@ class AutoController(Controller):
         `rows_s`: seconds that the pass took longer than a plain one. A stall is not the drafter's.
         """
         state, rate, best = self._states[paid.drafter], decided.prices.rate, decided.best
-        gained = -rate * min(paid.seconds, c.LATE * paid.expected_s)
+        gained = -rate * min(paid.seconds, (1.0 + c.LATE) * paid.expected_s)
         if record.drafter == paid.drafter:
             gained += record.accepted_tokens - rate * rows_s - (0.0 if best is None else best.gain)
         if not record.is_disturbed:
@@ -385,7 +357,8 @@ class AutoController(Controller):
         for offer in decided.offers if paid is None else [*decided.offers, paid]:
             if offer.drafter != proposal.drafter and offer.draft.distributions is None:
                 self._unused.add(offer.drafter, start, offer.draft.main_chain)
-        new_ids = *proposal.draft.token_ids[list(verdict.accepted_nodes)].tolist(), verdict.next_token_id
+        drafted = proposal.draft.token_ids.tolist()
+        new_ids = [*(drafted[node] for node in verdict.accepted_nodes), verdict.next_token_id]
         for name, draft, agreed in self._unused.resolved(self._context_ids, new_ids):
             self._states[name].learn(draft, agreed)
 
@@ -434,5 +407,5 @@ def to_read(drafter: Drafter, token_ids: TokenIds, cost: DraftCost, prices: Pric
         return drafter.num_uncached(token_ids)
     allowed_s = max(allowed_s, 0.0)
     is_long = token_ids.size * cost.read_s > c.LONG_READING * prices.pass_s[1]
-    part_s = c.PART_READING * allowed_s if is_long else 0.0
+    part_s = c.RISKED * allowed_s if is_long else 0.0
     return drafter.reading(token_ids, int(allowed_s / cost.read_s), int(part_s / cost.read_s))

@@ -84,13 +84,13 @@ class TimeBank:
         All of them, unless the machine stalled: then the usual time and a fine, which doubles with each stall and is
         at most the time lost.
         """
-        stall_s = seconds - c.LATE * expected_s - c.STALL * plain_s
+        stall_s = seconds - (1.0 + c.LATE) * expected_s - c.LATE * plain_s
         if stall_s <= 0:
             self.on_time += 1
             if self.stalls and self.on_time >= c.FORGIVEN_AFTER:
                 self.stalls, self.on_time = self.stalls - 1, 0
             return seconds
-        fine_s = c.FIRST_FINE * plain_s * 2.0**self.stalls
+        fine_s = 0.5 * c.LATE * plain_s * 2.0**self.stalls
         self.on_time = 0
         if fine_s >= stall_s:
             return seconds

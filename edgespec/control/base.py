@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
 from edgespec.engines.sequence import Passes
@@ -45,20 +44,6 @@ class Controller(ABC):
         """The draft of the next round: at most `request.max_tokens` tokens; an empty one is plain decoding.
 
         Asks for the passes of draft models.
-        """
-
-    def use_threads(self, threads: int) -> None:
-        """Passes and drafts use so many threads from now on, which changes what they cost."""
-
-    @property
-    def shared_costs(self) -> RunCosts | None:
-        """The costs that it decides by; None where it does not look at costs."""
-        return None
-
-    def share_passes(self, num_sequences: int, other_rows: int, prompt_rows: int) -> None:
-        """The next rounds' passes are shared: `num_sequences` decode, and others have `other_rows` rows in them.
-
-        `prompt_rows`: those of them that read a prompt.
         """
 
     @abstractmethod

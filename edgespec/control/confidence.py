@@ -19,7 +19,7 @@ from edgespec.types import Draft, Evidence, TokenIds, Verdict
 _SLOPE = 0.5  # prior for evidence whose slope is not known
 _MOST_PENDING = 64  # unused drafts that wait for the text that decides about them
 Predictor = Callable[[Evidence], float]
-_LOWEST, _HIGHEST = (math.log(limit / (1.0 - limit)) for limit in (c.LEAST_PROBABILITY, c.MOST_PROBABILITY))
+_HIGHEST = math.log(c.MOST_PROBABILITY / (1.0 - c.MOST_PROBABILITY))
 
 
 class Logistic:
@@ -90,10 +90,8 @@ class Logistic:
 
 
 def _chance(score: float) -> float:
-    """The probability of these log odds, within LEAST_PROBABILITY and MOST_PROBABILITY."""
-    if score >= _HIGHEST:
-        return c.MOST_PROBABILITY
-    return c.LEAST_PROBABILITY if score <= _LOWEST else 1.0 / (1.0 + math.exp(-score))
+    """The probability of these log odds; no token is certain, nor impossible."""
+    return 1.0 / (1.0 + math.exp(-min(max(score, -_HIGHEST), _HIGHEST)))
 
 
 @dataclass(slots=True)
@@ -149,7 +147,7 @@ class DrafterState:
             self.probe_in = 1
             return
         self.times_asked += 1
-        self.gain += max(c.GAIN_RATE, 1.0 / (self.times_asked + 4)) * (gain - self.gain)
+        self.gain += max(1.0 - c.RATE_MEMORY, 1.0 / (self.times_asked + 4)) * (gain - self.gain)
         self.probe_in = c.PROBE_EVERY
 
     def to_json(self) -> list[Any]:
@@ -191,9 +189,11 @@ class UnusedDrafts:
 
         The text: the committed `token_ids` [n], and `new_ids` behind them.
         """
+        if not self._pending:
+            return []
         pending, self._pending, found = self._pending[-_MOST_PENDING:], [], list[tuple[str, Draft, int]]()
-        begin = min((start for *_, start in pending), default=0)
-        text = [*token_ids[begin:].tolist(), *new_ids] if pending else []
+        begin = min(start for *_, start in pending)
+        text = [*token_ids[begin:].tolist(), *new_ids]
         for drafter, draft, start in pending:
             drafted, told = draft.token_ids.tolist(), text[start - begin :]
             agreed = next((n for n, (ours, its) in enumerate(zip(drafted, told, strict=False)) if ours != its), None)

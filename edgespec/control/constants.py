@@ -7,35 +7,33 @@ are used. docs/benchmarks/control.md says what the mechanisms behind them gain.
 from __future__ import annotations
 
 # -- the time bank (bank, auto): how much time speculation may lose, and when
-START_PASSES = 3.0  # initial balance in plain passes: one failed draft must not be the last
-MOST_PASSES = 6.0  # highest balance at the start of a generation: old gains must not pay for a slow answer
+START_PASSES = 3.0  # initial balance in plain passes: one failed draft must not be the last; twice it is most later
 RISKED = 0.5  # share of the balance that a round may risk if it can be shorter: else three failures would empty it
-LATE = 1.5  # work is charged in full up to this multiple of its expected time
-STALL = 0.5  # a delay longer than that by so many plain passes is a stall of the machine
-FIRST_FINE = 0.25  # plain passes charged for the first stall; doubles with each, so that a slow drafter pays after all
+LATE = 0.5  # share by which work may take longer than expected and is charged in full; half of it for the first stall
 FORGIVEN_AFTER = 1024  # rounds without a stall until the fine halves
 DRAFTING_SHARE = 0.6  # share of the allowed loss that drafts may cost; the rest is for the overhead of a round
 
 # -- a round (auto, length)
 MAX_AUTO_LENGTH = 32  # tokens; no wider pass ever paid in measurements
 FORESIGHT = 4  # tokens that a draft looks ahead, since costs rise in steps
-LEAST_SHARED_ROWS = 9  # rows that one sequence may have in a shared pass, however many rows the others have
-RATE_MEMORY = 0.95  # decay per round of the running rate of tokens
+RATE_MEMORY = 0.95  # decay per round of the running rate of tokens, and per draft of what asking gains
 
 # -- choosing among drafters (choice, auto, pool)
-LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text
-PROBE_EVERY = 10  # rounds without a draft of a paid drafter until it is tried again
+LONG_PROMPT = 256  # tokens of a prompt from which on it is taken for one about a given text; unit of contexts
+PROBE_EVERY = 10  # rounds without a draft of a paid drafter until it is tried again, or over which reading is spread
 TRIAL_TOKENS, MOST_TRIAL_TOKENS = 3.5, 12.0  # what a paid drafter may lose at first; most that it may save for later
-PART_READING, LONG_READING = 0.5, 8.0  # share of what may be spent for a part of a text that takes more plain passes
-READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text is spread
-GAIN_RATE, USUAL_CONFIDENCE = 0.05, 0.8  # learning rate of the gain of asking, per draft; of a first draft's tokens
+LONG_READING = 8.0  # plain passes; of a text that takes more to read, a part may be read
+USUAL_CONFIDENCE = 0.8  # of a first draft's tokens
 # A second choice is rarely accepted more than one time in ten, and trying it costs time: trees need cheaper rows.
-CHEAP_ROW, CHEAP_ROWS = 0.03, 9  # most that a row may cost for trees, in plain passes; averaged over so many rows
+CHEAP_ROW = 0.03  # most that a row may cost for trees, in plain passes
 EXIT_SHARE = 0.5  # share of a target's weights that an exit without files of its own is assumed to read
 
 # -- confidence: evidence to probability
-LEAST_PROBABILITY, MOST_PROBABILITY = 0.01, 0.995  # no token is certain
-PRECISION, LOGISTIC_MEMORY = 4.0, 0.998  # of the priors of bias and slopes; decay of past observations per outcome
+MOST_PROBABILITY = 0.995  # no token is certain, nor impossible
+PRECISION, LOGISTIC_MEMORY = (
+    4.0,
+    0.998,
+)  # of the prior of slopes, against 1 of the bias; decay of what was seen, per outcome
 ERROR_MEMORY = 0.9  # decay of the recent error
 
 # -- cost of passes and drafts
@@ -50,10 +48,8 @@ SHARED_DRAFT_ROW = 0.45  # of a draft token's time, that another sequence adds t
 DRAFT_SHARE, READ_SHARE = 1.5, 0.15  # a draft's share in time over its share in bytes; reading a token over drafting it
 
 # -- threads; lateness is in natural logarithms of time
-ON_TIME = 0.3  # passes less late than this correct what is usual
-CONTEXT_UNIT, CONTEXT_RATIO = 256, 0.2  # steps of context are log(1 + tokens / unit) / ratio
-SLACK, ALARM = 0.25, 1.2  # CUSUM (Page 1954): allowance for each late pass, and the sum that raises the alarm
+SLACK, ALARM = 0.25, 1.2  # CUSUM (Page 1954): what is allowed each pass; the sum that raises the alarm
 CONTENDED = 0.5  # cores that two threads lacked: .0 to .35 where two are best, .6 and more beside one that computes
 BETTER = 0.1  # fewer threads must be faster by this; more threads by half of it
 PROBING = 0.03  # share of all time that may be lost on trying numbers of threads that turn out to be worse
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 10.0  # until more threads are tried again; longer only to keep to that share
+FIRST_WAIT_S = 1.0  # until more threads are tried again; longer to keep to that share

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,14 +26,17 @@ from edgespec.platform.disk_cache import Seconds
 
 WIDEST = 65  # rows of the widest pass that has a price
 _WIDTHS = np.arange(WIDEST + 1)
-_MOST_STALE, _MOST_DRIFTED = 0.01, 0.002  # how much widths, and the pace, may move until a table is made anew
-_FIRST_PLAIN, _MOST_ROW_PASSES = 2, 24.0
-_BEND = 8  # rows from which on another one costs another share
+_MOST_STALE = 0.01  # how much widths may move until the table is made anew
+_FIRST_PLAIN = 2  # passes that tell what a plain one takes
+BEND = 8  # rows from which on another one costs another share
 _BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 Array = NDArray[np.float64]
-_Row = tuple[Annotated[float, Meta(ge=0, le=c.MOST_ROW)], Annotated[float, Meta(ge=c.ROW_WEIGHT, le=_MOST_ROW_PASSES)]]
-_Width, _Own = Annotated[int, Meta(gt=1, le=WIDEST)], Annotated[float, Meta(gt=-20, lt=20)]
+_Row: TypeAlias = tuple[
+    Annotated[float, Meta(ge=0, le=c.MOST_ROW)], Annotated[float, Meta(ge=c.ROW_WEIGHT, le=c.MOST_OWN_PASSES)]
+]
+_Width: TypeAlias = Annotated[int, Meta(gt=1, le=WIDEST)]
+_Own: TypeAlias = Annotated[float, Meta(gt=-20, lt=20)]
 
 
 class _Kept(msgspec.Struct):
@@ -76,11 +79,10 @@ class CostCurve:
         self._drift = 0.0
         self._odd: list[tuple[int, float]] = []  # (width, deviation) of the last passes, where all were large
         self._is_in_doubt = False  # wide passes were late again and again: a plain pass tells why
-        # What another row costs, in plain passes, up to _BEND rows and beyond, where the base is a line; their weights.
+        # What another row costs, in plain passes, up to BEND rows and beyond, where the base is a line; their weights.
         self._rows: list[float] | None = None
         self._weights, self._low = [c.ROW_WEIGHT, c.ROW_WEIGHT], 1
         self._stale, self._shape = 0.0, list[float]()  # how far widths moved since it was made
-        self._table, self._table_shape, self._table_drift = list[float](), list[float](), 0.0
 
     @classmethod
     def guessed(cls, plain_s: float, low: int = 1, row: float = c.FIRST_ROW) -> Self:
@@ -95,13 +97,9 @@ class CostCurve:
         return curve
 
     def table(self) -> list[float]:
-        """Seconds of a pass of width 0 (nothing) to WIDEST, never falling; another list when they have changed."""
-        shape = self.shape
-        if shape is not self._table_shape or abs(self._drift - self._table_drift) > _MOST_DRIFTED:
-            self._table_shape, self._table_drift = shape, self._drift
-            pace = self.pace
-            self._table = [pace * pass_s for pass_s in shape]
-        return self._table
+        """Seconds of a pass of width 0 (nothing) to WIDEST, never falling."""
+        pace = self.pace
+        return [pace * pass_s for pass_s in self.shape]
 
     @property
     def shape(self) -> list[float]:
@@ -116,8 +114,13 @@ class CostCurve:
         return math.exp(self._drift)
 
     def at(self, width: int) -> float:
-        """Seconds of one pass."""
-        return self.table()[width]
+        """Seconds of one pass; beyond WIDEST, rows cost the average of the table's upper half."""
+        shape = self.shape
+        if width <= WIDEST:
+            return self.pace * shape[width]
+        half = WIDEST // 2
+        row = (shape[WIDEST] - shape[half]) / (WIDEST - half)
+        return self.pace * (shape[WIDEST] + (width - WIDEST) * row)
 
     @property
     def is_sure_of_plain(self) -> bool:
@@ -148,7 +151,7 @@ class CostCurve:
     def _follow(self, width: int, seconds: float, *, is_plain: bool) -> None:
         """Move a little towards one pass: a plain one tells mostly of the machine's pace."""
         ratio = math.log(seconds / float(self._base[width]))
-        before = float(self._local(width))
+        before = float(self._local(width)) if width > 1 else 0.0
         surprise = ratio - self._drift - before
         if is_plain and (self._is_in_doubt or len(self._plain_s) <= _FIRST_PLAIN):
             self._resolve(surprise)
@@ -181,7 +184,7 @@ class CostCurve:
     def _resolve(self, surprise: float) -> None:
         """A plain pass deviated by `surprise`; what wide ones deviated more lately is the fault of their width."""
         self._drift += surprise if self._is_in_doubt else min(surprise, c.MOST_SURPRISE)
-        for width, each in self._odd:
+        for width, each in dict(self._odd).items():
             if width > 1 and abs(each - surprise) > c.MOST_SURPRISE:
                 self._own[width] = self._local(width) + each - surprise
                 self._passes[width] = max(self._passes[width], _KNOWN_BY)
@@ -192,12 +195,12 @@ class CostCurve:
     def _learn_row(self, width: int, seconds: float) -> None:
         """Learn what a row costs from a pass. One late pass may raise it by little: the first of a width often is."""
         assert self._rows is not None
-        part, before = (0, 0.0) if width <= _BEND else (1, self._rows[0] * (_BEND - self._low))
-        count = width - (_BEND if part else self._low)
+        part, before = (0, 0.0) if width <= BEND else (1, self._rows[0] * (BEND - self._low))
+        count = width - (BEND if part else self._low)
         row = self._rows[part]
         seen = (seconds / (float(self._base[1]) * self.pace) - 1.0 - before) / count
         seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * row + 0.1)
-        self._weights[part] = min(self._weights[part] + 1.0, _MOST_ROW_PASSES)
+        self._weights[part] = min(self._weights[part] + 1.0, c.MOST_OWN_PASSES)
         row += (seen - row) / self._weights[part]
         if abs(row - self._rows[part]) * count > 2 * _MOST_STALE:
             self._rows[part] = row
@@ -209,7 +212,7 @@ class CostCurve:
         """Draw the line anew; widths that were run keep their times."""
         assert self._rows is not None
         before, (first, later) = self._base, self._rows
-        rows = first * np.clip(_WIDTHS - self._low, 0, _BEND - self._low) + later * np.maximum(_WIDTHS - _BEND, 0)
+        rows = first * np.clip(_WIDTHS - self._low, 0, BEND - self._low) + later * np.maximum(_WIDTHS - BEND, 0)
         self._base = plain_s * (1.0 + rows)
         self._base[0] = 0.0
         self._own[1:] -= np.where(self._passes[1:] > 0, np.log(self._base[1:] / before[1:]), 0.0)
@@ -305,6 +308,11 @@ class DraftCost:
         """A plain pass takes `plain_s`: convert to seconds."""
         if self.is_relative:
             self.token_s, self.read_s, self.is_relative = self.token_s * plain_s, self.read_s * plain_s, False
+
+    def measured(self, token_s: float, read_s: float) -> None:
+        """It took so long, in seconds."""
+        self.token_s, self.read_s, self.is_relative = token_s, read_s, False
+        self._among.clear()
 
     @property
     def is_observed(self) -> bool:

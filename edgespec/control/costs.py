@@ -18,6 +18,7 @@ from msgspec import Meta
 from edgespec.config.values import DrafterName
 from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
+from edgespec.control.prices import RunCosts
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.spec import SPECS
@@ -66,6 +67,12 @@ class ModelCosts:
                 cost.scale(self.curve.at(1))
         return costs
 
+    @cached_property
+    def run(self) -> RunCosts:
+        """What all answers pay and earn, by `curve` and `drafts`."""
+        facts = self._target.engine.facts
+        return RunCosts(self.curve, self.drafts, facts.threads, splits=facts.splits_passes)
+
     def _known_draft(self, name: str, engine: Engine) -> DraftCost:
         kept = disk_cache.get("draft costs", self._draft_key(name, engine), tuple[Seconds, Seconds])
         if kept is not None:
@@ -90,9 +97,9 @@ class ModelCosts:
             if name in unknown:
                 width = min(_READ_WIDTH, model.widest_pass)
                 found = quick_costs(model, (1, width), most=_DRAFTS)
-                self.drafts[name] = DraftCost(found[1], found[width] / width)
+                self.drafts[name].measured(found[1], found[width] / width)
         for name in unknown.intersection(self._exits()):
-            self.drafts[name] = DraftCost(exit_token_s(self._target.engine))
+            self.drafts[name].measured(exit_token_s(self._target.engine), 0.0)
         self.is_measured = True
 
     def store(self, draft: DrafterName | None) -> None:

@@ -14,6 +14,7 @@ from edgespec.config.values import DrafterName, DraftLength
 from edgespec.control import constants as c
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Controller, FixedLength
+from edgespec.control.cost import BEND
 from edgespec.control.costs import ModelCosts, cost_key
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
@@ -29,8 +30,6 @@ from edgespec.types import TokenIds
 
 if TYPE_CHECKING:
     from edgespec.corpus.learnt import LearntTexts
-
-_CHEAP_ROWS = 8  # over which the cost of a row is averaged
 
 
 class DrafterPool:
@@ -84,8 +83,7 @@ class DrafterPool:
         self._target.engine.set_threads(threads)
         for drafter in self.drafters.values():
             drafter.set_threads(threads)
-        for controller in self._automatic.values():
-            controller.use_threads(threads)  # those of other sequences have the same costs
+        self.costs.run.use_threads(threads)
 
     def has(self, options: GenerateOptions) -> bool:
         """Whether this sequence has the drafter that `options` ask for."""
@@ -141,25 +139,17 @@ class DrafterPool:
         """The automatic controller of a drafter or of `auto`; all generations share what it learns."""
         found, first = self._automatic.get(name), self._first
         shared = None if first is None else first._automatic_one(name)
-        if found is None or (shared is not None and found.costs is not shared.costs):
+        if found is None or (shared is not None and found.bank is not shared.bank):
             names = self.names if name == "auto" else [name]
             drafters: dict[str, Drafter] = {FORCED: ForcedDrafter(), PREDICTION: PredictedDrafter()}
             if shared is not None:
                 names = [each for each in names if each in shared.drafters and self._can_have(each)]
             drafters |= {each: self.drafter(each) for each in names}
-            found = self._new_controller(name, drafters) if shared is None else shared.another(drafters)
+            share, usual = self._options.max_slowdown, self._target.engine.facts.max_slowdown
+            found = AutoController(drafters, self.costs.run, usual if share is None else share, first=shared)
+            if shared is None:
+                found.restore(disk_cache.get("learnt", self._learnt_key(name)))
             self._automatic[name] = found
-        return found
-
-    def _new_controller(self, name: DrafterName, drafters: dict[str, Drafter]) -> AutoController:
-        facts, share = self._target.engine.facts, self._options.max_slowdown
-        share = facts.max_slowdown if share is None else share
-        found = AutoController.of(
-            drafters, self.costs.curve, self.costs.drafts, share, threads=facts.threads, splits=facts.splits_passes
-        )
-        if self.threads is not None:
-            found.use_threads(self.threads.threads)
-        found.restore(disk_cache.get("learnt", self._learnt_key(name)))
         return found
 
     @property
@@ -168,8 +158,8 @@ class DrafterPool:
 
         Elsewhere they could never be chosen, and probing them now and then would cost time.
         """
-        wide_s, plain_s = self.costs.curve.at(1 + _CHEAP_ROWS), self.costs.curve.at(1)
-        has_cheap_rows = self._target.engine.most_branches > 0 and wide_s < (1 + _CHEAP_ROWS * c.CHEAP_ROW) * plain_s
+        wide_s, plain_s = self.costs.curve.at(1 + BEND), self.costs.curve.at(1)
+        has_cheap_rows = self._target.engine.most_branches > 0 and wide_s < (1 + BEND * c.CHEAP_ROW) * plain_s
         return [
             name
             for name in automatic(self._options)

@@ -13,17 +13,18 @@ what all drafts add, whichever is more: where costs rise in steps, each draft al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import NamedTuple
 
 from edgespec.control import constants as c
 from edgespec.control.confidence import Predictor
-from edgespec.control.cost import WIDEST, CostCurve, DraftCost, moved
+from edgespec.control.cost import BEND, WIDEST, CostCurve, DraftCost, moved
 from edgespec.types import Draft, Evidence
 
-_MOST_CHANGE = 0.1  # of the overhead of a round, until prices are made anew
+_WIDTHS = c.MAX_AUTO_LENGTH + c.FORESIGHT + 2  # that have prices
+_MOST_CHANGE, _MOST_DRIFTED = 0.1, 0.002  # of the overhead of a round and of the pace, until prices are made anew
 
 
 class Prices(NamedTuple):
@@ -48,18 +49,24 @@ class RunCosts:
     """
 
     def __init__(
-        self, curve: CostCurve, drafts: dict[str, DraftCost], threads: int = 1, *, splits: bool = False
+        self, curve: CostCurve, drafts: Mapping[str, DraftCost], threads: int = 1, *, splits: bool = False
     ) -> None:
-        self.curve, self.drafts, self.splits = curve, drafts, splits
+        self.curve, self.drafts, self.splits = curve, dict(drafts), splits
         self.round_s = self.choosing_s = 0.0  # the overhead of a round; choosing one token when nothing is drafted
         self._known: dict[int, tuple[CostCurve, dict[str, DraftCost]]] = {}  # by threads
         self._threads = self._next_threads = threads  # of the costs in use, and of the next round
         self._tokens, self._seconds = 0.0, 0.0  # of recent rounds, decaying
         self._sharing = 1, 0, 0  # sequences that decode in the next passes, rows of the others, those that are drafts
         self.was_shared = False  # the last pass, which no single round's time tells of
-        self._made_of: tuple[object, object, float] = None, None, 0.0  # what the next two were made of
+        self._made_of: tuple[object, object, float, float] = None, None, 0.0, 0.0  # what the next two were made of
         self._pass_s, self._ahead_s = list[float](), list[float]()
-        self._ahead, self._ahead_of = list[float](), list[float]()  # at the usual pace; the shape it was made of
+        self._ahead = list[float]()  # of a pass alone, at the usual pace
+
+    def add(self, drafters: Mapping[str, bool]) -> None:
+        """These are drafters, too, whose drafts cost the same at any length or not; their costs are not known."""
+        for drafts in (self.drafts, *(drafts for _, drafts in self._known.values())):
+            for name, is_once in drafters.items():
+                drafts.setdefault(name, DraftCost(is_once=is_once))
 
     def use_threads(self, threads: int) -> None:
         """Takes effect at the next round, since the outcome of the last one belongs to the old number."""
@@ -91,6 +98,11 @@ class RunCosts:
             self._seconds *= self.plain_s() / before_s
 
     @property
+    def num_sequences(self) -> int:
+        """How many decode in the next passes."""
+        return self._sharing[0]
+
+    @property
     def is_shared(self) -> bool:
         """Whether the next passes hold rows of other sequences."""
         return self._sharing[:2] != (1, 0)
@@ -98,7 +110,7 @@ class RunCosts:
     @property
     def most_rows(self) -> int:
         """How many rows of one sequence have a known cost; always a few, even beside a prompt (no logits)."""
-        return max(WIDEST - self._sharing[1], c.LEAST_SHARED_ROWS)
+        return max(WIDEST - self._sharing[1], BEND + 1)
 
     def draft(self, name: str) -> DraftCost:
         """What a drafter's tokens cost, given the sequences that share the next passes."""
@@ -114,7 +126,7 @@ class RunCosts:
     def pass_s(self, num_rows: int) -> float:
         """Seconds of a pass over `num_rows` rows, or one sequence's share of it."""
         if not self.is_shared:
-            return seconds_of(self.curve.table(), num_rows)
+            return self.curve.at(num_rows)
         count, other_rows, drafted = self._sharing
         beside = other_rows - (count - 1)  # rows of drafts and prompts of others
         all_s = self._all_s(beside + num_rows - 1)
@@ -123,27 +135,26 @@ class RunCosts:
 
     def _all_s(self, more: int, count: int | None = None) -> float:
         """Seconds of a pass over a row of each of `count` sequences and `more` rows of some of them."""
-        table, count = self.curve.table(), count or self._sharing[0]
+        count = count or self._sharing[0]
         if self.splits and count > 1 and more:
-            return seconds_of(table, count) + seconds_of(table, more)
-        return seconds_of(table, count + more)
+            return self.curve.at(count) + self.curve.at(more)
+        return self.curve.at(count + more)
 
     def prices(self) -> Prices:
         """What rounds cost: the pass, and the overhead if something is drafted."""
-        table, sharing, round_s = self.curve.table(), self._sharing, self.round_s
-        made_of, made_for, made_with_s = self._made_of
-        if made_of is not table or made_for is not sharing or abs(round_s - made_with_s) > _MOST_CHANGE * made_with_s:
-            widths = c.MAX_AUTO_LENGTH + c.FORESIGHT + 2
+        shape, pace, sharing, round_s = self.curve.shape, self.curve.pace, self._sharing, self.round_s
+        made_of, made_for, made_at, made_with_s = self._made_of
+        is_same = made_of is shape and made_for is sharing and abs(pace - made_at) <= _MOST_DRIFTED * made_at
+        if not is_same or abs(round_s - made_with_s) > _MOST_CHANGE * made_with_s:
             if self.is_shared:
-                passes = [0.0, self.plain_s(), *map(self.pass_s, range(2, widths))]
-                self._ahead_s = least_ahead(passes)
+                passes = [0.0, self.plain_s(), *map(self.pass_s, range(2, _WIDTHS))]
+                self._ahead, self._ahead_s = [], least_ahead(passes)
             else:
-                passes, shape, pace = table[:widths], self.curve.shape, self.curve.pace
-                if self._ahead_of is not shape:
-                    self._ahead, self._ahead_of = least_ahead(shape[:widths]), shape
-                self._ahead_s = [pace * each_s for each_s in self._ahead]
+                if made_of is not shape or not self._ahead:
+                    self._ahead = least_ahead(shape[:_WIDTHS])
+                passes, self._ahead_s = ([pace * each_s for each_s in part] for part in (shape[:_WIDTHS], self._ahead))
             self._pass_s = [*passes[:2], *[pass_s + round_s for pass_s in passes[2:]]]
-            self._made_of = table, sharing, round_s
+            self._made_of = shape, sharing, pace, round_s
         earned = self._tokens / self._seconds if self._seconds else 0.0
         return Prices(self._pass_s, self._ahead_s, max(earned, 1.0 / self._pass_s[1]))  # no less than plain decoding
 
@@ -156,13 +167,13 @@ class RunCosts:
 
     def observe_shared(self, widths: Sequence[int], seconds: float) -> None:
         """Learn what a pass over rows of several sequences took, `widths` of each; no drafts: all are 1."""
-        table, count, num_rows = self.curve.table(), len(widths), sum(widths)
+        count, num_rows = len(widths), sum(widths)
         if not self.curve.is_sure_of_plain:  # learn the cost of plain passes first
-            self.curve.observe(1, seconds * table[1] / self._all_s(num_rows - count, count))
+            self.curve.observe(1, seconds * self.curve.at(1) / self._all_s(num_rows - count, count))
             return
         is_plain = num_rows == count
         if self.splits and max(widths) > min(widths):  # all but the second of its passes are known well
-            seconds, num_rows = seconds - seconds_of(table, count), num_rows - count
+            seconds, num_rows = seconds - self.curve.at(count), num_rows - count
         self.curve.observe(num_rows, seconds, is_plain=is_plain)
 
     def parts_of(self, widths: Sequence[int], prompt_rows: int) -> list[float]:
@@ -180,13 +191,6 @@ class RunCosts:
         extra_s = max(seconds - num_tokens * self.choosing_s, 0.0)
         self.round_s = moved(self.round_s, max(extra_s, 1e-7))
         return extra_s
-
-
-def seconds_of(table: Sequence[float], width: int) -> float:
-    """Seconds of a pass; beyond the table, rows cost the average of its upper half."""
-    if width <= WIDEST:
-        return table[width]
-    return table[WIDEST] + (width - WIDEST) * (table[WIDEST] - table[WIDEST // 2]) / (WIDEST - WIDEST // 2)
 
 
 # -- the rate rule

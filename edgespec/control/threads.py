@@ -25,11 +25,7 @@ from typing import NamedTuple, Self
 
 from edgespec.control import constants as c
 
-_MOST_LATE, _CLIPPED = (
-    1.0,
-    2.0,
-)  # most that one pass may add to the CUSUM; largest lateness that it counts for in a mean
-_STALLED, _MOST_STALLS, _STALL_MEMORY = 1.0, 1.5, 0.95  # lateness of a stall; too many of them, decaying; their decay
+_MOST_LATE, _CLIPPED = 1.0, 2.0  # most that one pass may add to the CUSUM; largest lateness that counts in a mean
 _LACKING_S, _LACKING_RATE = 0.12, 0.33  # seconds that the lacking cores are averaged over; most weight of one pass
 _LACKING_PRIOR_S = 0.03  # prior for that: so many seconds of passes that lacked nothing
 _LATE_RUN = 8  # late passes whose mean is compared with that of fewer threads
@@ -104,15 +100,12 @@ class ThreadControl:
         self._base: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._pace = 0.0  # lasting slowdown of all passes: a long context, heat
         self._level = 0.0  # mean lateness lately
-        self._sum = self._stalls = 0.0
-        self._run: list[float] = []  # latenesses since the sum was 0
+        self._sum, self._run = 0.0, list[float]()  # of lateness, as CUSUM; latenesses since it was 0
         self._least_busy_s, self._busy_s = change_s / _BUSY_GAIN, 0.0  # how long it must be busy; how long it was
-        self._first_wait_s = max(c.FIRST_WAIT_S, change_s / _IDLE_GAIN)
-        self._wait_s, self._next_s, self._returned_s = self._first_wait_s, 0.0, -math.inf
-        self._affordable_s = 0.0  # when more of them may be tried again within PROBING
+        self._wait_s = max(c.FIRST_WAIT_S, change_s / _IDLE_GAIN)  # until more threads are tried again
+        self._next_s = self._hold_s = 0.0  # when more threads are tried next; before this, fewer are not
         self._recent_s, self._lacking_s = _LACKING_PRIOR_S, 0.0  # of recent passes, decaying
         self._tells_lacking = False
-        self._hold_s = 0.0  # fewer threads are not tried again before this
         self._failures = 0  # consecutive trials of fewer threads that failed
         self._last_s = clock()
 
@@ -123,8 +116,8 @@ class ThreadControl:
 
     def begin(self) -> None:
         """A generation begins: after a pause the machine may be less busy."""
-        if self._at and self._clock() - self._last_s > _PAUSE_S:
-            self._next_s = min(self._next_s, self._affordable_s)
+        if self._clock() - self._last_s > _PAUSE_S:
+            self._next_s = min(self._next_s, self._last_s + self._wait_s)
 
     def reset(self) -> None:
         """Use all threads, for a measurement; the passes after it show whether to keep them."""
@@ -145,23 +138,19 @@ class ThreadControl:
         True if its time says nothing about what passes cost: it was disturbed, or part of a trial.
         """
         self._last_s = self._clock()
-        if not self._settling:
-            self._notice(seconds, lacking_s)
         late = self._lateness(rows, cached, seconds)
         if self._settling:
-            if not self._is_settled():
-                if self._trial is not None:
-                    self._trial.lost_s += seconds / 2  # making the change slows passes down
-                return True
-            self._settling = False
-            if self._trial is not None and self._trial.is_upward and late is not None and late > _STALLED:
-                self._compare(self._trial, late, seconds)  # late enough to decide without another pass
+            self._settle(late, seconds)
             return True
+        self._tells_lacking = lacking_s is not None
+        kept = math.exp(-min(seconds / _LACKING_S, _LACKING_RATE))
+        self._recent_s = kept * self._recent_s + seconds
+        self._lacking_s = kept * self._lacking_s + (lacking_s or 0.0)
         if late is None:
             is_contended = (self.lacking or 0.0) > c.CONTENDED
             is_first = self._trial is None and not self._at and not self._failures and len(self._base) == 1
             if is_contended and is_first and not self._least_busy_s and len(self.steps) > 1:
-                self._try(1, 0.0, is_upward=False)  # busy from the start: each further pass on all threads is as slow
+                self._try(1, 0.0)  # busy from the start: each further pass on all threads is as slow
             return self._trial is not None or is_contended
         if self._trial is not None:
             self._compare(self._trial, late, seconds)
@@ -169,19 +158,23 @@ class ThreadControl:
         usual = self._level if self._at else 0.0
         self._level += _LEVEL_RATE * (_clipped(late) - self._level)
         if self._at and self._last_s >= self._next_s:
-            self._try(self._at - 1, self._level, is_upward=True)
+            self._try(self._at - 1, self._level)
             return late - usual > 0.5
         return self._watch(late, late - usual, seconds)
 
-    def _notice(self, seconds: float, lacking_s: float | None) -> None:
-        self._tells_lacking = lacking_s is not None
-        kept = math.exp(-min(seconds / _LACKING_S, _LACKING_RATE))
-        self._recent_s = kept * self._recent_s + seconds
-        self._lacking_s = kept * self._lacking_s + (lacking_s or 0.0)
+    def _settle(self, late: float | None, seconds: float) -> None:
+        """A pass with a number of threads that was just set."""
+        trial, self._settling = self._trial, not self._is_settled()
+        if trial is None:
+            return
+        if self._settling:
+            trial.lost_s += seconds / 2  # making the change slows passes down
+        elif trial.is_upward and late is not None and late > _MOST_LATE:
+            self._compare(trial, late, seconds)  # late enough to decide without another pass
 
     def _lateness(self, rows: int, cached: int, seconds: float) -> float | None:
         """The lateness of a pass; None while its number of rows is new. Learns the usual time."""
-        bases, step = self._base[rows], round(math.log(1.0 + cached / c.CONTEXT_UNIT) / c.CONTEXT_RATIO)
+        bases, step = self._base[rows], round(math.log(1.0 + cached / c.LONG_PROMPT) / c.SLACK)
         seen = math.log(max(seconds, 1e-7)) - self._pace
         is_usual = self._at == 0 and self._trial is None
         learns_new = is_usual and not self._sum
@@ -191,9 +184,9 @@ class ThreadControl:
             return None
         near = min(bases, key=lambda other: abs(other - step))
         if learns_new and near != step:  # a pass takes no longer than in proportion to what it reads of the cache
-            bases[step], near = min(seen, bases[near] + c.CONTEXT_RATIO * max(step - near, 0)), step
+            bases[step], near = min(seen, bases[near] + c.SLACK * max(step - near, 0)), step
         late = seen - bases[near]
-        if is_usual and late < c.ON_TIME:
+        if is_usual and late < c.SLACK:
             # Faster passes count more than slower ones: disturbances only slow a pass.
             factor = 3.0 if late < 0 else 1.0
             bases[near] += factor * _BASE_RATE * late
@@ -202,38 +195,32 @@ class ThreadControl:
 
     def _watch(self, late: float, more: float, seconds: float) -> bool:
         """Whether a pass, `more` later than usual, was disturbed; tries fewer threads after too many of these."""
-        self._stalls = _STALL_MEMORY * self._stalls + (more > _STALLED)
         self._sum = min(max(self._sum + min(more, _MOST_LATE) - c.SLACK, 0.0), 3 * c.ALARM)
         self._run = [*self._run[1 - _LATE_RUN :], _clipped(late)] if self._sum else []
-        lacking, mean = self.lacking, _mean(self._run)
-        is_late = self._sum > c.ALARM or self._stalls > _MOST_STALLS
+        lacking, mean, is_late = self.lacking, _mean(self._run), self._sum > c.ALARM
         is_contended = is_late if lacking is None else lacking > c.CONTENDED
-        may_be_contended = lacking is None or lacking > c.CONTENDED / 2
         was_always = not self._sum and not self._failures  # busy before the first pass, so that none is late
         self._busy_s = max(self._busy_s + (seconds if is_contended else -seconds), 0.0)
         if is_contended and (is_late or was_always):
             pays = self._busy_s >= self._least_busy_s
             if pays and self._at + 1 < len(self.steps) and self._last_s >= self._hold_s:
-                self._try(self._at + 1, max(self._level, mean), is_upward=False)
+                self._try(self._at + 1, max(self._level, mean))
         elif self._sum >= 3 * c.ALARM:
             self._slowed(mean)
         # What takes long behind a longer context or on a slower machine is what passes cost now.
-        return may_be_contended and (more > 0.5 or self._sum > 0.5)
+        return (lacking is None or lacking > c.CONTENDED / 2) and (more > 0.5 or self._sum > 0.5)
 
     def _slowed(self, lateness: float) -> None:
         """Passes are late, but not for lack of a core: the machine itself is slower now."""
         if self._at == 0:
-            self._pace += max(lateness, 0.0)
-            self._level = 0.0
+            self._pace, self._level = self._pace + max(lateness, 0.0), 0.0
         else:
             self._level = max(self._level, lateness)
-        self._sum = self._stalls = 0.0
-        self._run = []
+        self._sum, self._run = 0.0, []
 
-    def _try(self, step: int, lateness: float, *, is_upward: bool) -> None:
-        self._trial = Trial(self._at, lateness, is_upward, self._at)
-        self._sum = self._stalls = 0.0
-        self._run = []
+    def _try(self, step: int, lateness: float) -> None:
+        self._trial = Trial(self._at, lateness, step < self._at, self._at)
+        self._sum, self._run = 0.0, []
         self._switch(step)
 
     def _switch(self, step: int) -> None:
@@ -245,22 +232,22 @@ class ThreadControl:
         trial.seen.append(_clipped(late))
         trial.lost_s += seconds * (1.0 - math.exp(min(trial.lateness - late, 0.0)))
         is_contended = self.lacking is None or self.lacking > c.CONTENDED / 2  # a few passes tell no more
-        is_much_worse = trial.is_upward and len(trial.seen) == 1 and late > trial.lateness + _MOST_WORSE
-        is_much_worse = is_much_worse and is_contended
-        if len(trial.seen) < _TRIED and not is_much_worse:
+        is_much_worse = trial.is_upward and is_contended and late > trial.lateness + _MOST_WORSE
+        if len(trial.seen) < _TRIED and not (is_much_worse and len(trial.seen) == 1):
             return
-        mean = _mean(trial.seen)
-        if trial.is_upward:
-            # Where passes are on time again, the usual number of threads is taken even if it gains next to nothing.
-            needed = 0.0 if mean < c.BETTER else c.BETTER / 2
-            self._compared_upward(trial, mean, is_better=not is_contended or mean < trial.lateness - needed)
+        self._trial, mean = None, _mean(trial.seen)
+        if not trial.is_upward:
+            self._compared_downward(trial, mean)
+        # Where passes are on time again, the usual number of threads is taken even if it gains next to nothing.
+        elif is_contended and mean >= trial.lateness - (0.0 if mean < c.BETTER else c.BETTER / 2):
+            self._switch(trial.back)
+            self._next_s = self._last_s + max(self._wait_s, trial.lost_s / c.PROBING)
         else:
-            self._compared_downward(trial, mean, is_better=mean < trial.lateness - c.BETTER)
+            self._level, self._next_s = mean if self._at else 0.0, self._last_s
 
-    def _compared_downward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
+    def _compared_downward(self, trial: Trial, mean: float) -> None:
         """Continue with fewer until they are no better; if none was better, down to one: many cores may be busy."""
-        self._trial = None
-        if is_better:
+        if is_better := mean < trial.lateness - c.BETTER:
             trial.back, trial.lateness = self._at, mean
         if (is_better or trial.back == trial.first) and self._at + 1 < len(self.steps):
             self._trial = replace(trial, seen=[])
@@ -272,26 +259,9 @@ class ThreadControl:
         if self._failures:
             self._hold_s = self._last_s + 2.0 ** (self._failures - 1) * trial.lost_s / c.PROBING
         if self._at:
-            self._level = trial.lateness
-            is_new = self._last_s - self._returned_s > 3 * self._wait_s
-            self._wait_s = self._first_wait_s if is_new else self._wait_s
-            self._next_s = self._last_s + self._wait_s
-            self._affordable_s = max(self._affordable_s, self._last_s + self._first_wait_s - c.FIRST_WAIT_S)
+            self._level, self._next_s = trial.lateness, self._last_s + self._wait_s
         else:
             self._slowed(trial.lateness)
-
-    def _compared_upward(self, trial: Trial, mean: float, *, is_better: bool) -> None:
-        self._trial = None
-        if not is_better:
-            self._switch(trial.back)
-            longest_s = max(c.LONGEST_WAIT_S, self._first_wait_s)
-            self._wait_s = max(min(2 * self._wait_s, longest_s), trial.lost_s / c.PROBING)
-            self._next_s, self._affordable_s = self._last_s + self._wait_s, self._last_s + trial.lost_s / c.PROBING
-        elif self._at:
-            self._level, self._next_s = mean, self._last_s
-        else:
-            self._returned_s = self._last_s
-            self._level = 0.0
 
 
 def _mean(lateness: Sequence[float]) -> float:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 # Of prompts in a pass that answers wait for: more would make them wait for long. Half where hidden states are read,
 # since a pass with those may ask for logits of all its rows.
 PROMPT_ROWS = 64
+_ALONE = 1, 0, 0
 MOST_OUTPUTS = WIDEST - 1  # rows with logits in a pass
 
 
@@ -55,9 +56,9 @@ def no_event(_event: TokenEvent) -> None:
 class Member:
     """One running generation. `on_event` is called with each of its events, `on_end` with what ended it.
 
-    `resume` moves its loop on; `waiting`: the pass that it asked for at `asked_s`; `num_sharing`, `other_rows`: how
-    many sequences decode in the target's next pass, and the others' rows (`prompt_rows` of them prompts) that its
-    latest draft was priced with; `latest_pass`: number of its latest pass of the target, in which it had `latest_rows`.
+    `resume` moves its loop on; `waiting`: the pass that it asked for at `asked_s`; `beside`: how many sequences decode
+    in the target's next pass, and the others' rows, those of prompts among them, that its latest draft was priced with;
+    `latest_pass`: number of its latest pass of the target, in which it had `latest_rows`.
     """
 
     claim: Claim
@@ -71,9 +72,7 @@ class Member:
     latest_pass: int
     waiting: PassRequest | None = None
     asked_s: float = 0.0
-    num_sharing: int = 1
-    other_rows: int = 0
-    prompt_rows: int = 0
+    beside: tuple[int, int, int] = _ALONE
     latest_rows: int = 1
 
     @property
@@ -110,6 +109,10 @@ class ContinuousBatch:
         self._num_passes = 0
         self._can_pack = False
         self._has_exit = any(SPECS[name].owns == "layers of the target" for name in executor.pool.drafters)
+
+    @property
+    def _costs(self) -> RunCosts:
+        return self._executor.pool.costs.run
 
     @property
     def claims(self) -> list[Claim]:
@@ -270,8 +273,7 @@ class ContinuousBatch:
     def _run(self, chosen: Sequence[Member]) -> list[Member]:
         """Run one pass with the rows of the chosen; those that can go on, which are told its outcome."""
         if len(chosen) > 1:
-            for costs in shared_costs(chosen):
-                costs.follow_threads()  # while all of them rest, nobody else does
+            self._costs.follow_threads()  # while all of them rest, nobody else does
         started = Started.now()
         try:
             logits = self._logits([member.asked for member in chosen])
@@ -287,24 +289,40 @@ class ContinuousBatch:
                 for able in self._run([member]):
                     self._move_on(able)
             return []
-        seconds = perf_counter() - started.wall_s
-        if chosen[0].is_drafting:
-            share_draft(chosen, seconds)
-        else:
-            self._num_passes += 1
-            is_disturbed = self._was_disturbed(num_rows_of(chosen), seconds, started)
-            share_target(chosen, seconds, self._num_passes, is_disturbed=is_disturbed)
+        self._share(chosen, started)
         for member, rows in zip(chosen, logits, strict=True):
             member.resume = partial(member.steps.send, rows)
         return list(chosen)
 
-    def _was_disturbed(self, num_rows: int, seconds: float, started: Started) -> bool:
-        """Whether other load disturbed a pass of the target, as thread control sees it."""
-        threads = self._executor.pool.threads
-        if threads is None:
-            return False
-        cached = sum(member.run.target.length for member in self._members)
-        return threads.passed(num_rows, seconds, started.lacking_s(threads.threads), cached)
+    def _share(self, chosen: Sequence[Member], started: Started) -> None:
+        """Charge each member its part of a pass, by its rows or what these cost, and teach the costs what it took."""
+        seconds, is_disturbed, is_drafting = perf_counter() - started.wall_s, False, chosen[0].is_drafting
+        widths = [member.asked.batch.width for member in chosen]
+        num_rows = sum(widths)
+        if not is_drafting:
+            self._num_passes += 1
+            if (threads := self._executor.pool.threads) is not None:
+                cached = sum(member.run.target.length for member in self._members)
+                is_disturbed = threads.passed(num_rows, seconds, started.lacking_s(threads.threads), cached)
+        for member, rows in zip(chosen, widths, strict=True):
+            member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
+            if not is_drafting:
+                member.latest_pass, member.latest_rows = self._num_passes, 1 if member.is_reading else rows
+        if is_drafting or not any(member.controller is not None for member in chosen):
+            return
+        costs = self._costs
+        costs.was_shared = len(chosen) > 1
+        decoding = [member for member in chosen if not member.is_reading]
+        if len(chosen) == 1 or not decoding:
+            return
+        widths = [member.latest_rows for member in decoding]
+        prompt_rows = num_rows - sum(widths)
+        if not prompt_rows and not is_disturbed:
+            costs.observe_shared(widths, seconds)
+        parts = costs.parts_of(widths, prompt_rows)
+        scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
+        for member, part in zip(decoding, parts, strict=True):
+            member.run.share = PassShare(part * scale, is_disturbed)
 
     def _logits(self, requests: Sequence[PassRequest]) -> list[Logits]:
         """The logits of each request's rows: of a shared pass a copy, where the loops may run passes between."""
@@ -361,16 +379,18 @@ class ContinuousBatch:
             member.run.others_s += perf_counter() - member.asked_s - member.run.share.seconds
         if not member.is_drafting:
             self._note_others(member)
-        if member.controller is not None:  # controllers share what they know of costs
-            member.controller.share_passes(member.num_sharing, member.other_rows, member.prompt_rows)
+        if member.controller is not None:  # all controllers decide by the same costs
+            self._costs.share_passes(*member.beside)
 
     def _note_others(self, member: Member) -> None:
-        rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
-        member.run.target.most_rows = sys.maxsize if len(self._members) == 1 else rows
+        if len(self._members) == 1:
+            member.run.target.most_rows, member.beside = sys.maxsize, _ALONE
+            return
+        member.run.target.most_rows = PROMPT_ROWS // 2 if member.run.target.keeps_features else PROMPT_ROWS
         others = [other for other in self._members if other is not member] if self._can_pack else []
         decoding = [other.expected_rows for other in others if not other.is_reading]
-        member.prompt_rows = max((other.expected_rows for other in others if other.is_reading), default=0)
-        member.num_sharing, member.other_rows = 1 + len(decoding), sum(decoding) + member.prompt_rows
+        prompt_rows = max((other.expected_rows for other in others if other.is_reading), default=0)
+        member.beside = 1 + len(decoding), sum(decoding) + prompt_rows, prompt_rows
 
     def _leave(self, member: Member, failure: Exception | None = None) -> None:
         """End a member and free its slot; its answer is learnt."""
@@ -422,51 +442,3 @@ class PassRoom:
             self.rows, self.outputs = self.rows - rows, self.outputs - outputs
             self.branches, self.prompt_rows = self.branches - branches, self.prompt_rows - prompt_rows
         return fits
-
-
-# -- what each member is charged of a pass that several shared, and what cost curves learn of the whole
-
-
-def num_rows_of(members: Sequence[Member]) -> int:
-    """Rows of the passes that they wait for."""
-    return sum(member.asked.batch.width for member in members)
-
-
-def share_draft(chosen: Sequence[Member], seconds: float) -> None:
-    """Give each member its part of a draft model's pass, by rows."""
-    num_rows = num_rows_of(chosen)
-    for member in chosen:
-        member.run.share = PassShare(seconds * member.asked.batch.width / num_rows, is_disturbed=False)
-
-
-def share_target(chosen: Sequence[Member], seconds: float, num_passes: int, *, is_disturbed: bool) -> None:
-    """Charge each member its share of a target pass, the `num_passes`th, and teach the curves what it took."""
-    num_rows = num_rows_of(chosen)
-    for member in chosen:
-        rows = member.asked.batch.width
-        member.latest_pass, member.latest_rows = num_passes, 1 if member.is_reading else rows
-        member.run.share = PassShare(seconds * rows / num_rows, is_disturbed)
-    decoding = [member for member in chosen if not member.is_reading]
-    known = shared_costs(decoding)
-    for costs in known:
-        costs.was_shared = len(chosen) > 1
-    if not known or len(chosen) == 1:
-        return
-    widths = [member.asked.batch.width for member in decoding]
-    prompt_rows = num_rows - sum(widths)
-    taught: set[int] = set()  # curves, which controllers of several drafters share
-    for costs in known:
-        if not prompt_rows and not is_disturbed and id(costs.curve) not in taught:
-            costs.observe_shared(widths, seconds)
-            taught.add(id(costs.curve))
-        parts = costs.parts_of(widths, prompt_rows)
-        scale = 1.0 if prompt_rows else seconds / sum(parts)  # the cost of a prompt cannot be separated
-        for member, part in zip(decoding, parts, strict=True):
-            if member.controller is not None and member.controller.shared_costs is costs:
-                member.run.share = PassShare(part * scale, is_disturbed)
-
-
-def shared_costs(members: Sequence[Member]) -> list[RunCosts]:
-    """The costs that their controllers decide by, each once."""
-    found = (member.controller.shared_costs for member in members if member.controller is not None)
-    return list({id(costs): costs for costs in found if costs is not None}.values())

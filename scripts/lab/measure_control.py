@@ -28,6 +28,7 @@ import edgespec
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.costs import WIDTHS
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
@@ -165,7 +166,7 @@ Adversary = Callable[[Bench, int, Texts], tuple[dict[str, Runner], Texts]]  # of
 
 def lying(bench: Bench, tokens: int, texts: Texts) -> tuple[dict[str, Runner], Texts]:
     model, greedy = bench.models[""], Sampling(temperature=0.0)
-    liar = AutoController.of({"liar": Liar([])}, model.cost_curve, {})
+    liar = AutoController({"liar": Liar([])}, RunCosts(model.cost_curve, {}))
     plain = partial(bench.decode, model, sampling=greedy, drafter="none", max_tokens=tokens)
     return {"plain": plain, "auto": lambda ids: bench.lie(model, ids, greedy, tokens, liar)}, texts
 

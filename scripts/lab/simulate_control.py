@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.ngram import NgramDrafter
 from simulation import (
@@ -55,14 +56,14 @@ ADVERSARIES: dict[str, Callable[[int, int], Text]] = {
 
 def lookup_only(world: World) -> AutoController:
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
-    return AutoController.of(drafters, world.machine.curve(), {}, clock=world.clock)
+    return AutoController(drafters, RunCosts(world.machine.curve(), {}), clock=world.clock)
 
 
 def cold(world: World) -> AutoController:
     """Nothing is known of the machine, and the draft model is guessed to be cheaper than it is."""
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "model": world.model()}
     costs = {"model": DraftCost.guessed(0.02)}
-    return AutoController.of(drafters, CostCurve.guessed(0.2 * world.machine.plain_s), costs, clock=world.clock)
+    return AutoController(drafters, RunCosts(CostCurve.guessed(0.2 * world.machine.plain_s), costs), clock=world.clock)
 
 
 def usual(world: World) -> AutoController:

@@ -238,7 +238,7 @@ def test_behind_a_prompt_that_costs_too_much_to_read_a_part_of_it_may_do(chance:
     world = World(Machine(ORT_INT8))
     reader = PartReader(world.clock, world.draft_share * PLAIN_S, 0.015 * PLAIN_S)
     cost = DraftCost(world.draft_share * PLAIN_S, 0.015 * PLAIN_S)
-    controller = AutoController.of({"model": reader}, world.machine.curve(), {"model": cost}, clock=world.clock)
+    controller = AutoController({"model": reader}, RunCosts(world.machine.curve(), {"model": cost}), clock=world.clock)
     taken_s = world.run(controller, texts)
     prompts_s = 0.0 if chance else 4 * 2000 * PREFILL_SHARE * PLAIN_S
     assert reader.part_read
@@ -261,7 +261,7 @@ def test_a_drafter_that_cannot_be_afforded_leaves_trials_to_another() -> None:
     world = World(Machine(LLAMA_Q8_0))
     costs = {"model": DraftCost(0.04 * PLAIN_S, 0.1 * PLAIN_S), "eagle": DraftCost(0.5 * PLAIN_S)}
     drafters = {name: TracedDrafter(world.clock, cost.token_s, cost.read_s) for name, cost in costs.items()}
-    controller = AutoController.of(drafters, world.machine.curve(), costs, clock=world.clock)
+    controller = AutoController(drafters, RunCosts(world.machine.curve(), costs), clock=world.clock)
     records = simulate(controller, text, world.machine, world.clock, reads_prompts=False)
     assert {record.drafter for record in records} == {"eagle", None}
     assert sum(record.accepted_tokens for record in records) > 0.6 * text.num_tokens
@@ -295,7 +295,7 @@ def looking_speedup(chance: float, look_s: float = Looking.look_s) -> float:
     world = World(Machine(ORT_INT8))
     lookup = Looking(world.clock)
     lookup.look_s = look_s
-    controller = AutoController.of({"copy": lookup}, world.machine.curve(), {}, clock=world.clock)
+    controller = AutoController({"copy": lookup}, RunCosts(world.machine.curve(), {}), clock=world.clock)
     texts = [made_up(300, bursts(chance, 0.0, 6, seed), whether_right, seed) for seed in range(4)]
     taken_s = world.run(controller, texts)
     return sum(text.num_tokens * PLAIN_S for text in texts) / taken_s
@@ -326,7 +326,7 @@ def test_lookups_that_claim_a_little_do_not_keep_a_draft_model_from_a_prompt() -
     world, guess = World(Machine(ORT_INT8), draft_share=0.1), DraftCost.guessed(0.15)
     guess.scale(PLAIN_S)
     drafters = {"copy": Claiming(world.clock), "model": world.model()}
-    auto = AutoController.of(drafters, world.machine.curve(), {"model": guess}, clock=world.clock)
+    auto = AutoController(drafters, RunCosts(world.machine.curve(), {"model": guess}), clock=world.clock)
     text = made_up(60, repeat(0.9), honest, prompt_tokens=60)
     records = simulate(auto, text, world.machine, world.clock)
     assert sum(record.drafter == "model" for record in records) > len(records) / 2
@@ -352,7 +352,7 @@ def test_a_lookup_takes_over_where_the_draft_model_disappoints(kind: type[Traced
     plain_s = world.machine.plain_s
     model, lookup = kind(world.clock, 0.04 * plain_s), NgramDrafter()
     costs = {"model": DraftCost(0.04 * plain_s)}
-    auto = AutoController.of({"ngram": lookup, "model": model}, world.machine.curve(), costs, clock=world.clock)
+    auto = AutoController({"ngram": lookup, "model": model}, RunCosts(world.machine.curve(), costs), clock=world.clock)
     simulate(auto, text, world.machine, world.clock)  # what the lookup is worth is learnt
     model.take(text)
     auto.begin(ids[:16])
@@ -388,7 +388,7 @@ def test_a_drafter_without_evidence_is_taken_at_its_word() -> None:
     plain_s = world.machine.plain_s
     costs = {"model": DraftCost(0.04 * plain_s, 0.004 * plain_s)}
     drafter = Evidenceless(world.clock, 0.04 * plain_s, 0.004 * plain_s)
-    controller = AutoController.of({"model": drafter}, world.machine.curve(), costs, clock=world.clock)
+    controller = AutoController({"model": drafter}, RunCosts(world.machine.curve(), costs), clock=world.clock)
     taken_s = world.run(controller, [text])
     assert text.num_tokens * plain_s / taken_s > 1.5
 
@@ -425,7 +425,7 @@ def test_a_bad_draft_model_beside_good_lookups_costs_its_share(share: float) -> 
         if has_model:
             drafters["model"] = TracedDrafter(world.clock, share * PLAIN_S, 0.15 * share * PLAIN_S)
         costs = {"model": DraftCost(share * PLAIN_S, 0.15 * share * PLAIN_S)}
-        controller = AutoController.of(drafters, world.machine.curve(), costs, clock=world.clock)
+        controller = AutoController(drafters, RunCosts(world.machine.curve(), costs), clock=world.clock)
         found[has_model] = world.run(controller, [repetitive(seed) for seed in range(4)])
     assert found[False] < 0.6 * 800 * PLAIN_S
     assert found[False] / found[True] >= 0.98

@@ -16,6 +16,7 @@ from edgespec.control.auto import AutoController
 from edgespec.control.bank import TimeBank
 from edgespec.control.constants import START_PASSES
 from edgespec.control.cost import DraftCost
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.reports import RoundRecord
 from edgespec.types import Draft
@@ -224,7 +225,7 @@ def stalled(
     world = World(Machine(LLAMA_Q8_0), lookup=None)
     drafter = Stalling(world, stall_s, stalls, in_judging)
     costs = {"model": DraftCost(0.04 * PLAIN_S, 0.004 * PLAIN_S)}
-    controller = AutoController.of({"model": drafter}, world.machine.curve(), costs, 0.02, world.clock)
+    controller = AutoController({"model": drafter}, RunCosts(world.machine.curve(), costs), 0.02, world.clock)
     text = made_up(num_tokens, [chance] * num_tokens, honest, seed=3, chain=12)
     return drafter, simulate(controller, text, world.machine, world.clock, reads_prompts=False)
 

@@ -11,7 +11,7 @@ import edgespec
 from edgespec import Sampling
 from edgespec.control.confidence import outcomes
 from edgespec.control.cost import CostCurve
-from edgespec.control.prices import Prices, best_length, best_nodes, least_ahead, path_products
+from edgespec.control.prices import Prices, RunCosts, best_length, best_nodes, least_ahead, path_products
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
@@ -69,7 +69,7 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
         monkeypatch.setattr(f"edgespec.{module}.perf_counter", lambda: engine.now_s)
     model = ModelDrafter(engine.related(sigma=0.8))
     drafters = {each.name: each for each in (model, TreeDrafter(model), LookaheadDrafter(), NgramDrafter())}
-    controller = Watched.of(drafters, CostCurve({1: 1.0, 65: 1.0 + 64 * row_s}), {}, clock=lambda: engine.now_s)
+    controller = Watched(drafters, RunCosts(CostCurve({1: 1.0, 65: 1.0 + 64 * row_s}), {}), clock=lambda: engine.now_s)
     cached = CachedSequence(engine)
     sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), VOCABULARY)
     runs = [Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 800), False) for _ in range(2)]

@@ -8,6 +8,7 @@ import pytest
 
 from edgespec.control.auto import AutoController
 from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.prices import RunCosts
 from edgespec.reports import RoundRecord
 from simulation import (
     DRAFT_SHARE,
@@ -39,7 +40,7 @@ def controller(world: World, known: str) -> AutoController:
     short = CostCurve({width: ratio * PLAIN_S for width, ratio in ORT_INT8.items()})
     curves = {"short": short, "guessed": CostCurve.guessed(0.3 * PLAIN_S)}
     cost = DraftCost(DRAFT_SHARE * PLAIN_S, READ_SHARE * PLAIN_S)
-    return AutoController.of({"model": world.model()}, curves[known], {"model": cost}, 0.02, world.clock)
+    return AutoController({"model": world.model()}, RunCosts(curves[known], {"model": cost}), 0.02, world.clock)
 
 
 def answered(

@@ -283,7 +283,7 @@ def test_a_damaged_entry_is_a_missing_one(damage: dict[str, object]) -> None:
 
 def test_the_first_plain_passes_say_what_the_bank_and_the_drafts_are_worth() -> None:
     curve, cost = CostCurve.guessed(1.0), DraftCost.guessed(0.1)
-    controller = AutoController.of({"draft": NgramDrafter()}, curve, {"draft": cost}, clock=lambda: 0.0)
+    controller = AutoController({"draft": NgramDrafter()}, RunCosts(curve, {"draft": cost}), clock=lambda: 0.0)
     controller.begin(np.arange(3, dtype=np.int32))
     assert cost.is_relative
     for position in range(3, 6):

@@ -12,6 +12,7 @@ from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
 from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.prices import RunCosts
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.base import usual_steps
@@ -279,8 +280,8 @@ TEXTS = [made_up(400, beta_chances(0.7, seed), honest, seed) for seed in range(3
 def controlled(kind: type[AutoController], machine: Machine) -> AutoController:
     clock = Clock()
     drafter = TracedDrafter(clock, 0.04 * PLAIN_S)
-    controller = kind.of(
-        {"model": drafter}, machine.curve(), {"model": DraftCost(0.04 * PLAIN_S)}, 0.02, clock, threads=2
+    controller = kind(
+        {"model": drafter}, RunCosts(machine.curve(), {"model": DraftCost(0.04 * PLAIN_S)}, 2), 0.02, clock
     )
     for text in TEXTS:
         simulate(controller, text, machine, clock)
@@ -306,17 +307,17 @@ def test_each_number_of_threads_has_costs_of_its_own() -> None:
     drafter = controller.drafters["model"]
     assert isinstance(drafter, TracedDrafter)
     before = [controller.costs.curve.at(width) for width in (1, 2, 4, 8)]
-    controller.use_threads(1)
+    controller.costs.use_threads(1)
     for text in TEXTS * 2:
         simulate(controller, text, Machine(STEEP, plain_s=1.3 * PLAIN_S), drafter._clock)
     steep = controller.costs.curve
     assert steep.at(4) / steep.at(1) > 1.15 * before[2] / before[0]
-    controller.use_threads(2)
+    controller.costs.use_threads(2)
     request = DraftRequest(TEXTS[0].token_ids[:40], 8, Sampler(Sampling(temperature=0.0), 5000))
     drafter.take(TEXTS[0])
     at_once(controller.proposing(request))
     assert [controller.costs.curve.at(width) for width in (1, 2, 4, 8)] == pytest.approx(before)
-    controller.use_threads(1)
+    controller.costs.use_threads(1)
     at_once(controller.proposing(request))
     assert controller.costs.curve is steep
 
@@ -326,12 +327,12 @@ def test_a_guess_is_timed_for_each_number_of_threads() -> None:
     clock = Clock()
     drafter = TracedDrafter(clock, 0.002, 0.0002)
     curve = CostCurve.guessed(0.05)
-    controller = AutoController.of({"model": drafter}, curve, {}, 0.02, clock, threads=2)
-    controller.use_threads(1)
+    controller = AutoController({"model": drafter}, RunCosts(curve, {}, 2), 0.02, clock)
+    controller.costs.use_threads(1)
     simulate(controller, TEXTS[0], Machine(FLAT, plain_s=2 * PLAIN_S), clock)
     assert controller.costs.curve.at(1) == pytest.approx(2 * PLAIN_S, rel=0.1)
     assert not curve.to_json()  # what is stored under two threads
-    controller.use_threads(2)
+    controller.costs.use_threads(2)
     simulate(controller, TEXTS[1], Machine(FLAT, plain_s=PLAIN_S), clock)
     assert controller.costs.curve is curve
     assert curve.at(1) == pytest.approx(PLAIN_S, rel=0.1)

@@ -371,7 +371,7 @@ def test_a_later_answer_alone_is_priced_alone(model: Model, ends: str) -> None:
             batch.step()
         while batch.num_running and ends != "with the batch":
             batch.step()
-    costs = model._pool._automatic_one("auto").costs
+    costs = model._pool.costs.run
     model.generate([1, 2, 3], Sampling(), replace(drafting, max_tokens=1))
     assert not costs.is_shared
     assert costs.plain_s() == costs.curve.at(1)
@@ -387,13 +387,11 @@ def test_one_that_is_left_alone_does_not_take_its_share_of_a_pass_for_a_whole_on
         batch.begin(model.stream([1, 2, 3], Sampling(), drafting))
         while batch.num_running == 2:
             is_first, taught = batch._members[0].run.stats.new_tokens == 0, []
-            controller = batch._members[1].controller
-            assert controller is not None and controller.shared_costs is not None
-            costs = controller.shared_costs
-            monkeypatch.setattr(costs, "_observe", lambda width, *_given, **_named: taught.append(width))  # noqa: B023
+            curve = model._pool.costs.run.curve
+            monkeypatch.setattr(curve, "observe", lambda width, *_given, **_named: taught.append(width))  # noqa: B023
             batch.step()
             assert is_first or len(taught) <= 1
-        assert costs.was_shared
+        assert model._pool.costs.run.was_shared
 
 
 def test_a_prefix_that_cannot_be_copied_takes_no_place(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import FixedLength
 from edgespec.control.cost import CostCurve, DraftCost
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter, HeadDrafter
 from edgespec.engines.head import States
@@ -233,9 +234,9 @@ def test_a_draft_of_any_length_costs_the_same() -> None:
 
 def test_the_controller_prices_a_block_once() -> None:
     drafters = {"dflash": DFlashDrafter(OpenBlock(64), max_features=64)}
-    controller = AutoController.of(drafters, CostCurve({1: 0.01, 16: 0.02}), {})
+    controller = AutoController(drafters, RunCosts(CostCurve({1: 0.01, 16: 0.02}), {}))
     assert controller.costs.drafts["dflash"].is_once
-    controller.use_threads(2)
+    controller.costs.use_threads(2)
     controller.costs.follow_threads()
     assert controller.costs.draft("dflash").is_once
 

@@ -16,7 +16,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength, Proposal
 from edgespec.control.cost import CostCurve
-from edgespec.control.prices import path_products
+from edgespec.control.prices import RunCosts, path_products
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
@@ -291,7 +291,7 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
     monkeypatch.setattr("edgespec.control.threads.perf_counter", lambda: engine.now_s)
     drafter = drafter_of(table_heads(kind, engine.related(sigma=0.8)), VOCABULARY)
     curve = CostCurve({1: 1.0, 65: 1.0 + 64 * row_s})
-    controller = Watched.of({kind: drafter}, curve, {}, clock=lambda: engine.now_s)
+    controller = Watched({kind: drafter}, RunCosts(curve, {}), clock=lambda: engine.now_s)
     cached = with_features(engine)
     sampler = Sampler(Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), VOCABULARY)
     runs = [Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 400), False) for _ in range(2)]

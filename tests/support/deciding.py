@@ -13,6 +13,7 @@ import numpy as np
 from edgespec.control.auto import AutoController
 from edgespec.control.base import Proposal
 from edgespec.control.cost import CostCurve
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
 from edgespec.drafters.suffix import SuffixDrafter
@@ -55,7 +56,7 @@ if __name__ == "__main__":
     for _ in range(5):
         world = World(Machine(KERNELS, plain_s=0.007, noise=0.05))
         drafters = {FORCED: ForcedDrafter(), PREDICTION: PredictedDrafter(), "suffix": TimedLookup()}
-        auto = Timed.of(drafters, CostCurve.guessed(0.007, row=0.05), {}, 0.1, world.clock)
+        auto = Timed(drafters, RunCosts(CostCurve.guessed(0.007, row=0.05), {}), 0.1, world.clock)
         for by_temperature in recorded().values():
             for text in by_temperature[0.0]:
                 simulate(auto, text, world.machine, world.clock)

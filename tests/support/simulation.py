@@ -18,6 +18,7 @@ from edgespec.config.options import Sampling
 from edgespec.control.auto import AutoController
 from edgespec.control.base import NOTHING, Controller, FixedLength, Proposal
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost
+from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.growth import CHAIN_PRIOR
 from edgespec.drafters.ngram import NgramDrafter
@@ -277,7 +278,7 @@ class World:
         drafters["model"] = self.model()
         plain_s = self.machine.plain_s
         costs = {"model": DraftCost(self.draft_share * plain_s, READ_SHARE * plain_s)}
-        return AutoController.of(drafters, self.machine.curve(curve_error), costs, share, self.clock)
+        return AutoController(drafters, RunCosts(self.machine.curve(curve_error), costs), share, self.clock)
 
     def fixed(self, drafter: str, length: int) -> FixedLength:
         assert self.lookup is not None
