@@ -96,6 +96,10 @@ def queue_full(num_waiting: int) -> HttpError:
     return HttpError(429, f"{num_waiting} requests are waiting, the limit: try again later", code="queue_full")
 
 
+def stopping() -> HttpError:
+    return HttpError(503, "the server is stopping", code="stopping")
+
+
 def as_http_error(error: Exception) -> HttpError:
     """The HTTP error for any exception; what the client cannot change is logged, without its message."""
     if isinstance(error, HttpError):

@@ -29,7 +29,7 @@ from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.reports import FinishReason, PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model
-from edgespec.server.http_errors import HttpError, queue_full
+from edgespec.server.http_errors import HttpError, queue_full, stopping
 from edgespec.server.metrics import Metrics, answer_line
 from edgespec.types import TokenIds
 
@@ -244,10 +244,6 @@ class EmbeddingQueue:
         """`stop`; the thread ends by itself."""
         self.stop()
         self._thread.close()
-
-
-def stopping() -> HttpError:
-    return HttpError(503, "the server is stopping", code="stopping")
 
 
 class Scheduler:

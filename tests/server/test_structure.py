@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+import serving
 from edgespec.chat.marks import control_text
 from edgespec.chat.tool_forms import FORMS, PLAIN_FORMS, Form
 from edgespec.chat.tools import ToolParser
@@ -66,12 +67,10 @@ SHARING = {  # what it refers to must be found inside of a call too
 
 
 def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    asked = {"model": "demo", "messages": QUESTION, "max_tokens": 120, "temperature": 0} | fields
-    if path == OLLAMA:
-        asked = {"model": "demo", "messages": QUESTION, "stream": False, "options": {"temperature": 0}} | fields
-    answered = client.post(path, json=asked)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
+    short = (
+        {"stream": False, "options": {"temperature": 0}} if path == OLLAMA else {"max_tokens": 120, "temperature": 0}
+    )
+    return serving.post(client, path, {"messages": QUESTION} | short | fields)
 
 
 def test_a_response_format_is_kept_with_and_without_speculation(client: TestClient):
