@@ -13,6 +13,7 @@ from browser import Browser, find_browser
 from chat_page import READY, forget
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server import web
 from edgespec.server.scheduler import Scheduler
 from edgespec.server.service import Service
 from scripted_page import Scripted, scripted_server
@@ -52,6 +53,13 @@ def greedy(model: Model) -> Sampling:
 @pytest.fixture
 def plain() -> GenerateOptions:
     return GenerateOptions(max_tokens=24, drafter="none")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams begin and are kept alive within hundredths of a second."""
+    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
+    monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
 
 
 @pytest.fixture(scope="module")

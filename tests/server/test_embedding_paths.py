@@ -157,4 +157,4 @@ def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypat
             assert stopped.value.status == 503
 
     asyncio.run(run())
-    until(lambda: not queue.open)
+    until(lambda: not queue.thread.open)

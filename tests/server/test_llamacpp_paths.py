@@ -285,23 +285,6 @@ def test_what_sillytavern_sends(client: TestClient, expected: Any):
     assert longer.status_code == 400 and "use n_predict" in longer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"prompt": ["a", ""]}, "prompt must not be empty"),
-        ({"prompt": ["a", None]}, "prompt must be one prompt"),
-        ({"prompt": ["a"] * 17}, "at most 16 are allowed"),
-        ({"prompt": ["a"] * 9, "n_cmpl": 2}, "at most 16 answers"),
-        ({"prompt": [True]}, "prompt must be one prompt"),
-        ({"prompt": None}, "prompt is missing: give a string or a list"),
-        ({"prompt": {"prompt_string": "x"}}, "prompt must be a string or a list"),
-    ],
-)
-def test_refusals(client: TestClient, fields: dict[str, Any], words: str):
-    answered = client.post("/completion", json=fields)
-    assert answered.status_code == 400 and words in answered.json()["error"]["message"]
-
-
 def test_paths_without_a_version(client: TestClient):
     fields = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
     one, other = (client.post(f"{root}/chat/completions", json=fields).json() for root in ("", "/v1"))
@@ -562,18 +545,25 @@ def test_where_a_block_ends(text: str, end: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("path", "fields", "said"),
     [
-        ({"input_prefix": "a"}, "input_suffix is missing"),
-        ({"input_suffix": "a"}, "input_prefix is missing"),
-        (GAP | {"input_extra": ["a"]}, "input_extra.0"),
-        (GAP | {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
-        (GAP | {"input_extra": [{"text": "a", "path": "b"}]}, "input_extra.0.path"),
-        (GAP | {"response_fields": [1]}, "response_fields"),
+        ("/completion", {"prompt": ["a", ""]}, "prompt must not be empty"),
+        ("/completion", {"prompt": ["a", None]}, "prompt must be one prompt"),
+        ("/completion", {"prompt": ["a"] * 17}, "at most 16 are allowed"),
+        ("/completion", {"prompt": ["a"] * 9, "n_cmpl": 2}, "at most 16 answers"),
+        ("/completion", {"prompt": [True]}, "prompt must be one prompt"),
+        ("/completion", {"prompt": None}, "prompt is missing: give a string or a list"),
+        ("/completion", {"prompt": {"prompt_string": "x"}}, "prompt must be a string or a list"),
+        ("/infill", {"input_prefix": "a"}, "input_suffix is missing"),
+        ("/infill", {"input_suffix": "a"}, "input_prefix is missing"),
+        ("/infill", GAP | {"input_extra": ["a"]}, "input_extra.0"),
+        ("/infill", GAP | {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
+        ("/infill", GAP | {"input_extra": [{"text": "a", "path": "b"}]}, "input_extra.0.path"),
+        ("/infill", GAP | {"response_fields": [1]}, "response_fields"),
     ],
 )
-def test_a_wrong_request_names_its_field(coder: TestClient, fields: dict[str, Any], said: str) -> None:
-    answered = coder.post("/infill", json=fields)
+def test_a_wrong_request_names_its_field(coder: TestClient, path: str, fields: dict[str, Any], said: str) -> None:
+    answered = coder.post(path, json=fields)
     assert answered.status_code == 400 and said in answered.json()["error"]["message"]
 
 

@@ -97,6 +97,32 @@ def read_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     return found
 
 
+def send(process: subprocess.Popen[bytes], *requests: dict[str, Any] | bytes) -> None:
+    """Write lines to the standard input of `serve --stdio`."""
+    assert process.stdin is not None
+    for request in requests:
+        process.stdin.write((request if isinstance(request, bytes) else json.dumps(request).encode()) + b"\n")
+    process.stdin.flush()
+
+
+def events_until(process: subprocess.Popen[bytes], *ended: str) -> list[dict[str, Any]]:
+    """Its events until each of the requests `ended` is done or has failed."""
+    left, events = set(ended), []
+    while left:
+        events.append(read_line(process))
+        if events[-1]["event"] in ("done", "error"):
+            left -= {events[-1]["id"]}
+    return events
+
+
+def ends_with_input(process: subprocess.Popen[bytes]) -> None:
+    """Close its standard input, at which it ends by itself."""
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(ENDS_WITHIN_S) == 0
+    process.stdin = None
+
+
 def errors_of(process: subprocess.Popen[bytes]) -> str:
     """Its standard error, to the end."""
     assert process.stderr is not None
