@@ -183,8 +183,7 @@ def from_to(
 
     def check(name: str, value: object) -> object:
         found = value.item() if isinstance(value, Real) and hasattr(value, "item") else value
-        is_kind = is_number(found) and not (is_whole and isinstance(found, float))
-        if not is_kind or not least <= found <= most:  # false for NaN
+        if not is_number(found) or (is_whole and isinstance(found, float)) or not least <= found <= most:  # or NaN
             raise error(f"{name} must be {said}, got {shown(value)}{hint and f'; {hint}'}")
         return found
 
