@@ -202,7 +202,7 @@ class AutoController(Controller):
         allowed_s = state.allowed / prices.rate
         most_s = min(allowed_s, self.bank.balance_s)
         if drafter.reads_part:  # the rest is read where what it gains anyway pays for it
-            most_s = min(most_s, state.gain * c.PROBE_EVERY / prices.rate)
+            most_s = min(most_s, state.gain * c.READING_ROUNDS / prices.rate)
         found.uncached[name] = num_uncached = to_read(drafter, request.token_ids, cost, prices, most_s)
         first_s = cost.of(1, num_uncached)
         if first_s > allowed_s:
@@ -214,7 +214,7 @@ class AutoController(Controller):
                 usual = [c.USUAL_CONFIDENCE] * min(most, c.PROBE_EVERY)
                 state.gain = max(gain_of_asking(usual, prices, most, cost), 0.0)
             reading = prices.rate * num_uncached * cost.read_s
-            found.gains[name] = state.gain - reading / min(c.PROBE_EVERY, most)  # spread over so many rounds
+            found.gains[name] = state.gain - reading / min(c.READING_ROUNDS, most)  # spread over so many rounds
 
     def _due(self, decided: Round, most: int) -> str | None:
         """A paid drafter that is due for a probe, and that can gain anything; one that is not allowed to waits."""
@@ -406,6 +406,7 @@ def to_read(drafter: Drafter, token_ids: TokenIds, cost: DraftCost, prices: Pric
     if not cost.read_s:
         return drafter.num_uncached(token_ids)
     allowed_s = max(allowed_s, 0.0)
-    is_long = token_ids.size * cost.read_s > c.LONG_READING * prices.pass_s[1]
+    # Long: spread over rounds, reading all of it would add half of a plain pass to each.
+    is_long = token_ids.size * cost.read_s > 0.5 * c.READING_ROUNDS * prices.pass_s[1]
     part_s = c.RISKED * allowed_s if is_long else 0.0
     return drafter.reading(token_ids, int(allowed_s / cost.read_s), int(part_s / cost.read_s))

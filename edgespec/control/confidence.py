@@ -56,13 +56,14 @@ class Logistic:
         """Learn the outcome of a token whose predecessors were all accepted."""
         inputs = (1.0, self._recent_error, *evidence)
         self._grow(len(inputs))
-        probability = _chance(sum(map(mul, self._weights, inputs)))
+        weights, precisions, least = self._weights, self._precisions, 1.0
+        probability = _chance(sum(map(mul, weights, inputs)))
         error, curvature = accepted - probability, max(probability * (1.0 - probability), 0.02)
         for number, value in enumerate(inputs):
-            least = self._least_precision(number)
-            known = max(self._precisions[number] * c.LOGISTIC_MEMORY, least) + curvature * value * value
-            self._precisions[number] = known
-            self._weights[number] += error * value / known
+            known = max(precisions[number] * c.LOGISTIC_MEMORY, least) + curvature * value * value
+            precisions[number] = known
+            weights[number] += error * value / known
+            least = c.PRECISION
         # its standard deviation is about 0.1
         self._recent_error += (1.0 - c.ERROR_MEMORY) * (4.0 * error - self._recent_error)
 
@@ -79,14 +80,10 @@ class Logistic:
             raise ValueError("a logistic's state has precisions that are not positive")
         self._weights, self._precisions = weights, precisions
 
-    @staticmethod
-    def _least_precision(number: int) -> float:
-        return c.PRECISION if number else 1.0
-
     def _grow(self, size: int) -> None:
         for number in range(len(self._weights), size):
             self._weights.append(self._prior[number] if number < len(self._prior) else _SLOPE)
-            self._precisions.append(self._least_precision(number))
+            self._precisions.append(c.PRECISION if number else 1.0)
 
 
 def _chance(score: float) -> float:

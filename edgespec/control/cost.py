@@ -27,13 +27,13 @@ from edgespec.platform.disk_cache import Seconds
 WIDEST = 65  # rows of the widest pass that has a price
 _WIDTHS = np.arange(WIDEST + 1)
 _MOST_STALE = 0.01  # how much widths may move until the table is made anew
-_FIRST_PLAIN = 2  # passes that tell what a plain one takes
+_FIRST_PLAIN, _MOST_ROW_PASSES = 2, 24.0
 BEND = 8  # rows from which on another one costs another share
 _BELIEVED, _KNOWN_BY = 3, 6.0  # large deviations in a row that are believed; passes that they count for then
 _GUESSED_BYTES_PER_S, _GUESSED_PASS_S = 1e10, 2e-4  # the unit of time until the first plain passes were timed
 Array = NDArray[np.float64]
 _Row: TypeAlias = tuple[
-    Annotated[float, Meta(ge=0, le=c.MOST_ROW)], Annotated[float, Meta(ge=c.ROW_WEIGHT, le=c.MOST_OWN_PASSES)]
+    Annotated[float, Meta(ge=0, le=c.MOST_ROW)], Annotated[float, Meta(ge=c.ROW_WEIGHT, le=_MOST_ROW_PASSES)]
 ]
 _Width: TypeAlias = Annotated[int, Meta(gt=1, le=WIDEST)]
 _Own: TypeAlias = Annotated[float, Meta(gt=-20, lt=20)]
@@ -200,7 +200,7 @@ class CostCurve:
         row = self._rows[part]
         seen = (seconds / (float(self._base[1]) * self.pace) - 1.0 - before) / count
         seen = min(max(seen, 0.0), c.MOST_ROW, c.MOST_ROW * row + 0.1)
-        self._weights[part] = min(self._weights[part] + 1.0, c.MOST_OWN_PASSES)
+        self._weights[part] = min(self._weights[part] + 1.0, _MOST_ROW_PASSES)
         row += (seen - row) / self._weights[part]
         if abs(row - self._rows[part]) * count > 2 * _MOST_STALE:
             self._rows[part] = row
