@@ -103,6 +103,7 @@ class Kind:
 LLAMA = ARCHITECTURES["LlamaForCausalLM"]
 HEADS_NORMED: Mapping[str, Any] = {"has_head_norms": True}
 GEMMA: Mapping[str, Any] = {"has_post_norms": True, "activation": "gelu"}
+GEMMA_WINDOWS: Mapping[str, Any] = {"is_gemma": True, "window_every": 6, "window_base": 10000.0}  # of 3 and 4
 NORMED_BEHIND: Mapping[str, Any] = {"has_pre_norms": False, "has_post_norms": True}
 KINDS = {
     "llama": Kind("LlamaForCausalLM", "llama"),
@@ -113,9 +114,7 @@ KINDS = {
     "gemma3": Kind(
         *("Gemma3ForCausalLM", "gemma3_text", {**GEMMA, **HEADS_NORMED}),
         keys=(WINDOW_BASE,),
-        is_gemma=True,
-        window_every=6,
-        window_base=10000.0,
+        **GEMMA_WINDOWS,
     ),
     "granite": Kind(
         "GraniteForCausalLM", "granite", table=LLAMA, keys=(*SCALES, "attention.scale", "rope.scaling.finetuned")
@@ -155,12 +154,15 @@ KINDS = {
         window_every=2,
     ),
     "gemma4": Kind(
-        *("Gemma4ForCausalLM", "gemma4_text", {**GEMMA, **HEADS_NORMED}, GEMMA4, (*EXPERT_KEYS, *GEMMA4_KEYS)),
+        *("Gemma4ForCausalLM", "gemma4_text", {**GEMMA, **HEADS_NORMED}, GEMMA4),
+        keys=(*EXPERT_KEYS, *GEMMA4_KEYS, WINDOW, WINDOW_BASE),
         experts={"gate": "gelu", "is_joined": True},
+        **GEMMA_WINDOWS,
     ),
     "gemma4-assistant": Kind(
         *("Gemma4AssistantForCausalLM", "gemma4_assistant", {**GEMMA, **HEADS_NORMED}, GEMMA4_DRAFTER),
-        keys=(*GEMMA4_KEYS, "embedding_length_out", "nextn_predict_layers"),
+        keys=(*GEMMA4_KEYS, WINDOW, WINDOW_BASE, "embedding_length_out", "nextn_predict_layers"),
+        **GEMMA_WINDOWS,
     ),
     "qwen35": Kind("Qwen3_5ForCausalLM", "qwen3_5_text", HEADS_NORMED, QWEN35, QWEN35_KEYS, is_hybrid=True),
     "qwen35moe": Kind(
@@ -282,12 +284,10 @@ class Reader:
     def _settings(self, sizes: Sizes, tensors: Tensors) -> dict[str, Any]:
         """What a `LlamaConfig` is made of."""
         kind, rotated = self._kind, self._num_rotated(sizes)
-        window = int(self._own(WINDOW, 0))
+        window = self._size(WINDOW) if WINDOW in kind.keys else int(self._number(WINDOW, 0))
         has_windows = window > 0 and bool(kind.window_every)
         # llama.cpp's other architectures have no window; up to its length the results are the same
         context = min(sizes.context, window) if window and not has_windows else sizes.context
-        if self._value(TEMPERATURE):  # which scales the attention of what lies behind this place
-            context = min(context, self._trained(sizes))
         windowed = self._windowed(sizes.layers) if has_windows else frozenset()
         return {
             "hidden_size": sizes.width,
@@ -310,6 +310,8 @@ class Reader:
             "logit_cap": self._number("final_logit_softcapping", 0.0) or None,
             "attention_cap": self._own(SCORE_CAP, 0.0),
             "attention_scale": self._number("attention.scale", 0.0) or None,
+            "attention_growth": self._number(TEMPERATURE, 0.0),
+            "trained_positions": self._trained(sizes),
             "embedding_scale": self._own("embedding_scale", 1.0),
             "residual_scale": self._own("residual_scale", 1.0),
             "logit_scale": 1 / self._own("logit_scale", 1.0),
@@ -392,19 +394,18 @@ class Reader:
         factor = 1.0 if kind == "none" else factor
         if not math.isfinite(factor) or factor <= 0:
             raise self._wrong(f"its rotary positions are scaled by {factor}")
-        scale, trained = self._number("rope.scaling.attn_factor", 1.0), self._trained(sizes)
+        scale = self._number("rope.scaling.attn_factor", 1.0)
         if kind == "yarn":
             log = 0.1 * math.log(factor)
             yarn = (log + 1) / (log * self._number("rope.scaling.yarn_log_multiplier", 0.0) + 1)
             if (given := self._number(YARN_KEYS[2], yarn)) != 1 and abs(given - yarn) > 1e-3:
                 raise self._wrong(f"its {YARN_KEYS[2]} is {given}; {yarn:g} is that of its factor {factor:g}")
-            return {"rope_divisors": self._yarn(num_rotated, factor, trained), "rope_scale": scale * yarn}
+            return {"rope_divisors": self._yarn(num_rotated, factor, self._trained(sizes)), "rope_scale": scale * yarn}
         stored, short, long = (
             tuple(factor * each for each in self._stored_factors(name, num_rotated)) for name in ROPE_FACTORS
         )
         linear = () if factor == 1 else (factor,) * (num_rotated // 2)
-        found = {"rope_divisors": stored or short or linear, "rope_scale": scale}
-        return {**found, "long_divisors": long, "trained_positions": trained} if long else found
+        return {"rope_divisors": stored or short or linear, "long_divisors": long, "rope_scale": scale}
 
     def _stored_factors(self, name: str, num_rotated: int) -> tuple[float, ...]:
         tensor = self._infos.get(name)

@@ -109,7 +109,7 @@ GPT_OSS = Architecture(
 
 GEMMA4_KEYS = (
     *("attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"),
-    *("embedding_length_per_layer_input", "rope.dimension_count_swa", "rope.freq_base_swa"),
+    *("embedding_length_per_layer_input", "rope.dimension_count_swa"),
 )
 GEMMA4_OUTER = {
     **LLAMA_OUTER,

@@ -179,7 +179,7 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     if set(normalisers) - {"NFC"}:
         raise ModelFileError(f"tokenizer.json has the normalizers {normalisers}; allowed: none, NFC")
     if tokenizer.get("model", {}).get("ignore_merges") and name not in IGNORE_MERGES:
-        allowed = ", ".join(sorted(IGNORE_MERGES))
+        allowed = ", ".join(sorted(IGNORE_MERGES & {*PRE_TOKENIZERS.values()}))
         raise ModelFileError(f"tokenizer.json sets ignore_merges; llama.cpp does so for {allowed}, not for {name}")
     return name
 
