@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -53,18 +53,16 @@ from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import HEADS, read_pair
-from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.installation import has_engine, install_command, require_engine
 from edgespec.loading.opening import open_models
 from edgespec.platform.files import atomic_file, atomic_folder
-from edgespec.types import Progress
+from edgespec.types import Progress, no_progress
 
 if TYPE_CHECKING:
     from edgespec.export.gguf.convert import OutputType
     from edgespec.export.onnx.hub_model import HubModel
 
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
-GGUF_PACKAGES = ("gguf", "onnx", "tokenizers")
 EXACT_GGUF = "bf16"  # holds the range of any checkpoint
 OWN_TYPES: dict[str, OutputType] = {"BF16": "bf16", "F16": "f16"}
 HEADS_CONTEXT = 64  # tokens; the probe of a heads file has fewer
@@ -96,22 +94,16 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         from edgespec.export.onnx.writer import open_gguf
 
-        self.model: GgufModel = open_gguf(path)
-        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
+        self._model = open_gguf(path)
+        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self._model)
 
     def token_names(self) -> list[str]:
         """Token text by id."""
-        return [text.decode(errors="replace") for text in self.model.header.tokens]
+        return [text.decode(errors="replace") for text in self._model.header.tokens]
 
-    def config(self) -> LlamaConfig:
+    def opened(self) -> GgufModel:
         """What a graph is written from."""
-        return self.model.config
-
-    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
-        """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
-        from edgespec.export.onnx.writer import convert_gguf
-
-        return convert_gguf(self.model, folder, quant, group_size, progress)
+        return self._model
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -124,8 +116,8 @@ class GgufFile:
         found: dict[str, Any] = {
             "name": request.name or f"{self.name}-{request.quants['onnx']}",  # those of one file can be told apart
             "description": _description(self, kinds, request),
-            "licence": request.licence or str(self.model.header.metadata.get("general.license", "")),
-            "context_length": self.model.config.max_positions,
+            "licence": request.licence or str(self._model.header.metadata.get("general.license", "")),
+            "context_length": self._model.config.max_positions,
         }
         try:  # the manifest beside the file
             pair = read_pair(self.path.parent, check_hashes=False)
@@ -146,18 +138,10 @@ class Checkpoint:
     def token_names(self) -> list[str]:
         return token_names(self.folder)
 
-    def _opened(self) -> HubModel:
+    def opened(self) -> HubModel:
         from edgespec.export.onnx.hub_model import open_hub
 
         return open_hub(self.folder)
-
-    def config(self) -> LlamaConfig:
-        return self._opened().config
-
-    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
-        from edgespec.export.onnx.writer import convert_hub
-
-        return convert_hub(self._opened(), folder, quant, group_size, progress)
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -168,14 +152,12 @@ class Checkpoint:
         from edgespec.export.gguf.convert import convert
         from edgespec.formats.onnx.forms import EMBEDDING
 
-        model, path = self._opened(), temporary / "reference.gguf"
+        model, path = self.opened(), temporary / "reference.gguf"
         stored = model.checkpoint.tensors[model.tensors[EMBEDDING][0]].dtype
+        with suppress(ModelFileError):
+            convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32"))
         try:
-            found: Path | None = convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32")).path
-        except ModelFileError:
-            found = None
-        try:
-            yield found
+            yield path if path.exists() else None
         finally:
             path.unlink(missing_ok=True)
 
@@ -194,6 +176,17 @@ class Checkpoint:
 
 
 ModelSource = GgufFile | Checkpoint
+
+
+def _write_graph(
+    model: ModelSource, folder: Path, quant: str, group_size: int | None = None, progress: Progress = no_progress
+) -> Path:
+    """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
+    from edgespec.export.onnx.writer import convert_gguf, convert_hub
+
+    if isinstance(model, GgufFile):
+        return convert_gguf(model.opened(), folder, quant, group_size, progress)
+    return convert_hub(model.opened(), folder, quant, group_size, progress)
 
 
 def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
@@ -228,8 +221,8 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
 def _require(request: ExportRequest) -> None:
     """Raise the errors of sources that cannot be used, then CapabilityError for what is missing."""
     if request.is_gguf:
-        if missing := [name for name in GGUF_PACKAGES if find_spec(name) is None]:
-            raise CapabilityError(f"converting a GGUF needs {', '.join(missing)}: {install_command('convert')}")
+        if find_spec("gguf") is None:
+            raise CapabilityError(f"converting a GGUF needs gguf: {install_command('convert')}")
         if request.check:
             require_engine("onnx", "checking the conversion")
     else:
@@ -292,7 +285,7 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
         require_quantiser(request.quant_of(role, "onnx"))
         check_config(source.folder)
         if not source.missing:
-            found.config()
+            found.opened()
     return found
 
 
@@ -391,7 +384,7 @@ class _Export:
                 size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
                 export_with_optimum(model.folder, folder, quant, size, progress)
             else:
-                model.write_graph(folder, quant, self.request.group_size, progress)
+                _write_graph(model, folder, quant, self.request.group_size, progress)
         files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
         graph = f"onnx/{role}/model.onnx"
         files.remove(graph)
@@ -425,19 +418,18 @@ class _Export:
         """Compare tokenisers with the source's; 'equal', or 'round trip' where only that could be checked."""
         for artefact in artefacts:
             path = self.workspace.pair / artefact.path
-            pairs = []  # (folder with tokenizer.json, GGUF)
             if isinstance(model, GgufFile):
                 check_round_trip(path.parent)
                 if not has_engine("llamacpp"):
                     return "round trip"
-                pairs = [(path.parent, model.path)]
+                folder, gguf = path.parent, model.path
             elif artefact.format == "gguf":
-                assert isinstance(model, Checkpoint)
-                pairs = [(model.folder, path)]
-            for folder, gguf in pairs:
-                from edgespec.export.gguf.tokenizer import check_tokenizer
+                folder, gguf = model.folder, path
+            else:
+                continue
+            from edgespec.export.gguf.tokenizer import check_tokenizer
 
-                check_tokenizer(folder, gguf)
+            check_tokenizer(folder, gguf)
         return "equal"
 
     def _checked(self, model: ModelSource, artefacts: list[Artefact], progress: Progress) -> Checked:
@@ -463,9 +455,9 @@ class _Export:
             return GraphCheck(
                 graph=self.workspace.pair / artefact.path,
                 quant=artefact.quant,
-                config=model.config(),
+                config=model.opened().config,
                 num_parameters=model.facts.num_parameters,
-                write_float=lambda folder: model.write_graph(folder, FLOAT, None, lambda *_: None),
+                write_float=lambda folder: _write_graph(model, folder, FLOAT),
                 temporary=temporary,
                 gguf=gguf,
                 transformers=reference,
@@ -487,7 +479,7 @@ class _Export:
         for one in rounded:
             progress(1, total, f"{one.role} gguf {EXACT_GGUF}")
             path = self.workspace.temporary / f"{one.role}-{EXACT_GGUF}.gguf"
-            self._write_gguf(one.role, EXACT_GGUF, path, lambda *_: None)
+            self._write_gguf(one.role, EXACT_GGUF, path, no_progress)
             files.append((one, EXACT_GGUF, path))
         context_length = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
         for done, (artefact, quant, path) in enumerate(files, 1 + len(rounded)):

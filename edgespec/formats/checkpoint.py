@@ -162,6 +162,13 @@ class Checkpoint:
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32, copy=False)
 
+    def check_finite(self, name: str, values: Weights) -> None:
+        """Raise ModelFileError where weights of a tensor, or the least and the most of them, are no numbers."""
+        if not np.isfinite(values).all():
+            raise ModelFileError(
+                f"{self.tensors[name].file}: tensor {name} contains infinity or NaN. Download it again"
+            )
+
     def check_type(self, name: str) -> None:
         """Raise ModelFileError unless a tensor is stored as a type that `weights` reads."""
         tensor = self.tensors[name]

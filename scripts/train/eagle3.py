@@ -38,8 +38,6 @@ from edgespec.errors import ConfigError, EdgespecError, ModelFileError
 from edgespec.export.check import Comparison, ExportRefused, Limits, compare_logits, limits_of, open_engine
 from edgespec.export.gguf.convert import (
     OUTPUT_TYPES,
-    About,
-    Conversion,
     Tensors,
     rotary_tensors,
     write_gguf,
@@ -334,7 +332,7 @@ def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.f
 HEAD = Architecture(EAGLE3, {}, {})
 
 
-def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "q8_0") -> Conversion:
+def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "q8_0") -> Path:
     """Write the head of `folder` for the target of `target_folder` to `output`, atomically; norms are F32.
 
     Raises the errors of `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, StateError if `output`
@@ -353,10 +351,9 @@ def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "
         _write_head(writer, plan)
         write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
 
-    about = About(EAGLE3, folder.name, None, describe)
     tensors |= rotary_tensors(plan.checkpoint, plan.sizes)
     indices = {} if plan.drafted is None else {DRAFTED: plan.drafted}
-    return write_gguf(output, about, tensors, quant, indices=indices)
+    return write_gguf(output, EAGLE3, folder.name, describe, tensors, quant, indices=indices)
 
 
 def _write_head(writer: gguf.GGUFWriter, plan: HeadPlan) -> None:

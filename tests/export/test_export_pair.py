@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
+from demo import DEMO, change_json, changed_copy
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError, VocabularyMismatch
 from edgespec.export import room
@@ -26,21 +26,7 @@ from edgespec.export.room import read_facts
 from edgespec.export.workspace import Artefact, Workspace, opened, write_manifest
 from edgespec.types import Batch
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET, DRAFT = DEMO / "hf" / "target", DEMO / "hf" / "draft"
-
-
-def changed_copy(folder: Path, source: Path = DRAFT, **config: Any) -> Path:
-    shutil.copytree(source, folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return folder
-
-
-def change_tokenizer(folder: Path, **changes: Any) -> Path:
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
 
 
 # requests
@@ -282,7 +268,7 @@ def test_a_draft_of_another_family_is_refused_by_id(tmp_path):
     vocabulary = source["model"]["vocab"]
     by_id = {index: text for text, index in vocabulary.items()}
     vocabulary[by_id[300]], vocabulary[by_id[301]] = 301, 300
-    change_tokenizer(folder, model=source["model"])
+    change_json(folder / "tokenizer.json", model=source["model"])
     with pytest.raises(VocabularyMismatch, match=r"token 300 is .* in the target and .* in the draft"):
         check_same_names(token_names(TARGET), token_names(folder))
 
@@ -303,7 +289,8 @@ def test_a_broken_tokenizer_is_named(tmp_path, content):
 def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     check_round_trip(TARGET)
-    folder = change_tokenizer(changed_copy(tmp_path / "hf"), normalizer={"type": "Lowercase"})
+    folder = changed_copy(tmp_path / "hf")
+    change_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
     with pytest.raises(ModelFileError, match=r"'The quick br.*' became 'the quick"):
         check_round_trip(folder)
 
