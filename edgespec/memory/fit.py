@@ -96,11 +96,6 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     return found
 
 
-def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
-    """`options` with a number of tokens in place of 0 and "auto". Raises as `planned`."""
-    return in_context(options, pair, lambda tried: _fitted(tried, pair, room, {}).verdict.fit == "fits")
-
-
 def with_sequences(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
     """`options` with a number in place of parallel="auto": the most that fit with full texts, where these touch memory
     as they grow. Raises as `planned`.
@@ -152,7 +147,8 @@ def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
     options, plan = whole.options, whole.plan
     contexts: Choices = (None,)
     if options.context_length is None:
-        contexts = (None, *map(_context, _halves(plan.context_length)))
+        halves = (plan.context_length >> times for times in range(1, plan.context_length.bit_length()))
+        contexts = (None, *(_context(size) for size in halves if size >= LEAST_CONTEXT))
     comfortable = sum(step is not None and step.changes["context_length"] >= COMFORTABLE_CONTEXT for step in contexts)
     draft = next((model for model in plan.models if model.role == "draft"), None)
     drafts: Choices = (None,)
@@ -171,14 +167,6 @@ def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
         ("context", contexts[: comfortable + 1]),
     ]
     return [(what, found) for what, found in rows if len(found) > 1]
-
-
-def _halves(context_length: int) -> list[int]:
-    sizes = []
-    while context_length // 2 >= LEAST_CONTEXT:
-        context_length //= 2
-        sizes.append(context_length)
-    return sizes
 
 
 def _context(size: int) -> GivenUp:
@@ -247,8 +235,8 @@ _MOST_CELLS = 1 << 24  # of all answers at once, llama.cpp's limit
 _USUAL = 4096  # of a model that does not say what it was trained for
 
 
-def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOptions], bool]) -> LoadOptions:
-    """`options` with a number in place of 0 and "auto"; `fits`: whether options do, with nothing given up.
+def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
+    """`options` with a number of tokens in place of 0 and "auto".
 
     Where no context fits with nothing given up, "auto" is the default, which may be reduced. Raises as `planned`.
     """
@@ -257,9 +245,13 @@ def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOption
     most = min(own_context(pair.files["target"]), _MOST_CELLS // options.sequences)
     if options.context_length == 0:
         return replace(options, context_length=most)
+
+    def is_too_large(size: int) -> bool:
+        return _fitted(replace(options, context_length=size), pair, room, {}).verdict.fit != "fits"
+
     sizes = [*range(STEP, most, STEP), most]
-    too_large = bisect_left(sizes, True, key=lambda size: not fits(replace(options, context_length=size)))
-    return replace(options, context_length=sizes[too_large - 1] if too_large else None)
+    num_fitting = bisect_left(sizes, True, key=is_too_large)
+    return replace(options, context_length=sizes[num_fitting - 1] if num_fitting else None)
 
 
 def own_context(file: ModelFile) -> int:

@@ -94,14 +94,7 @@ def user_folder(kind: FolderKind, environ: Mapping[str, str] | None = None) -> P
     home_folder()
     from platformdirs import PlatformDirs  # 10 ms that EDGESPEC_HOME saves
 
-    folders = PlatformDirs("edgespec", appauthor=False)
-    places = {
-        "config": folders.user_config_path,
-        "data": folders.user_data_path,
-        "state": folders.user_state_path,
-        "cache": folders.user_cache_path,
-    }
-    return places[kind]
+    return Path(getattr(PlatformDirs("edgespec", appauthor=False), f"user_{kind}_dir"))
 
 
 def read_text(path: AnyPath) -> str:
@@ -187,7 +180,6 @@ def write_atomically(
     parents: bool = False,
     private: bool = False,
     durable: bool = True,
-    fix: str = WRITE_FIX,
 ) -> None:
     """Replace `path` by a file with `contents`, text as UTF-8; several processes may do so at the same time.
 
@@ -199,7 +191,7 @@ def write_atomically(
     except UnicodeEncodeError as exc:
         raise StateError(f"{path} cannot be written: the text is not valid Unicode ({exc.reason})") from exc
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    with write_errors(path, fix=fix):
+    with write_errors(path):
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         mode = 0o600 if private else 0o666

@@ -131,7 +131,7 @@ def keep_one_arena() -> None:
 
 
 def _of_machine(root: Path) -> Iterator[Limit]:
-    found = _sizes(root / "proc/meminfo")
+    found = sizes(root / "proc/meminfo")
     if "MemAvailable" in found:
         swap = found.get("SwapFree", 0)
         yield Limit("memory", found["MemAvailable"] + swap, "what the machine has free", swap)
@@ -141,7 +141,7 @@ def _of_machine(root: Path) -> Iterator[Limit]:
         yield Limit("memory", psutil.virtual_memory().available, "what the machine has free")
 
 
-def _sizes(path: Path) -> dict[str, int]:
+def sizes(path: Path) -> dict[str, int]:
     """The sizes listed in a file of /proc, in bytes; none where there is no such file."""
     try:
         lines = path.read_text().splitlines()
@@ -217,7 +217,7 @@ def _of_resources(root: Path) -> Iterator[Limit]:
         return
     import resource
 
-    used = _sizes(root / "proc/self/status")
+    used = sizes(root / "proc/self/status")
     rows: tuple[tuple[Kind, int, str, str], ...] = (
         ("addresses", resource.RLIMIT_AS, "VmSize", "the limit of addresses (ulimit -v)"),
         ("data", resource.RLIMIT_DATA, "VmData", "the limit of data (ulimit -d)"),
