@@ -162,7 +162,8 @@ def remove(name: str) -> int:
         if folder.is_symlink():  # what it links to is the user's own
             folder.unlink()
             return 0
-        freed = 0 if "location" in table else folder_bytes(folder)
+        sizes = (path.stat().st_size for path in folder.rglob("*") if path.is_file())  # those of linked files count too
+        freed = 0 if "location" in table else sum(sizes)
         with write_errors(folder, fix="close the program that uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
             try:
@@ -179,11 +180,6 @@ def own_folders() -> dict[str, Path]:
     home = models_folder()
     found = sorted(home.iterdir()) if is_folder(home) else []
     return {path.name: path for path in found if is_folder(path) and not path.name.startswith(".")}
-
-
-def folder_bytes(folder: Path) -> int:
-    """What a folder takes on the disk. Files that another model shares with it count too."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _table_of(folder: Path) -> Mapping[str, Any] | None:
