@@ -44,7 +44,7 @@ from edgespec.export.reference import (
     require_packages,
     token_names,
 )
-from edgespec.export.request import DEFAULT_GROUP_SIZES, ExportRequest, Format
+from edgespec.export.request import DEFAULT_GROUP_SIZES, ENGINES, ExportRequest
 from edgespec.export.room import STRAIGHT_GGUF, Facts, check_room, facts_of_gguf, human, needs_of, read_facts
 from edgespec.export.workspace import Artefact, Workspace, check_output, opened, write_manifest
 from edgespec.formats.checkpoint import unsupported
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from edgespec.export.gguf.convert import OutputType
     from edgespec.export.onnx.hub_model import HubModel
 
-ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 EXACT_GGUF = "bf16"  # holds the range of any checkpoint
 OWN_TYPES: dict[str, OutputType] = {"BF16": "bf16", "F16": "f16"}
 HEADS_CONTEXT = 64  # tokens; the probe of a heads file has fewer
@@ -485,7 +484,7 @@ class _Export:
         for done, (artefact, quant, path) in enumerate(files, 1 + len(rounded)):
             progress(done, total, f"{artefact.role} {artefact.format} {quant}")
             try:
-                with open_engine(cast(Format, artefact.format), path, context_length, self.request.threads) as engine:
+                with open_engine(artefact.format, path, context_length, self.request.threads) as engine:
                     found = compare(reference, engine)
                 complaint = found.complaint(limits_of(quant))
             except _WRONG as error:

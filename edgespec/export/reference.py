@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,21 +31,10 @@ PROBE_TEXTS = {
 
 
 def token_names(folder: Path) -> list[str]:
-    """Token text by id, from tokenizer.json; empty for missing ids. Raises ModelFileError."""
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Unigram: pairs of text and score
-            ids = {index: str(entry[0]) for index, entry in enumerate(vocabulary)}
-        else:
-            ids = {int(index): str(text) for text, index in vocabulary.items()}
-        ids |= {int(added["id"]): str(added["content"]) for added in tokenizer.get("added_tokens") or ()}
-    except FileNotFoundError as error:
-        raise ModelFileError(f"{path} is missing: save the model's fast tokenizer beside it") from error
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ModelFileError(f"{path} is not a tokenizer of the tokenizers library: {error!r}") from error
-    return [ids.get(index, "") for index in range(max(ids, default=-1) + 1)]
+    """Token text by id; empty for missing ids. Raises as `read_tokenizer`."""
+    tokenizer = read_tokenizer(folder)
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return [tokenizer.id_to_token(index) or "" for index in range(size)]
 
 
 def check_same_names(target: Sequence[str], draft: Sequence[str]) -> None:
@@ -66,6 +54,8 @@ def read_tokenizer(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFileError(f"{path} is missing: save the model's fast tokenizer beside it") from error
     except Exception as error:  # the library raises plain Exception
         raise ModelFileError(f"{path} is not a tokenizer of the tokenizers library: {error}") from error
     tokenizer.no_truncation()

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.config.habits import did_you_mean
+from edgespec.config.values import EngineName
 from edgespec.errors import ConfigError
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
+ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 TILED = ("q8_0", "q4_k_m")  # ONNX types for our own kernels
 ONNX_QUANTS = ("int4", "int8", "w8a8", *TILED, "fp32")
 OPTIMUM_QUANTS = ("int4", "int8", "fp32")

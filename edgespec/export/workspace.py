@@ -22,10 +22,10 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from edgespec.errors import UsageError
-from edgespec.formats.manifest import HEAD_KINDS, HEADS, MANIFEST, MANIFEST_FORMAT, sha256_of
+from edgespec.export.request import ENGINES, Format
+from edgespec.formats.manifest import ENGINE_TABLES, HEAD_KINDS, HEADS, MANIFEST, MANIFEST_FORMAT, sha256_of
 from edgespec.platform.files import replace_folder, restore_folder, write_atomically, write_errors
 
-TABLES = {"gguf": "files", "onnx": "onnx"}
 _FIX = "choose another --output"
 FileFacts = dict[str, dict[str, Any]]  # `bytes` and `sha256` by path
 
@@ -34,7 +34,7 @@ FileFacts = dict[str, dict[str, Any]]  # `bytes` and `sha256` by path
 class Artefact:
     """One role in one format. `path` and `parts`: relative to the pair folder."""
 
-    format: str
+    format: Format
     role: str
     quant: str
     path: str
@@ -44,7 +44,7 @@ class Artefact:
     @property
     def table(self) -> str:
         """Its table in the manifest."""
-        return HEADS if self.role in HEAD_KINDS else TABLES[self.format]
+        return HEADS if self.role in HEAD_KINDS else ENGINE_TABLES[ENGINES[self.format]]
 
     @property
     def label(self) -> str:
@@ -67,12 +67,6 @@ class Workspace:
         self.folder = output.with_name(f".{output.name}.export")
         self.pair, self.temporary = self.folder / "pair", self.folder / "temporary"
         self.file_facts: FileFacts = {}  # of finished files, by their path relative to `pair`
-
-    def begin(self) -> None:
-        """Make the folders, without what an export that was killed left in them."""
-        self.discard()
-        for folder in (self.pair, self.temporary):
-            folder.mkdir(parents=True)
 
     def finish(self, artefact: Artefact) -> None:
         """Note size and checksum of an artefact's files."""
@@ -111,8 +105,10 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
         check_output(output, replace=replace)
         workspace = Workspace(output, replace=replace)
         try:
+            workspace.discard()  # what an export that was killed left
             with write_errors(output, fix=_FIX):
-                workspace.begin()
+                for folder in (workspace.pair, workspace.temporary):
+                    folder.mkdir(parents=True)
             yield workspace
         finally:
             workspace.discard()
