@@ -28,7 +28,7 @@ from edgespec.platform.files import is_file, write_errors
 
 def was_hashed(file: ModelFile) -> bool:
     """Whether these contents are known to have the checksum that the manifest says."""
-    return disk_cache.get("checksums", _key(file.path), str) == file.sha256
+    return bool(disk_cache.get("checksums", _key(file.path), str) == file.sha256)
 
 
 def check_hash(file: ModelFile) -> None:
@@ -46,11 +46,6 @@ def known_sha256(path: Path) -> str:
         found = sha256_of(path)
         disk_cache.put("checksums", key, found)
     return found
-
-
-def keep_hash(file: ModelFile) -> None:
-    """Remember that the caller has just compared this file's checksum, so that the first load need not."""
-    disk_cache.put("checksums", _key(file.path), file.sha256)
 
 
 def _key(path: Path) -> str:
@@ -161,7 +156,7 @@ def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:
 def described(path: Path, file: HubFile) -> ModelFile:
     """`path` as a ModelFile with the checksum that every later load compares; its contents were checked."""
     made = ModelFile(path, file.bytes, file.sha256 or sha256_of(path))
-    keep_hash(made)
+    disk_cache.put("checksums", _key(path), made.sha256)  # so that the first load need not compare it
     return made
 
 

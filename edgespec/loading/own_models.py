@@ -35,10 +35,9 @@ from edgespec.formats.manifest import (
     ModelPair,
     read_pair,
     read_table,
-    sha256_of,
 )
 from edgespec.loading.catalogue import Entry, check_name, entries
-from edgespec.loading.download import PART, keep_hash
+from edgespec.loading.download import PART, known_sha256
 from edgespec.loading.hub import library
 from edgespec.loading.registry import folder_of, found_elsewhere, model_in, models_folder, name_in, registered_folders
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
@@ -208,9 +207,7 @@ def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
     file = files_of(path)
     check_model_files({path: False})
-    made = [ModelFile(each.path, each.path.stat().st_size, sha256_of(each.path)) for each in file.all_files]
-    for each in made:
-        keep_hash(each)
+    made = [ModelFile(each.path, each.path.stat().st_size, known_sha256(each.path)) for each in file.all_files]
     return ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
 
 
