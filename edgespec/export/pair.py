@@ -55,7 +55,7 @@ from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import HEADS, read_pair
 from edgespec.installation import has_engine, install_command, require_engine
 from edgespec.loading.opening import open_models
-from edgespec.platform.files import atomic_file, atomic_folder
+from edgespec.platform.files import write_errors
 from edgespec.types import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -374,16 +374,16 @@ class _Export:
     def _onnx(self, role: str, progress: Progress) -> Artefact:
         quant, model = self.request.quant_of(role, "onnx"), self.models[role]
         output = self.workspace.pair / "onnx" / role
-        output.parent.mkdir(exist_ok=True)
-        with atomic_folder(output) as folder:
+        with write_errors(output):
+            output.mkdir(parents=True)
             if self.request.exporter == "optimum":
                 from edgespec.export.onnx.optimum import export_with_optimum
 
                 assert isinstance(model, Checkpoint)
                 size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
-                export_with_optimum(model.folder, folder, quant, size, progress)
+                export_with_optimum(model.folder, output, quant, size, progress)
             else:
-                _write_graph(model, folder, quant, self.request.group_size, progress)
+                _write_graph(model, output, quant, self.request.group_size, progress)
         files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
         graph = f"onnx/{role}/model.onnx"
         files.remove(graph)
@@ -391,9 +391,9 @@ class _Export:
 
     def _heads(self, source: Path, kind: str, _progress: Progress) -> Artefact:
         path = self.workspace.pair / HEADS / f"{kind}.npz"
-        path.parent.mkdir(exist_ok=True)
-        with atomic_file(path) as temporary:
-            shutil.copyfile(source, temporary)
+        with write_errors(path):
+            path.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, path)
         return Artefact(self.request.formats[0], kind, "as given", f"{HEADS}/{path.name}")
 
     # checking them

@@ -225,6 +225,21 @@ def test_an_interrupted_replacement_is_undone(tmp_path):
     assert (tmp_path / "out" / "old.gguf").exists()
 
 
+def test_a_replacement_that_fails_between_its_renames_is_undone(tmp_path, monkeypatch):
+    output, rename = old_pair(tmp_path / "out"), Path.replace
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "pair":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="Input/output error"), opened(output, replace=True) as workspace:
+        finish(workspace, "target")
+        workspace.publish()
+    assert (output / "old.gguf").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_folder_of_other_things_is_never_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters.txt").write_text("dear")

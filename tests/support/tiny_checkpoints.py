@@ -231,7 +231,7 @@ def shard(folder: Path, parts: int = 3) -> dict[str, str]:
     """Cut the weights of `folder` into files as large models come; returns tensor name -> file name."""
     checkpoint = Checkpoint.open(folder)
     names = list(checkpoint.names())
-    placed = {}
+    placed = dict[str, str]()
     for part in range(parts):
         file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
         mine = names[part::parts]
