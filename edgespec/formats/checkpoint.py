@@ -251,9 +251,3 @@ def _stored_tensor(file: Path, size: int, start: int, name: str, entry: Any) -> 
     if start + end > size:
         raise ModelFileError(f"{file} is truncated: tensor {name} ends at byte {start + end} of {size}")
     return StoredTensor(file, dtype, shape, start + begin, end - begin)
-
-
-# EAGLE-3 heads
-
-PREFIXES = ("midlayer.", "layers.0.")
-NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings

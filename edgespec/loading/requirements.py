@@ -162,7 +162,7 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
 
 
 def _check(name: DrafterName, wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
-    """Raises CapabilityError for a drafter whose files the pair lacks, or whose kind or engine is another than its."""
+    """Raises CapabilityError where a file is missing, the draft is of another kind, or the target on another engine."""
     needs, spec, target, own = _needs(name, pair), SPECS[name], pair.files["target"], _own_drafter(pair)
     for need in needs:
         if need is EXIT and not has_exit:

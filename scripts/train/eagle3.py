@@ -53,11 +53,13 @@ from edgespec.formats.architectures import (
     read_sizes,
     rotary_settings,
 )
-from edgespec.formats.checkpoint import NESTED, PREFIXES, Checkpoint, Config, Weights
+from edgespec.formats.checkpoint import Checkpoint, Config, Weights
 from edgespec.formats.gguf.heads import DRAFTED, EAGLE3, EAGLE3_LAYERS
 from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file, write_head_file
 from edgespec.types import Batch
 
+PREFIXES = ("midlayer.", "layers.0.")
+NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings
 PROBE_TOKENS, CHECKED_TOKENS = 12, 96
 CONTEXT = 320
 DRAFT_LENGTH = 5  # tokens of a draft that such heads are trained for
