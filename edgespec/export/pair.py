@@ -127,7 +127,7 @@ class GgufFile:
         return found
 
 
-class Checkpoint:
+class HubFolder:
     """A Hugging Face folder, or what is known of one before its weights are fetched."""
 
     def __init__(self, source: Source) -> None:
@@ -174,7 +174,7 @@ class Checkpoint:
         return found
 
 
-ModelSource = GgufFile | Checkpoint
+ModelSource = GgufFile | HubFolder
 
 
 def _write_graph(
@@ -260,7 +260,7 @@ def _gguf(request: ExportRequest, given: str) -> GgufFile:
     return GgufFile(Path(given).expanduser())
 
 
-def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> Checkpoint:
+def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> HubFolder:
     source = find_source(given, request.revision if role == "target" else None)
     if source.note:
         reporter.note(source.note)
@@ -268,7 +268,7 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
         raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
     if (fix := eagle3_fix(source.folder)) is not None:
         raise ConfigError(fix)
-    found = Checkpoint(source)
+    found = HubFolder(source)
     found.token_names()
     check_round_trip(source.folder)
     architecture = found.facts.architecture
@@ -302,7 +302,7 @@ def check_given_heads(path: Path, target: Facts) -> None:
 
 def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter: Reporter) -> dict[str, ModelSource]:
     """The models with their weights fetched, after checking that disk and memory suffice."""
-    checkpoints = [model for model in models.values() if isinstance(model, Checkpoint)]
+    checkpoints = [model for model in models.values() if isinstance(model, HubFolder)]
     download = sum(model.source.missing_bytes for model in checkpoints)
     needs = needs_of(request, {role: model.facts for role, model in models.items()}, download)
     check_room(needs, request.output, checkpoints[0].folder if checkpoints else None)
@@ -313,9 +313,9 @@ def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter
     )
     complete = dict(models)
     for role, model in models.items():
-        if isinstance(model, Checkpoint) and model.source.missing:
+        if isinstance(model, HubFolder) and model.source.missing:
             model.source.fetch(lambda name, size: reporter.note(f"fetching {name}, {human(size)}"))
-            complete[role] = Checkpoint(dataclasses.replace(model.source, missing={}))
+            complete[role] = HubFolder(dataclasses.replace(model.source, missing={}))
     return complete
 
 
@@ -359,7 +359,7 @@ class _Export:
         from edgespec.export.gguf.convert import export_gguf
 
         request, model = self.request, self.models[role]
-        assert isinstance(model, Checkpoint)
+        assert isinstance(model, HubFolder)
         name = request.name or self.models["target"].name
         export_gguf(
             model.folder,
@@ -379,7 +379,7 @@ class _Export:
             if self.request.exporter == "optimum":
                 from edgespec.export.onnx.optimum import export_with_optimum
 
-                assert isinstance(model, Checkpoint)
+                assert isinstance(model, HubFolder)
                 size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
                 export_with_optimum(model.folder, output, quant, size, progress)
             else:
@@ -436,7 +436,7 @@ class _Export:
         others = [one for one in artefacts if one not in graphs]
         if isinstance(model, GgufFile) or (not others and not has_transformers()):
             return self._check_graph(model, graphs[0], None, progress)
-        assert isinstance(model, Checkpoint)
+        assert isinstance(model, HubFolder)
         progress(0, 1 + len(artefacts), "transformers")
         reference = reference_of(model.folder, self.request.threads)
         figures = self._compared(model, others, reference, progress)
@@ -465,7 +465,7 @@ class _Export:
             ).run()
 
     def _compared(
-        self, model: Checkpoint, artefacts: list[Artefact], reference: Reference, progress: Progress
+        self, model: HubFolder, artefacts: list[Artefact], reference: Reference, progress: Progress
     ) -> Figures:
         """Figures by format of files that edgespec's ONNX writer has not made.
 
