@@ -93,18 +93,9 @@ def read_arguments(given: Any) -> Mapping[str, Any] | Unread:
     return value if isinstance(value, dict) and not _is_deep(value) else Unread(text)
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            below
-            for each in level
-            if isinstance(each, dict | list)
-            for below in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return False
-    return True
+def _is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deep(each, levels - 1) for each in below)
 
 
 class _StandIns:

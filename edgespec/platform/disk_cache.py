@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=1e4)]  # of a plausible measurement
 
 
+class _Mark(msgspec.Struct, forbid_unknown_fields=True):
+    path: str
+
+
 def cache_folder() -> Path:
     """Where files lie that may be deleted at any time."""
     return user_folder("cache")
@@ -64,12 +68,12 @@ def put(kind: str, key: str, value: Any) -> bool:
 
 def is_marked(kind: str, key: str) -> bool:
     """Whether `mark` was called for this key: for entries that only record that something was done to a file."""
-    return get(kind, key, dict[str, str]) is not None
+    return get(kind, key, _Mark) is not None
 
 
 def mark(kind: str, key: str, path: Path) -> None:
     """Record that something was done to a file, whose identity is part of `key`; `path` is for whoever looks inside."""
-    put(kind, key, {"path": str(path).encode(errors="replace").decode()})
+    put(kind, key, _Mark(str(path).encode(errors="replace").decode()))
 
 
 def delete(kind: str, key: str) -> None:
