@@ -20,7 +20,7 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.errors import CapabilityError
-from edgespec.formats.gguf.model import KINDS
+from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path

@@ -30,7 +30,7 @@ from edgespec.export.gguf.tokenizer import check_tokenizer
 from edgespec.export.onnx.weights import GgufWeights
 from edgespec.export.onnx.writer import open_gguf
 from edgespec.export.reference import check_round_trip
-from edgespec.formats.gguf.model import KINDS
+from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
 from edgespec.installation import has_engine

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from edgespec.errors import ModelFileError
 
-# llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.model.KINDS`.
+# llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.tables.KINDS`.
 WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
 
 
