@@ -59,7 +59,7 @@ def never_right(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
 @pytest.mark.parametrize(("fault", "widest"), [(right, ROWS), (wrong_when_wide, 31)])
 def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path, fault, widest, monkeypatch):
     with load(tiny_graph_path) as engine:
-        passes = Faulty(engine._caches._passes, fault)
+        passes = Faulty(engine._passes, fault)
         trial = passes, [tiny_graph_path], fault.__name__, engine.vocabulary.size, ROWS
         assert widest_correct(*trial) == widest
         monkeypatch.setattr(devices, "_Trial", None)
@@ -68,7 +68,7 @@ def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path,
 
 def test_a_device_on_which_nothing_agrees_is_refused(tiny_graph_path):
     with load(tiny_graph_path) as engine, pytest.raises(CapabilityError, match="provider='cpu'"):
-        passes = Faulty(engine._caches._passes, never_right)
+        passes = Faulty(engine._passes, never_right)
         widest_correct(passes, [tiny_graph_path], "never right", engine.vocabulary.size, ROWS)
 
 

@@ -67,7 +67,7 @@ class EncoderEngine(Engine):
             )
         length = choose_context_length(path, check_gguf(path).context_length, use.context_length, use.default_context)
         settings = ContextSettings.checked(use, length)
-        model = open_for(path, use)
+        model = open_for(path, settings)
         try:
             return cls(path, model, settings)
         except BaseException:

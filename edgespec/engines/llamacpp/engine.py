@@ -123,8 +123,8 @@ class LlamaCppEngine(BookedEngine):
         types_are_free = use.cache_type_k is use.cache_type_v is None and use.flash_attention is not False
         engine = None
         if use.reproducible and not use.gpu_layers and types_are_free:
-            engine = cls._open_unpadded(path, use, checked(replace(use, cache_type_k="q8_0")))
-        engine = engine or cls._open(path, use, checked(use))
+            engine = cls._open_unpadded(path, checked(replace(use, cache_type_k="q8_0")))
+        engine = engine or cls._open(path, checked(use))
         with closed_on_failure(engine):
             if use.speculates is None and state and state.snapshots and not snapshots:
                 engine.facts = replace(engine.facts, why_no_speculation=why_only_asked(header, state))
@@ -132,7 +132,7 @@ class LlamaCppEngine(BookedEngine):
         return engine
 
     @classmethod
-    def _open_unpadded(cls, path: Path, use: ModelUse, settings: ContextSettings) -> Self | None:
+    def _open_unpadded(cls, path: Path, settings: ContextSettings) -> Self | None:
         """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
 
         With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
@@ -140,7 +140,7 @@ class LlamaCppEngine(BookedEngine):
         behind 1,536 tokens q8_0 values made prompts a quarter slower and single tokens a seventh.
         """
         try:
-            engine = cls._open(path, use, settings)
+            engine = cls._open(path, settings)
         except CapabilityError:
             return None
         if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
@@ -154,8 +154,8 @@ class LlamaCppEngine(BookedEngine):
         return None
 
     @classmethod
-    def _open(cls, path: Path, use: ModelUse, settings: ContextSettings) -> Self:
-        model = open_for(path, use)
+    def _open(cls, path: Path, settings: ContextSettings) -> Self:
+        model = open_for(path, settings)
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
         if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)

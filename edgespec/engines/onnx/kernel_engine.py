@@ -59,7 +59,7 @@ class KernelEngine(SessionEngine):
         self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size)
         self._session = sessions.current()
         self.thread_change_s, self.thread_change_bytes = sessions.make_s, 0  # both sessions read the same tiles
-        kind, slots = settings.cache_type.upper(), settings.max_sequences
+        kind, slots = settings.cache_type_k.upper(), settings.max_sequences
         self._cache = make_cache(kind, graph.head_sizes, slots, settings.context_length)
         self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes
         widest = max(settings.max_rows, slots)

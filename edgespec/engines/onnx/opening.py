@@ -152,7 +152,14 @@ def are_plausible(measured: Mapping[str, Sequence[Sequence[float]]], graph: Grap
 
 def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
     """The cache key of measured width classes: files, machine, device, library and settings."""
-    kernels = (settings.threads, provider, device_identity(provider), settings.cache_type, settings.exit_layer, states)
+    kernels = (
+        settings.threads,
+        provider,
+        device_identity(provider),
+        settings.cache_type_k,
+        settings.exit_layer,
+        states,
+    )
     measured = (widest, settings.context_length > PREFIX + widest)
     return key_of(METHOD, "onnx chains", *map(file_key, source.files), version(), processor(), kernels, measured)
 

@@ -42,6 +42,16 @@ class PassRows:
     outputs: NDArray[np.intp]
 
 
+def end_of_pass(base: int, end: int, edge: int) -> int:
+    """Where a pass over the cells from `base` to `end` has to end: at the edge if that lies between them."""
+    return edge if base < edge < end else end
+
+
+def rows_before(base: int, missing: int, edge: int) -> int:
+    """How many of `missing` rows can be the ones before cell `base`: all or none."""
+    return missing if missing <= base and not base - missing < edge <= base else 0
+
+
 class Passes(ABC):
     """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
 
