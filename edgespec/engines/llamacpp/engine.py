@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.engines.base import EngineFacts, check_threads
+from edgespec.engines.base import EngineFacts, StatesOf, check_threads
 from edgespec.engines.booked import BookedEngine
 from edgespec.engines.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.cells import Cells
@@ -47,7 +47,7 @@ from edgespec.engines.llamacpp.settings import (
     open_for,
     require_generator,
 )
-from edgespec.engines.llamacpp.states import AllStates, HiddenStates, LayerInputs
+from edgespec.engines.llamacpp.states import HiddenStates, LayerInputs
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
@@ -260,7 +260,8 @@ class LlamaCppEngine(BookedEngine):
         found = load_head(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
-        self._give_states_by(FORMS[found.form].states)
+        if (rows := FORMS[found.form].states) is not None:
+            self._give_states_of(rows)
         return found
 
     def load_mtp(self, *, context_length: int | None = None) -> Head:
@@ -268,14 +269,12 @@ class LlamaCppEngine(BookedEngine):
         self._require_open()
         length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
         found = own_layers(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
-        self._give_states_by(AllStates)
+        self._give_states_of("all rows")
         return found
 
-    def _give_states_by(self, way: type[HiddenStates] | None) -> None:
-        """Give hidden states in another way from now on."""
-        if way is not None:
-            self._hidden_states = way.instead_of(self._hidden_states, self._model, self._context)
-            self.states_of = way.rows
+    def _give_states_of(self, rows: StatesOf) -> None:
+        self._hidden_states.give_of(rows)
+        self.states_of = rows
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         facts, length = self.facts, self._book.lengths[sequence]
