@@ -177,7 +177,7 @@ class CachedSequence:
 
     @property
     def most_branches(self) -> int:
-        """Most side branches of a tree for `look`; 0: chains only."""
+        """Most side branches of a tree for `looking`; 0: chains only."""
         return self.engine.most_branches
 
     def latest_fitting(self, token_ids: TokenIds, capacity: int) -> int:
@@ -301,12 +301,8 @@ class CachedSequence:
         """Last tokens of a prompt whose hidden states are kept."""
         return PROMPT_STATES[self.engine.states_of]
 
-    def score(self, pending_token_id: int, draft: Draft) -> Logits:
-        """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
-        return at_once(self.scoring(pending_token_id, draft))
-
     def scoring(self, pending_token_id: int, draft: Draft) -> Passes[Logits]:
-        """The pass of `score`."""
+        """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
         if draft.num_tokens:
             batch = Batch.tree(pending_token_id, draft, sequence=self.sequence)
         else:
@@ -316,15 +312,11 @@ class CachedSequence:
         self._inputs.score()
         return logits
 
-    def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
+    def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
         """Logits of a tree of tokens [n] after the cached ones, for the rows of `outputs`; it is not kept.
 
         `parents` [n]: rows, or -1 after the last cached token. Raises as `Engine.forward`.
         """
-        return at_once(self.looking(token_ids, parents, outputs))
-
-    def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
-        """The pass of `look`."""
         sequences = np.full(token_ids.size, self.sequence, np.int32)
         logits = yield PassRequest(self, Batch(token_ids, parents, sequences, outputs))
         self.engine.rollback(self.length, self.sequence)

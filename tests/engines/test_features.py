@@ -12,7 +12,7 @@ from demo import TEST_THREADS
 from edgespec.engines.base import Engine
 from edgespec.engines.features import PROMPT_FEATURES, WINDOW, KeptFeatures
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Draft, packed
 from table_engine import TableEngine
@@ -66,7 +66,7 @@ def test_a_row_is_that_of_its_token(load: Load) -> None:
         cached = CachedSequence(engine)
         cached.keep_features(True)
         cached.feed(IDS[:30])
-        cached.score(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5]))
+        at_once(cached.scoring(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5])))
         cached.keep(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5]), (0, 1))
         cached.rollback(25)
         cached.feed(IDS[25:40])
@@ -87,7 +87,7 @@ def test_states_of_a_branch_follow_the_branch(target_path: Path) -> None:
         branched = CachedSequence(engine)
         branched.keep_features(True)
         branched.feed(IDS[:10])
-        branched.score(int(IDS[10]), tree)
+        at_once(branched.scoring(int(IDS[10]), tree))
         branched.keep(int(IDS[10]), tree, (1, 3))
         assert branched.features is not None
         np.testing.assert_allclose(branched.features, wanted, atol=0.05 * wanted.std())

@@ -15,7 +15,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.engines import proof, widths
 from edgespec.engines.cached_text import CachedText, block_ends, runs
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.engines.widths import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds
 from table_engine import TableEngine
@@ -60,7 +60,7 @@ def test_what_was_decoded_is_read_again_in_the_next_prompt() -> None:
     sequence.feed(first)
     for token_id in (20, 21, 22):
         sequence.feed(ids_of(token_id))
-    sequence.score(23, Draft.chain([24, 25]))
+    at_once(sequence.scoring(23, Draft.chain([24, 25])))
     sequence.keep(23, Draft.chain([24, 25]), (0,))
     second = ids_of(*first, 20, 21, 22, 23, 24, 99, 6, 7, 90)
     assert sequence.reuse(second) == BLOCK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, ValidationError, convert
@@ -39,12 +39,7 @@ _Scales = dict[str, list[list[_Scale]]]
 NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
 
 
-class Opened(NamedTuple):
-    """The passes of a model, where they run, and the graph as that device runs it."""
-
-    passes: Passes
-    device: Device
-    graph: Graph
+Opened = tuple[Passes, Device, Graph]  # where they run, and the graph as that device runs it
 
 
 def all_files(path: Path) -> list[Path]:
@@ -88,10 +83,10 @@ def _open_on(provider: str, source: Source, graph: Graph, settings: OnnxSettings
     graph = adapted(graph, provider, settings.head_size)
     if settings.exit_layer is not None:
         parts = ExitPasses(source, graph, settings, run_options, settings.exit_layer)
-        return Opened(parts, parts.device, graph)
+        return parts, parts.device, graph
     sessions, device = open_sessions(graph, source, settings)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-    return Opened(kind(sessions, graph, device, run_options, settings), device, graph)
+    return kind(sessions, graph, device, run_options, settings), device, graph
 
 
 def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheScales:
