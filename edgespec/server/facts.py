@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from time import time
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -29,8 +30,7 @@ def model_objects(services: Services) -> list[dict[str, Any]]:
 def model_object(service: Service, name: str, *, with_status: bool = False) -> dict[str, Any]:
     """A served model under one of its names. `with_status`: whether it is loaded, as llama-server's router says it."""
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
-    made = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-    found |= {"type": "model", "display_name": name, "created_at": made}  # Anthropic's names
+    found |= {"type": "model", "display_name": name, "created_at": written(service.created)}  # Anthropic's names
     if with_status:
         status = "loaded" if service.loaded is not None else "loading" if service.is_loading else "unloaded"
         found["status"] = {"value": status}
@@ -60,7 +60,7 @@ def properties(service: Service) -> dict[str, Any]:
         "model_alias": known.name,
         "build_info": f"edgespec {__version__}",
         "is_sleeping": loaded is None,
-        "chat_template": known.files.chat_template,
+        "chat_template": known.facts.chat_template,
         "default_generation_settings": {"n_ctx": known.context_length, "params": params},
         **known.settings,
         "memory": None if loaded is None else _memory(loaded),
@@ -175,13 +175,8 @@ def version() -> dict[str, Any]:
 
 
 def listed(services: Services) -> dict[str, Any]:
-    return {"models": [found for service in services.all if (found := _listed(service)) is not None]}
-
-
-def _listed(service: Service) -> dict[str, Any] | None:
-    if service.is_new:
-        return None
-    return entry(service.known) | {"modified_at": _written(datetime.fromtimestamp(service.created, UTC))}
+    known = [(service.known, service.created) for service in services.all if not service.is_new]
+    return {"models": [entry(each) | {"modified_at": written(made)} for each, made in known]}
 
 
 def running(services: Services) -> dict[str, Any]:
@@ -201,20 +196,21 @@ def _expires_at(service: Service) -> str:
     """When the model is unloaded if no request comes."""
     left_s = math.inf if service.residence is None else service.residence.left_s
     try:
-        return _written(datetime.now(UTC) + timedelta(seconds=left_s))
-    except OverflowError:
+        return written(time() + left_s)
+    except (OverflowError, ValueError):
         return _NEVER
 
 
-def _written(when: datetime) -> str:
-    return when.isoformat().replace("+00:00", "Z")
+def written(seconds: float) -> str:
+    """A time of the system's clock."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def entry(known: Known) -> dict[str, Any]:
     return {
         "name": known.name,
         "model": known.name,
-        "size": known.files.weight_bytes,
+        "size": known.facts.weight_bytes,
         "digest": known.facts.digest,
         "details": _details(known),
     }
@@ -225,8 +221,8 @@ def _details(known: Known) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "gguf" if facts.quantization else "onnx",  # only a header says the former
-        "family": facts.family,
-        "families": [facts.family],
+        "family": facts.architecture,
+        "families": [facts.architecture],
         "parameter_size": size_label(facts.num_parameters),
         "quantization_level": facts.quantization,
     }
@@ -251,19 +247,20 @@ def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(known: Known) -> dict[str, Any]:
-    template, facts = known.files.chat_template, known.facts
-    info = facts.metadata | {
-        "general.architecture": facts.family,
-        f"{facts.family}.context_length": known.context_length,  # what a request may use
+    facts = known.facts
+    info = {
+        **facts.metadata,
+        "general.architecture": facts.architecture,
+        f"{facts.architecture}.context_length": known.context_length,  # what a request may use
     }
     info |= {"general.parameter_count": facts.num_parameters} if facts.num_parameters else {}
     return {
-        "template": template,
+        "template": facts.chat_template,
         "details": _details(known),
         "model_info": info,
         "capabilities": [
             *(["embedding"] if known.embeds else []),
-            *([] if known.files.pooling else ["completion"]),
-            *known.files.capabilities,
+            *([] if known.facts.pooling else ["completion"]),
+            *known.facts.capabilities,
         ],
     }
