@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,19 +239,15 @@ def test_several_prompts_have_an_answer_each(client: TestClient, model: Model, e
     assert some == [some[0], some[0] + 1, some[0] + 2]
 
 
-def test_what_a_client_gets_that_hangs_up(service: Service, scheduler: Scheduler):
+async def test_what_a_client_gets_that_hangs_up(service: Service, scheduler: Scheduler):
     """Both answers end: the one that runs and the one that waits."""
-
-    async def main() -> None:
-        fields = {"prompt": "Once", "n_cmpl": 2, "ignore_eos": True, "n_indent": 2, "t_max_predict_ms": 60_000}
-        for is_stream in (True, False):
-            client = Client(create_app(service), "/completion", messages=None, stream=is_stream, **fields)
-            await reached(lambda: scheduler.num_running == 1)
-            client.leave()
-            await client.task
-            await reached(lambda: scheduler.num_running == scheduler.num_waiting == 0)
-
-    asyncio.run(main())
+    fields = {"prompt": "Once", "n_cmpl": 2, "ignore_eos": True, "n_indent": 2, "t_max_predict_ms": 60_000}
+    for is_stream in (True, False):
+        client = Client(create_app(service), "/completion", messages=None, stream=is_stream, **fields)
+        await reached(lambda: scheduler.num_running == 1)
+        client.leave()
+        await client.task
+        await reached(lambda: scheduler.num_running == scheduler.num_waiting == 0)
 
 
 # What SillyTavern sends to llama-server with its settings untouched but for the temperature and the length.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import json
@@ -198,31 +197,27 @@ def test_what_a_refused_request_held_is_let_go(client: TestClient):
     assert not held
 
 
-def test_large_bodies_wait_for_each_other_and_small_ones_do_not(service: Service):
+async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(service: Service):
     service.limits = Limits(max_body_bytes=100_000, body_timeout_s=0.05)
+    bodies = Bodies(service.limits)
 
-    async def main() -> None:
-        bodies = Bodies(service.limits)
+    def body(size: int) -> Any:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
 
-        def body(size: int) -> Any:
-            async def receive() -> Any:
-                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+        headers = [(b"content-length", str(size).encode())]
+        return bodies.read(Request({"type": "http", "method": "POST", "headers": headers}, receive))
 
-            headers = [(b"content-length", str(size).encode())]
-            return bodies.read(Request({"type": "http", "method": "POST", "headers": headers}, receive))
-
-        async with contextlib.AsyncExitStack() as held:
-            first, *_ = [await held.enter_async_context(body(100_000)) for _ in range(4)]
-            with pytest.raises(HttpError) as caught:
-                await held.enter_async_context(body(100_000))
-            assert caught.value.status == 503
-            async with body(1000) as small:
-                assert len(small.data) == 1000
-            first.close()
-            async with body(100_000) as last:
-                assert len(last.data) == 100_000 and not first.data
-
-    asyncio.run(main())
+    async with contextlib.AsyncExitStack() as held:
+        first, *_ = [await held.enter_async_context(body(100_000)) for _ in range(4)]
+        with pytest.raises(HttpError) as caught:
+            await held.enter_async_context(body(100_000))
+        assert caught.value.status == 503
+        async with body(1000) as small:
+            assert len(small.data) == 1000
+        first.close()
+        async with body(100_000) as last:
+            assert len(last.data) == 100_000 and not first.data
 
 
 def test_a_large_body_is_refused(service: Service):
