@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -175,9 +175,14 @@ def can_reason(loaded: Loaded) -> bool:
     return reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
 
 
-def runs_there(kind: object) -> bool:
-    """Whether a kind of tool is one that OpenAI's or Anthropic's servers run themselves; it may end in a date."""
-    return isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None
+def run_by_client(tools: Sequence[Any], notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
+    """(place, tool, its type) of those that OpenAI's or Anthropic's servers do not run themselves, which notes name."""
+    for index, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None:  # it may end in a date
+            notes.append(f"tools: {kind} is left out: {RUNS_NONE}")
+        else:
+            yield f"tools.{index}", tool, kind
 
 
 def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str, Any]:

@@ -132,7 +132,7 @@ async def test_who_reads_is_told_that_the_server_stops_before_the_end(scheduler:
     assert running.stats.new_tokens < 1900
 
 
-def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
+async def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
     """Everybody gets the text that he gets alone, or the beginning of it; no slot stays taken."""
     random = Random(4)
     prompts = [[random.randrange(10) for _ in range(random.choice([1, 6, 120]))] for _ in range(64)]
@@ -153,10 +153,7 @@ def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
             assert ticket.finish_reason is not None and (ticket.finish_reason != "cancelled" or index in leaving)
             return ids
 
-        async def main() -> list[list[int]]:
-            return await asyncio.gather(*(client(index) for index in range(64)))
-
-        found = asyncio.run(main())
+        found = await asyncio.gather(*(client(index) for index in range(64)))
         scheduler.close()
         model.target.pass_s = 0.0  # type: ignore[attr-defined]
         assert scheduler.num_running == scheduler.num_waiting == 0
@@ -167,21 +164,18 @@ def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
             assert ids == (whole[: len(ids)] if index in leaving else whole)
 
 
-def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):
+async def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):
     """While clients keep the server busy, another thread's generation is not kept waiting for ever."""
     with table_model(tmp_path, pass_s=0.001, parallel=2) as model:
         scheduler = Scheduler(model, 64, Metrics())
 
-        async def main() -> None:
-            options = GenerateOptions(max_tokens=200, drafter="none")
-            tickets = await scheduler.submit([Job([1, 2], Sampling(), options) for _ in range(12)])
-            await reached(lambda: tickets[0].stats.new_tokens > 0)
-            result = await asyncio.to_thread(model.generate, [3, 4], Sampling(), GenerateOptions(max_tokens=5))
-            assert result.stats.new_tokens == 5 and scheduler.num_waiting > 2
-            for ticket in tickets:
-                ticket.cancel()
-
-        asyncio.run(main())
+        options = GenerateOptions(max_tokens=200, drafter="none")
+        tickets = await scheduler.submit([Job([1, 2], Sampling(), options) for _ in range(12)])
+        await reached(lambda: tickets[0].stats.new_tokens > 0)
+        result = await asyncio.to_thread(model.generate, [3, 4], Sampling(), GenerateOptions(max_tokens=5))
+        assert result.stats.new_tokens == 5 and scheduler.num_waiting > 2
+        for ticket in tickets:
+            ticket.cancel()
         scheduler.close()
 
 
