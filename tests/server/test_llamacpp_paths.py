@@ -75,28 +75,6 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"mirostat": 2}, "mirostat", "0 turns it off"),
-        ({"typical_p": 0.9}, "typical_p", "1 turns it off"),
-        ({"dry_multiplier": 0.8}, "dry_multiplier", "not built in"),
-        ({"samplers": ["top_k", "temperature"]}, "samplers", "in this order: penalties, temperature"),
-        ({"samplers": "kfypmt"}, "samplers", "must be a list"),
-        ({"samplers": "kt"}, "samplers", "in this order: penalties, temperature"),
-        ({"adaptive_target": 0.5}, "adaptive_target", "-1 turns it off"),
-        ({"id_slot": 1}, "id_slot", "from -1 to 0"),
-        ({"cache_prompt": "yes"}, "cache_prompt", "true or false"),
-        ({"n_predict": 5}, "max", "give one"),
-    ],
-)
-def test_fields_that_would(client: TestClient, path: str, fields: dict[str, Any], param: str, words: str):
-    answered = client.post(path, json=BODIES[path] | {"max_tokens": 4} | fields)
-    error = answered.json()["error"]
-    assert answered.status_code == 400 and words in error["message"] and param in error["param"]
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
 def test_n_predict_is_the_limit(client: TestClient, path: str):
     answer = ask(client, path, max_tokens=None, n_predict=2)
     assert answer["usage"]["completion_tokens"] == 2 and answer["choices"][0]["finish_reason"] == "length"

@@ -265,14 +265,6 @@ def test_a_prediction_is_drafted_from(client: TestClient):
     assert last["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 0
 
 
-@pytest.mark.parametrize("prediction", [{"type": "content"}, {"content": "x"}, {"type": "content", "content": 5},
-                                        {"type": "text", "content": "x"}, {"type": "content", "content": "x", "n": 1},
-                                        {"type": "content", "content": [{"type": "image_url"}]}, "x"])  # fmt: skip
-def test_a_prediction_that_is_none(client: TestClient, prediction: Any):
-    answered = client.post(CHAT, json={"messages": QUESTION, "prediction": prediction})
-    assert answered.status_code == 400 and "prediction" in answered.json()["error"]["param"]
-
-
 # -- Conversations that end with an assistant's message, in every chat protocol: the answer goes on from its text
 
 
