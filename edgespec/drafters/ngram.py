@@ -54,12 +54,7 @@ class NgramDrafter(Drafter):
     name = "ngram"
     is_free = True
 
-    def __init__(
-        self,
-        min_ngram: int = 2,
-        places_kept: int = 4,
-        max_indexed: int = 1 << 17,
-    ) -> None:
+    def __init__(self, min_ngram: int = 2, places_kept: int = 4, max_indexed: int = 1 << 17) -> None:
         self._sizes = range(_MAX_NGRAM, min_ngram - 1, -1)
         self._places_kept, self._max_indexed = places_kept, max_indexed
         self._text = FollowedText()

@@ -133,10 +133,7 @@ def test_only_the_runtime_imports_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version,
     rpc-server runs one without a model."""
     for name in MODULES:
-        if {name, component(name)} & ASSEMBLING or name in (
-            "cli.doctor",
-            "cli.rpc_server",
-        ):
+        if {name, component(name)} & ASSEMBLING or name in ("cli.doctor", "cli.rpc_server"):
             continue
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
         assert used <= BASES, f"{name} imports {used - BASES}"

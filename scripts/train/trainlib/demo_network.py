@@ -176,11 +176,7 @@ class Network(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def hidden(
-        self,
-        token_ids: Tensor,
-        *,
-        exit_layer: int | None = None,
-        kept_layers: list[bool] | None = None,
+        self, token_ids: Tensor, *, exit_layer: int | None = None, kept_layers: list[bool] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Final hidden states [batch, length, hidden] of `token_ids` [batch, length], and those after `exit_layer`.
 

@@ -18,14 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainlib.public_data import (
-    GSM8K_FILE,
-    SGD_DEV_FILE,
-    function_request,
-    is_held_out,
-    library_functions,
-    read_lines,
-)
+from trainlib.public_data import GSM8K_FILE, SGD_DEV_FILE, function_request, is_held_out, library_functions, read_lines
 
 BOS = "<|endoftext|>"
 TURN_START = "<|im_start|>"
