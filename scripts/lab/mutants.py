@@ -96,7 +96,7 @@ MUTANTS = (
         "        candidate = above.candidates.take(len(above.children))\n"
         "        if candidate.evidence[1] < -1.0 and len(above.children) + 1 < above.candidates.count:\n"
         "            candidate = above.candidates.take(len(above.children) + 1)\n",
-        ("tests/drafters/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
+        ("tests/core/test_lossless.py::test_joint_law_of_sampled_text_is_the_targets[rejection-tree]",),
     ),
     Mutant(
         "let the nodes of a head's tree see their siblings",

@@ -21,8 +21,6 @@ def split(source: Path, stem: Path, tensors_per_file: int) -> list[Path]:
             writer.add_key_value(key, field.contents(), kind, item)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for end in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        end()
     return sorted(stem.parent.glob(f"{stem.name}-*-of-*.gguf"))
