@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds, Verdict
 
 _BYTES_PER_TOKEN = 36  # a number and its place in a list, measured on CPython 3.11
 
@@ -42,6 +44,18 @@ class FollowedText:
     @property
     def bytes_used(self) -> int:
         return _BYTES_PER_TOKEN * len(self.ids)
+
+
+def looked_up(request: DraftRequest, found: Iterable[tuple[int, Evidence]]) -> Draft:
+    """A chain of tokens with their evidence, as far as the request wants them and they are expected to pay."""
+    chosen: list[int] = []
+    evidence: list[Evidence] = []
+    for token_id, scores in islice(found, request.max_tokens):
+        chosen.append(token_id)
+        evidence.append(scores)
+        if request.should_continue is not None and not request.should_continue(len(chosen), scores):
+            break
+    return Draft.chain(chosen, evidence=evidence)
 
 
 _MAX_NGRAM, _REFUSALS_KEPT = 4, 32

@@ -76,10 +76,11 @@ def assert_same_text(
     for seed, (prompt, temperature) in enumerate(zip(PROMPTS * 2, TEMPERATURES, strict=True)):
         has_template = model.target.vocabulary.chat_template is not None
         ids = model.encode_chat([{"role": "user", "content": prompt}]) if has_template else model.encode(prompt)
-        sampling, options = Sampling(temperature=temperature, seed=seed), {"max_tokens": num_tokens, "ignore_eos": True}
-        plain = model.generate(ids, sampling, GenerateOptions(drafter="none", **options))
+        sampling = Sampling(temperature=temperature, seed=seed)
+        options = GenerateOptions(max_tokens=num_tokens, ignore_eos=True, drafter="none")
+        plain = model.generate(ids, sampling, options)
         for drafter, length in asked:
-            drafted = model.generate(ids, sampling, GenerateOptions(drafter=drafter, draft_length=length, **options))
+            drafted = model.generate(ids, sampling, replace(options, drafter=drafter, draft_length=length))
             assert drafted.token_ids == plain.token_ids, (drafter, length, prompt, temperature)
             assert drafted.logprobs == plain.logprobs, (drafter, length, prompt, temperature)
             assert drafted.reproducible and not drafted.stats.notes
@@ -113,12 +114,12 @@ def assert_window_changes_no_text(target: str, drafter: Any, **options: Any) -> 
     options |= {"draft_context_length": 40, "drafter": drafter, "threads": TEST_THREADS, "reproducible": True}
     with edgespec.load(target, **options) as model:
         ids = model.encode("A text that is longer than what the head can see. " * 6)
-        usual, sampling = {"max_tokens": 80, "ignore_eos": True}, Sampling(temperature=0.8, seed=4)
-        plain = model.generate(ids, sampling, GenerateOptions(drafter="none", **usual))
-        found = model.generate(ids, sampling, GenerateOptions(draft_length=5, **usual))
+        usual, sampling = GenerateOptions(max_tokens=80, ignore_eos=True), Sampling(temperature=0.8, seed=4)
+        plain = model.generate(ids, sampling, replace(usual, drafter="none"))
+        found = model.generate(ids, sampling, replace(usual, draft_length=5))
         assert found.token_ids == plain.token_ids and found.stats.drafted_tokens > 300
         model.forget()
-        assert model.generate(ids, sampling, GenerateOptions(**usual)).token_ids == plain.token_ids
+        assert model.generate(ids, sampling, usual).token_ids == plain.token_ids
 
 
 def score_of_pairs(target: TableEngine, drafter: Drafter, rule: str) -> tuple[float, list[TokenEvent]]:

@@ -91,7 +91,8 @@ class Twin(tiny_mixtures.Twin):
         """(logits, the next state) of one step; `position` is that of the last token of the text."""
         case, weights = self.case, self._drafter
         embedded = self._all["token_embd.weight"][[token_id]] * math.sqrt(case.width)
-        x: Doubles = np.concatenate((embedded, state[None]), axis=1) @ weights["nextn.pre_projection.weight"].T
+        joined: Doubles = np.concatenate((embedded, state[None].astype(np.float64)), axis=1)
+        x: Doubles = joined @ weights["nextn.pre_projection.weight"].T
         for layer in range(LAYERS):
             read = case.layers - (2 if case.is_windowed(layer) else 1)
             x = self.layer(layer, weights, x, read, first=position)

@@ -330,8 +330,8 @@ class Twin:
             frequencies, scale = frequencies * (ramp / factor + 1 - ramp), 0.1 * math.log(factor) + 1
         angles = (first + np.arange(len(x)))[:, None] * frequencies
         cos, sin = scale * np.cos(angles)[:, None], scale * np.sin(angles)[:, None]
-        first, second = x[..., :half], x[..., half:]
-        return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
+        left, right = x[..., :half], x[..., half:]
+        return np.concatenate((left * cos - right * sin, left * sin + right * cos), axis=-1)
 
     def _feed(self, own: Mapping[str, Doubles], x: Doubles) -> Doubles:
         case = self.case
