@@ -244,7 +244,7 @@ def rewritten(path: Path, change: Any) -> None:
         "ids out of order": (lambda m, a: a.update(token_ids=a["token_ids"][::-1].copy()), "out of order"),
         "ids are floats": (lambda m, a: a.update(token_ids=a["token_ids"].astype(np.float32)), "list of token ids"),
         **{
-            f"layers {layers}": (lambda m, a, layers=layers: m.update(layers=layers, feature_size=66), "layers|feature_")
+            f"layers {layers}": (lambda m, a, layers=layers: m.update(layers=layers, feature_size=66), "layers|feature")
             for layers in ([2, 1], [-1], ["1"], [1, 1], [0.5], [1, 2, 3])
         },
         "objects": (lambda m, a: a.update(norm=np.array(["x"] * 64)), "norm must be"),
