@@ -89,16 +89,3 @@ def test_other_grammars_and_a_free_preamble(demo: Model) -> None:
     begun, mark = demo.decode(free.token_ids[:2]), demo.decode(free.token_ids[2:5])  # what the model writes anyway
     found = answer(json_schema='{"const": {"a": 1}}', free_until=mark)
     assert found.startswith(begun + mark) and json.loads(found.removeprefix(begun + mark)) == {"a": 1}
-
-
-def test_the_mask_takes_little_of_a_round(demo: Model) -> None:
-    """Not a time but a count: target and drafter share the masks of a round, and each is made once."""
-    schema = SCHEMAS["a person"]
-    options = GenerateOptions(max_tokens=MOST, drafter="model", draft_length=4, json_schema=schema)
-    generation = demo.stream(prompt(demo, "a person"), Sampling(temperature=0.0), options)
-    constraint = generation._request.sampler.constraint
-    assert constraint is not None
-    made, allowed = [], constraint._allowed
-    constraint._allowed = lambda answer: (made.append(answer.tobytes()), allowed(answer))[1]  # type: ignore[method-assign]
-    stats = generation.result().stats
-    assert len(made) == len(set(made)) <= stats.new_tokens + stats.drafted_tokens + stats.rounds

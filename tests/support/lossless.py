@@ -13,8 +13,6 @@ from demo import ROOT, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -45,10 +43,6 @@ PROMPTS = (
 
 
 TEMPERATURES = 0.0, 0.8, 1.2, 1.2, 0.0, 0.8  # of the prompts, each twice
-
-
-def make_drafter(name: str, target: TableEngine) -> Drafter:
-    return NgramDrafter(min_ngram=1) if name == "ngram" else ModelDrafter(target.related(sigma=1.0))
 
 
 def run_once(
