@@ -152,16 +152,10 @@ def test_commands_do_not_import_each_other_in_circles():
     assert set(TopologicalSorter(graph).static_order()) == names  # raises CycleError, naming the circle
 
 
-def test_llama_cpp_is_imported_in_one_file():
-    users = [name for name, path in MODULES.items() if any(full.split(".")[0] == "llama_cpp" for full in imports(path))]
-    assert users == ["engines.llamacpp.library"]
-
-
-def test_onnxruntime_is_imported_in_one_file():
-    users = [
-        name for name, path in MODULES.items() if any(full.split(".")[0] == "onnxruntime" for full in imports(path))
-    ]
-    assert users == ["engines.onnx.library"]
+@pytest.mark.parametrize(("library", "engine"), [("llama_cpp", "llamacpp"), ("onnxruntime", "onnx")])
+def test_an_engines_library_is_imported_in_one_file(library, engine):
+    users = [name for name, path in MODULES.items() if any(full.split(".")[0] == library for full in imports(path))]
+    assert users == [f"engines.{engine}.library"]
 
 
 def test_training_libraries_stay_in_training_and_export():
