@@ -15,7 +15,7 @@ CALLED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("server", "start"), "serve"),
         **dict.fromkeys(("get", "download", "install"), "pull"),
         **dict.fromkeys(("delete", "uninstall"), "rm"),
-        **dict.fromkeys(("create", "import"), "add"),
+        "import": "add",
         **dict.fromkeys(("convert", "quantize", "quantise"), "export"),
         "info": "show",
         "benchmark": "bench",
@@ -86,7 +86,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "cp": "edgespec add FILE --name NAME gives a model another name",
         "push": "edgespec publishes nothing",
         "version": "edgespec --version",
-        "help": "edgespec --help, edgespec COMMAND --help",
+        "create": "edgespec add FILE --name NAME; what a Modelfile sets are options, or lines of config.toml",
         **dict.fromkeys(("ps", "stop"), "nothing stays loaded when a command ends; edgespec ls lists models"),
     }
 )

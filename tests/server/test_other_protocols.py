@@ -110,6 +110,7 @@ def test_a_tool_is_used_and_its_result_answered(client: TestClient):
         ({"tool_choice": {"type": "any"}}, "no tools are given"),
         ({"thinking": {"type": "on"}}, "adaptive, disabled, enabled"),
         ({"mcp_servers": [{"type": "url"}]}, "runs no tools itself"),
+        ({"thread": {"type": "create"}}, "thread is not supported: no conversation is stored"),
         ({"max_token": 3}, "did you mean 'max_tokens'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
         ({"output_config": {"form": {}}}, "output_config.form"),
@@ -120,6 +121,9 @@ def test_errors_have_anthropics_shape(client: TestClient, fields: dict[str, Any]
     body = answered.json()
     assert answered.status_code == 400 and body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error" and words in body["error"]["message"]
+    # At this code Anthropic's SDK (its tool runner) sends whole conversations instead.
+    unthreaded = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert body["error"].get("details") == (unthreaded if "thread" in fields else None)
 
 
 def test_an_answer_in_a_schema(client: TestClient):
