@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.chat.template import CHILDREN, answer_prefix, encode_messages, num_characters, read_template
+from edgespec.chat.reasoning import AnswerParts, answer_parts, before_structure
+from edgespec.chat.template import CHILDREN, Ending, answer_prefix, encode_messages, num_characters, read_template
 from edgespec.closing import Closing, closed_on_failure
 from edgespec.config.options import GenerateOptions, LoadKeywords, LoadOptions, Sampling
 from edgespec.config.values import LOSSY, DrafterName, RuleName
@@ -48,9 +49,6 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.constraint.grammar import Grammar
 from edgespec.sampling.constraint.state import Constraint, Constraints
 from edgespec.types import Progress, TokenIds
-
-if TYPE_CHECKING:
-    from edgespec.chat.reasoning import AnswerParts
 
 __all__ = ["Generation", "Messages", "Model", "Prompt", "Result", "load"]
 Prompt = str | Sequence[int]
@@ -187,8 +185,6 @@ class Model(Closing):
         None: the answer goes on from an assistant's text if there is one. Raises PromptError if the model has no chat
         template or the template rejects the messages, leaves out the text to go on from, or does not use an argument.
         """
-        from edgespec.chat.template import Ending
-
         messages = checked_chat(messages)
         tools = checked_tools(tools)
         require_writer(self.target.facts)
@@ -279,8 +275,6 @@ class Model(Closing):
         If the last message is an assistant's text without tool calls, the model goes on with it: the result has the new
         text only. Raises PromptError if `options` asks for a structure then, or the chat template leaves it out.
         """
-        from edgespec.chat.reasoning import before_structure
-
         self.require_room(len(checked_chat(messages)), "messages")
         self.require_room(num_characters(messages, tools), "characters")
         prompt_ids = self.encode_chat(messages, tools)
@@ -309,8 +303,6 @@ class Model(Closing):
         arguments. Raises CapabilityError for tools with a model whose chat template writes calls in no known form,
         StateError if the model is closed.
         """
-        from edgespec.chat.reasoning import answer_parts
-
         result = of_kind("result", result, Result, ConfigError)
         prefix = answer_prefix(messages) if messages else ""
         with self._executor.vocabulary() as vocabulary:

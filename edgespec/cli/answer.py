@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -15,6 +16,8 @@ from rich.cells import cell_len
 
 from edgespec.chat.reasoning import Reasoning
 from edgespec.cli import has_escapes, printable
+from edgespec.cli.interrupt import stops
+from edgespec.generation.handle import Generation
 from edgespec.reports import TokenEvent
 from edgespec.vocabulary import Vocabulary
 
@@ -46,6 +49,17 @@ class AnswerPrinter:
         self._is_reasoning = self._is_dim = False
         self._last = ""
         self._has_ended = False
+
+    def print_all(self, answer: Generation, begin: Callable[[], None] = lambda: None) -> bool:
+        """Print the events of `answer` until it ends or is interrupted: whether it was. `begin` is called first."""
+        with answer, stops(answer.cancel) as interruption:
+            begin()
+            for event in answer:
+                self.push(event)
+                if interruption.happened:
+                    break
+        self.end_line()
+        return interruption.happened
 
     def push(self, event: TokenEvent) -> None:
         self.text += event.text

@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from edgespec.chat.conversation import Conversation, fit_context
-from edgespec.cli.interrupt import stops
 from edgespec.cli.session import Session
 from edgespec.cli.stdin import typing_unseen
 from edgespec.cli.terminal import counted, detail, note, reply
@@ -102,15 +101,11 @@ class Chat:
         offset = self.conversation.noise_offset(len(prompt_ids))
         options = dataclasses.replace(session.options, noise_offset=offset, logprobs=False)
         printer = session.printer(prompt_ids, prefix)
-        with typing_unseen(), session.model.stream(prompt_ids, session.sampling, options) as answer:
+        with typing_unseen():
+            answer = session.model.stream(prompt_ids, session.sampling, options)
             self.last = answer.stats
-            with stops(answer.cancel) as interruption:
-                for event in answer:
-                    printer.push(event)
-                    if interruption.happened:
-                        break
-        printer.end_line()
-        if interruption.happened:
+            is_stopped = printer.print_all(answer)
+        if is_stopped:
             note("stopped")
         return *printer.parts, offset + len(prompt_ids) + self.last.new_tokens
 

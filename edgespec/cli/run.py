@@ -26,21 +26,9 @@ from edgespec.loading.registry import is_known, resolve
 from edgespec.reports import Stats
 
 STATS_KEYS = (
-    "prompt_tokens",
-    "new_tokens",
-    "target_passes",
-    "drafted_tokens",
-    "accepted_tokens",
-    "acceptance_rate",
-    "mean_accepted_length",
-    "tokens_per_second",
-    "prefill_s",
-    "draft_s",
-    "verify_s",
-    "overhead_s",
-    "wall_s",
-    "peak_rss_bytes",
-    "planned_bytes",
+    *("prompt_tokens", "new_tokens", "target_passes", "drafted_tokens", "accepted_tokens", "acceptance_rate"),
+    *("mean_accepted_length", "tokens_per_second", "prefill_s", "draft_s", "verify_s", "overhead_s", "wall_s"),
+    *("peak_rss_bytes", "planned_bytes"),
 )
 
 
@@ -145,16 +133,10 @@ def _print_text(session: Session, prompt_ids: list[int]) -> int:
     options = dataclasses.replace(session.options, logprobs=False)
     answer = _asked(session, prompt_ids, options)
     printer = session.printer(prompt_ids)
-    with answer, stops(answer.cancel) as interruption:
-        show_beginning(session)
-        for event in answer:
-            printer.push(event)
-            if interruption.happened:
-                break
-    printer.end_line()
+    is_stopped = printer.print_all(answer, lambda: show_beginning(session))
     code = _code_of(session, answer.stats, printer.parts[1])
     session.show_end(answer.stats, says_cut=not code)
-    return INTERRUPTED if interruption.happened else code
+    return INTERRUPTED if is_stopped else code
 
 
 def _print_json(session: Session, prompt_ids: list[int], logprobs: int | None) -> int:

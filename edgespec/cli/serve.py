@@ -33,8 +33,7 @@ from edgespec.memory.plan import Room, planned
 if TYPE_CHECKING:
     from edgespec.config.options import Sampling
     from edgespec.server.residence import SharedMemory
-    from edgespec.server.run import Binding
-    from edgespec.server.service import Known, Limits, Service, Services
+    from edgespec.server.service import Known, Service, Services
 
 
 API_KEY = "EDGESPEC_API_KEY"
@@ -43,6 +42,7 @@ _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "stats", "raw")  # a re
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
 _HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")
 _OWN = (*_OWN_HTTP, "alias", "any_model", "parallel", "max_queue", "timeout", "stdio")
+_QUEUE, _TIMEOUT = click.IntRange(0, 4096), click.FloatRange(0, min_open=True)
 
 
 def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
@@ -67,13 +67,8 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
     metavar="N",
     help="Answers generated at once, each with its own context; others wait [up to 4 on our kernels, else 1]",
 )
-@_option("--max-queue", type=click.IntRange(0, 4096), metavar="N", help="Requests that may wait; more get 429 [32]")
-@_option(
-    "--timeout",
-    type=click.FloatRange(0, min_open=True),
-    metavar="S",
-    help="Seconds per request, waiting included [600]",
-)
+@_option("--max-queue", type=_QUEUE, default=32, metavar="N", help="Requests that may wait; more get 429 [32]")
+@_option("--timeout", type=_TIMEOUT, default=600.0, metavar="S", help="Seconds per request, waiting included [600]")
 @_option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes: the parent has ended")
 @_option("--stdio", is_flag=True, help="Speak JSON lines on standard streams instead of HTTP")
 def command(model_names: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
@@ -110,9 +105,10 @@ def _serve(services: Services, own: dict[str, Any], options: ServeOptions, first
 
         serve_stdio(services, first, *_private_streams())
         return
-    from edgespec.server.run import serve
+    from edgespec.server.run import Binding, serve
 
-    binding = _binding(own, options)
+    lists = options.cors_origin, options.allowed_host
+    binding = Binding(own["host"], own["port"], *lists, until_stdin_closes=own["exit_with_stdin"])
     if not binding.is_local and services.api_key is None:
         note(f"warning: everybody who can reach {binding.host} can use this server: set {API_KEY}")
     serve(services, binding, first, _announce)
@@ -131,13 +127,6 @@ def _require_libraries() -> None:
         raise CapabilityError(
             f"edgespec serve needs {' and '.join(missing)}, not installed here: {install_command('server')}"
         )
-
-
-def _binding(own: dict[str, Any], options: ServeOptions) -> Binding:
-    from edgespec.server.run import Binding
-
-    lists = options.cors_origin, options.allowed_host
-    return Binding(own["host"], own["port"], *lists, until_stdin_closes=own["exit_with_stdin"])
 
 
 def _announce(url: str) -> None:
@@ -172,7 +161,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     Raises ConfigError, and what `resolve_pair` raises: before anything listens.
     """
     from edgespec.server.residence import Places, SharedMemory
-    from edgespec.server.service import Service
+    from edgespec.server.service import Limits, Service
 
     loading = [LoadOptions(**each.part("load")) for each in settings]
     read_template(loading[0].chat_template_file)
@@ -180,6 +169,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     key = own["api_key"] if own["api_key"] is not None else os.environ.get(API_KEY)
     if key == "":
         raise ConfigError(f"the API key is empty: give --api-key a key, or leave it and {API_KEY} out")
+    limits = Limits(max_queued=own["max_queue"], timeout_s=own["timeout"])
     names = _names([each.model for each in loading], pairs, own["alias"])
     shared: dict[str, Any] = {"api_key": key, "idle_unload_s": options.idle_unload_s}
     if len(pairs) > 1:
@@ -190,7 +180,7 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
     found: list[Served] = []
     for each, pair, (name, *others) in zip(settings, pairs, names, strict=True):
         beside = tuple(other for known in names if known[0] != name for other in known)
-        service = Service(name, _limits(own), aliases=tuple(others), beside=beside, **shared)
+        service = Service(name, limits, aliases=tuple(others), beside=beside, **shared)
         found.append(Served(each, pair, service, parallel, memory))
     found[0].service.any_model = own["any_model"]
     if memory is not None:
@@ -225,13 +215,6 @@ def _meant(alias: str, given: Sequence[str], pairs: Sequence[ModelPair]) -> tupl
                 return index, alias.removesuffix(f"={known}")
     allowed = ", ".join(given)
     raise ConfigError(f"--alias {alias!r} names none of the models: give NAME, or NAME=MODEL with one of {allowed}")
-
-
-def _limits(own: dict[str, Any]) -> Limits:
-    from edgespec.server.service import Limits
-
-    given = {"max_queued": own["max_queue"], "timeout_s": own["timeout"]}
-    return replace(Limits(), **{name: value for name, value in given.items() if value is not None})
 
 
 # -- one model: its settings, and how it comes into memory beside the server's other models

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgespec.chat.reasoning import Reasoning, before_structure
-from edgespec.chat.template import read_template
+from edgespec.chat.template import answer_prefix, read_template
 from edgespec.cli.answer import AnswerPrinter
 from edgespec.cli.options import sampling_of
 from edgespec.cli.shell import continue_command
@@ -52,8 +52,6 @@ class Session:
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises as `encode_chat`."""
-        from edgespec.chat.template import answer_prefix  # jinja2 is needed only here
-
         chosen = self.shown.thinking
         prompt_ids = self.model.encode_chat(
             messages, template_arguments=None if chosen is None else {"enable_thinking": chosen}

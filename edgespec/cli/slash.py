@@ -128,14 +128,6 @@ def _path(argument: str, name: str) -> Path:
     return expanded(argument)
 
 
-def _regen(chat: Chat, argument: str) -> None:
-    chat.say_again()
-
-
-def _continue(chat: Chat, argument: str) -> None:
-    chat.go_on()
-
-
 def _undo(chat: Chat, argument: str) -> None:
     text = chat.conversation.undo()
     reply("nothing to undo" if text is None else f"removed: {textwrap.shorten(text, _SHOWN_CHARACTERS)}")
@@ -340,8 +332,8 @@ COMMANDS: dict[str, Command] = {
     "/save": Command("/save FILE", "save the conversation to a file", _save),
     "/load": Command("/load FILE", "load a saved conversation and show it", _load),
     "/read": Command("/read FILE", "put the text of a file behind the next message", _read),
-    "/regen": Command("/regen", "answer the last message again with another seed", _regen),
-    "/continue": Command("/continue", "go on with an answer that was cut or stopped", _continue),
+    "/regen": Command("/regen", "answer the last message again with another seed", lambda chat, _: chat.say_again()),
+    "/continue": Command("/continue", "go on with an answer that was cut or stopped", lambda chat, _: chat.go_on()),
     "/undo": Command("/undo", "remove the last message and its answer", _undo),
     "/set": Command("/set NAME VALUE", "change a setting, such as: /set temp 0.5", _set),
     "/unset": Command("/unset NAME", "take a setting back to its default, such as: /unset json-schema", _unset),

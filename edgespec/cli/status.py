@@ -22,9 +22,8 @@ PATIENCE_S, LOG_PATIENCE_S = 1.0, 10.0  # before anything is said to a person, a
 class _Waiting:
     """What is being done at present, and how it is shown; a timer's thread begins to show it."""
 
-    def __init__(self, text: str, ends_by: str) -> None:
+    def __init__(self, text: str) -> None:
         self._what = self._text = text
-        self._ends_by = ends_by
         self._lock = Lock()
         self._status: Status | None = None
         self._has_said = self._is_over = False
@@ -55,7 +54,7 @@ class _Waiting:
 
     @property
     def _shown(self) -> Text:
-        return Text(f"{self._text} ({self._ends_by})")
+        return Text(f"{self._text} (Ctrl-C stops)")
 
     def end(self) -> None:
         with self._lock:
@@ -69,13 +68,12 @@ _waiting: list[_Waiting] = []
 
 
 @contextmanager
-def waiting(text: str, ends_by: str = "Ctrl-C stops") -> Iterator[OnProgress]:
+def waiting(text: str) -> Iterator[OnProgress]:
     """For the time of the block: after a second in a terminal (ten in a log) `text` is shown, or what is done since.
 
     Yields a function that takes (steps done, steps in all, what is being done). With --quiet nothing is shown.
-    `ends_by`: what the user can do about it.
     """
-    one = _Waiting(text, ends_by)
+    one = _Waiting(text)
     if verbosity() == "quiet":
         yield lambda done, total, what: None
         return

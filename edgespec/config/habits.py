@@ -6,92 +6,79 @@ import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+
+def _by_word(said: Mapping[str, str]) -> Mapping[str, str]:
+    """By each word, what is said for the words that stand together."""
+    return MappingProxyType({word: text for words, text in said.items() for word in words.split()})
+
+
 # Commands and options, without dashes in front.
-CALLED: Mapping[str, str] = MappingProxyType(
+CALLED = _by_word(
     {
-        **dict.fromkeys(("interactive", "repl"), "chat"),
-        **dict.fromkeys(("complete", "completion", "ask"), "run"),
+        "interactive repl": "chat",
+        "complete completion ask": "run",
         "models": "ls",
-        **dict.fromkeys(("server", "start"), "serve"),
-        **dict.fromkeys(("get", "download", "install"), "pull"),
-        **dict.fromkeys(("delete", "uninstall"), "rm"),
+        "server start": "serve",
+        "get download install": "pull",
+        "delete uninstall": "rm",
         "import": "add",
-        **dict.fromkeys(("convert", "quantize", "quantise"), "export"),
+        "convert quantize quantise": "export",
         "info": "show",
         "benchmark": "bench",
-        **dict.fromkeys(("n-predict", "predict", "num-predict", "max-new-tokens"), "max-tokens"),
-        **dict.fromkeys(("ctx", "context", "context-length", "ctx-len", "num-ctx", "max-kv-size"), "ctx-size"),
-        **dict.fromkeys(("gpu", "ngl", "n-gpu-layers", "num-gpu"), "gpu-layers"),
-        **dict.fromkeys(("draft", "draft-n", "draft-min", "draft-num"), "draft-length"),
+        "n-predict predict num-predict max-new-tokens": "max-tokens",
+        "ctx context context-length ctx-len num-ctx max-kv-size": "ctx-size",
+        "gpu ngl n-gpu-layers num-gpu": "gpu-layers",
+        "draft draft-n draft-min draft-num": "draft-length",
         "spec-type": "drafter",
-        **dict.fromkeys(("sys", "system-prompt"), "system"),
-        **dict.fromkeys(("kv-bits", "kv-cache-type"), "cache-type-k"),
-        **dict.fromkeys(("reasoning", "chat-template-kwargs"), "thinking"),
-        **dict.fromkeys(("nothink", "no-think", "reasoning-budget"), "no-thinking"),
+        "sys system-prompt": "system",
+        "kv-bits kv-cache-type": "cache-type-k",
+        "reasoning chat-template-kwargs": "thinking",
+        "nothink no-think reasoning-budget": "no-thinking",
         "num-thread": "threads",
         "grammar-file": "grammar",
         "prompt-cache": "session",
-        **dict.fromkeys(("reverse-prompt", "r"), "stop"),
+        "reverse-prompt r": "stop",
         "nowordwrap": "raw",
     }
 )
+_ROPE = "a model is run with its own rope settings, up to the context that it was trained for (-c max)"
+_POOLING = "embedding models need no flag; --pooling mean asks for embeddings of one that generates text"
+_ADAPTERS = "adapters are not applied here: merge them into the model (llama.cpp's llama-export-lora)"
+_NOTES = "notes go to standard error: 2> FILE keeps them, -v shows more, -q none"
+_LENGTHS = "drafts are as long as is expected to pay off; --draft-length N fixes their length"
+_SHIFTS = "text is never shifted out silently; chat drops the oldest exchanges and says so"
+_SAMPLERS = "the samplers are --temp, --top-k, --top-p, --min-p and the penalties"
 # What is done in another way here.
-INSTEAD: Mapping[str, str] = MappingProxyType(
+INSTEAD = _by_word(
     {
-        **dict.fromkeys(("f", "file", "prompt-file"), "-p - < FILE reads the prompt from a file"),
-        **dict.fromkeys(("cnv", "conversation", "i"), "edgespec chat holds a conversation, run answers once"),
-        **dict.fromkeys(("no-cnv", "no-conversation"), "edgespec run answers once"),
-        **dict.fromkeys(("hf", "hf-repo"), "edgespec pull gets a model from the hub"),
-        **dict.fromkeys(("fa", "flash-attn"), "llama.cpp uses flash attention automatically where it can"),
-        **dict.fromkeys(("no-warmup", "warmup"), "there is no warm-up run: leave it out"),
-        **dict.fromkeys(("mlock", "mmap", "no-mmap"), "weights are always mapped from their file and not locked"),
-        **dict.fromkeys(("cpu-moe", "cmoe"), "-ncmoe 999 keeps all experts on the processor"),
-        **dict.fromkeys(
-            ("rope-scaling", "rope-scale", "rope-freq-base", "rope-freq-scale", "yarn-orig-ctx"),
-            "a model is run with its own rope settings, up to the context that it was trained for (-c max)",
-        ),
-        **dict.fromkeys(
-            ("samplers", "sampling-seq", "sampler-seq"),
-            "the order is fixed: --temp, --top-k, --top-p, --min-p",
-        ),
-        **dict.fromkeys(
-            ("typical", "mirostat", "xtc-probability", "dry-multiplier", "top-nsigma", "dynatemp-range"),
-            "the samplers are --temp, --top-k, --top-p, --min-p and the penalties",
-        ),
-        **dict.fromkeys(
-            ("embedding", "embeddings"),
-            "embedding models need no flag; --pooling mean asks for embeddings of one that generates text",
-        ),
-        **dict.fromkeys(
-            ("log-file", "log-disable", "log-verbosity", "verbosity"),
-            "notes go to standard error: 2> FILE keeps them, -v shows more, -q none",
-        ),
-        **dict.fromkeys(
-            ("lora", "lora-scaled", "adapter"),
-            "adapters are not applied here: merge them into the model (llama.cpp's llama-export-lora)",
-        ),
-        **dict.fromkeys(
-            ("draft-p-min", "draft-p-split"),
-            "drafts are as long as is expected to pay off; --draft-length N fixes their length",
-        ),
-        **dict.fromkeys(
-            ("context-shift", "no-context-shift", "keep"),
-            "text is never shifted out silently; chat drops the oldest exchanges and says so",
-        ),
-        **dict.fromkeys(("b", "batch-size", "ub", "ubatch-size"), "the size of passes is chosen: leave it out"),
-        **dict.fromkeys(("tb", "threads-batch"), "-t is for all passes"),
-        **dict.fromkeys(("jinja", "no-jinja"), "chat templates are always read as Jinja"),
-        **dict.fromkeys(("keepalive", "keep-alive"), "a model stays loaded for as long as its command runs"),
+        "f file prompt-file": "-p - < FILE reads the prompt from a file",
+        "cnv conversation i": "edgespec chat holds a conversation, run answers once",
+        "no-cnv no-conversation": "edgespec run answers once",
+        "hf hf-repo": "edgespec pull gets a model from the hub",
+        "fa flash-attn": "llama.cpp uses flash attention automatically where it can",
+        "no-warmup warmup": "there is no warm-up run: leave it out",
+        "mlock mmap no-mmap": "weights are always mapped from their file and not locked",
+        "cpu-moe cmoe": "-ncmoe 999 keeps all experts on the processor",
+        "rope-scaling rope-scale rope-freq-base rope-freq-scale yarn-orig-ctx": _ROPE,
+        "samplers sampling-seq sampler-seq": "the order is fixed: --temp, --top-k, --top-p, --min-p",
+        "typical mirostat xtc-probability dry-multiplier top-nsigma dynatemp-range": _SAMPLERS,
+        "embedding embeddings": _POOLING,
+        "log-file log-disable log-verbosity verbosity": _NOTES,
+        "lora lora-scaled adapter": _ADAPTERS,
+        "draft-p-min draft-p-split": _LENGTHS,
+        "context-shift no-context-shift keep": _SHIFTS,
+        "b batch-size ub ubatch-size": "the size of passes is chosen: leave it out",
+        "tb threads-batch": "-t is for all passes",
+        "jinja no-jinja": "chat templates are always read as Jinja",
+        "keepalive keep-alive": "a model stays loaded for as long as its command runs",
         "format": """--json-schema '{"type": "object"}' answers with any JSON object""",
         "cp": "edgespec add FILE --name NAME gives a model another name",
         "push": "edgespec publishes nothing",
         "version": "edgespec --version",
         "create": "edgespec add FILE --name NAME; what a Modelfile sets are options, or lines of config.toml",
-        **dict.fromkeys(("ps", "stop"), "nothing stays loaded when a command ends; edgespec ls lists models"),
+        "ps stop": "nothing stays loaded when a command ends; edgespec ls lists models",
     }
 )
-
-
 # Two letters of four that are swapped (temp, tmep) are .75 alike; what is less alike mostly means something else.
 _LEAST_ALIKE = 0.7
 

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,7 +23,6 @@ from edgespec.config.values import (
     NO_LIMIT,
     RANDOM_SEED,
     CacheType,
-    Check,
     ContextLength,
     DrafterName,
     DraftLength,
@@ -231,7 +231,7 @@ class LoadOptions:
         1.0,
         "--draft-temp --draft-temperature",
         "Draft temperature as a multiple of --temp",
-        check=from_to(0.05, 20, "a number from 0.05 to 20"),
+        check=from_to(0.05, 20),
     )
     max_slowdown: float | None = _speculation(
         None,
@@ -322,37 +322,8 @@ def keywords_of(options: LoadOptions) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
-def _limited(low: float, high: float) -> Check:
-    """A number within these limits, as Python's own. Raises SamplingError."""
-
-    def check(name: str, value: object) -> object:
-        found = _own(value)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not low <= found <= high:  # false for NaN
-            raise SamplingError(f"{name} must be a number from {low:g} to {high:g}, got {shown(value)}")
-        return found
-
-    return check
-
-
-def _counted(least: int, most: int, hint: str = "") -> Check:
-    """The same of a whole number. `hint`: what a negative number means, as it does in other programs."""
-
-    def check(name: str, value: object) -> object:
-        found = _own(value)
-        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
-            raise SamplingError(
-                f"{name} must be a whole number from {least} to {most}, got {shown(value)}{hint and f'; {hint}'}"
-            )
-        return found
-
-    return check
-
-
-def _own(value: object) -> object:
-    """A number of numpy as Python's."""
-    return value.item() if isinstance(value, Real) and hasattr(value, "item") else value
-
-
+_limited = partial(from_to, error=SamplingError)
+_counted = partial(from_to, is_whole=True, error=SamplingError)
 _bias = _limited(-_MAX_BIAS, _MAX_BIAS)
 _token_id = _counted(0, MAX_COUNT)
 
@@ -388,7 +359,7 @@ class Sampling:
         "--top-k",
         "Keep the N most likely tokens; 0 keeps all",
         basic=True,
-        check=_counted(-1, MAX_COUNT, "0 or -1 keeps all"),
+        check=_counted(-1, MAX_COUNT, hint="0 or -1 keeps all"),
     )
     top_p: float = _sampling(
         0.95, "--top-p", "Keep the most likely tokens up to probability X; 1 keeps all", check=_limited(0, 1)
@@ -412,7 +383,7 @@ class Sampling:
         64,
         "--repeat-last-n",
         "How many tokens count as recent; -1: all",
-        check=_counted(-1, MAX_COUNT, "-1 counts all of the context"),
+        check=_counted(-1, MAX_COUNT, hint="-1 counts all of the context"),
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = _sampling(

@@ -7,7 +7,7 @@ checks of Python's keywords are all read from there.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -156,18 +156,14 @@ class Setting:
 @cache
 def settings_of(owner: Hashable) -> tuple[Setting, ...]:
     """The options of a dataclass."""
-    return tuple(_settings_of(owner))
-
-
-def _settings_of(owner: Any) -> Iterator[Setting]:
-    types = get_type_hints(owner)
-    for each in fields(owner):
-        about = dict(each.metadata)
-        if about:
+    types, found = get_type_hints(owner), []
+    for each in fields(owner):  # type: ignore[arg-type]  # a class
+        if about := dict(each.metadata):
             kind, choices = _kind_of(types[each.name])
             kind = about.pop("kind") or kind
             about["check"] = about["check"] or (one_of(*choices) if choices else _CHECKS.get(kind))
-            yield Setting(each.name, each.default, kind, choices, **about)
+            found.append(Setting(each.name, each.default, kind, choices, **about))
+    return tuple(found)
 
 
 def _kind_of(annotation: Any) -> tuple[Kind, tuple[str, ...]]:

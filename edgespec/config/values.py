@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
@@ -168,13 +169,23 @@ def at_least(least: int, hint: str = "", *, most: int = MAX_COUNT, words: tuple[
     return check
 
 
-def from_to(least: float, most: float, what: str) -> Check:
-    """A number; `what` says which, with its limits."""
+def from_to(
+    least: float,
+    most: float,
+    what: str = "",
+    hint: str = "",
+    *,
+    is_whole: bool = False,
+    error: type[EdgespecError] = ConfigError,
+) -> Check:
+    """A number as Python's own, also one of numpy. `what` says which, with its limits; `hint`: what others may mean."""
+    said = what or (f"a whole number from {least} to {most}" if is_whole else f"a number from {least:g} to {most:g}")
 
     def check(name: str, value: object) -> object:
-        if not (is_number(value) and least <= value <= most):
-            raise ConfigError(f"{name} must be {what}, got {shown(value)}")
-        return value
+        found = value.item() if isinstance(value, Real) and hasattr(value, "item") else value
+        if not is_number(found) or (is_whole and isinstance(found, float)) or not least <= found <= most:  # or NaN
+            raise error(f"{name} must be {said}, got {shown(value)}{hint and f'; {hint}'}")
+        return found
 
     return check
 
@@ -252,7 +263,7 @@ def device_of(tensor: str, overrides: TensorOverrides) -> str:
 
 
 _UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}{rest}": 1000**power for power, letter in enumerate("kmgt", 1) for rest in ("b",)}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("", "ib")}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-z]*|%)", re.IGNORECASE)
 

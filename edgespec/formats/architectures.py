@@ -23,8 +23,8 @@ AS_IS, PERMUTE_Q, PERMUTE_K, ADD_ONE, TRANSPOSE, SCALE_Q, SCALE_Q_NORM = range(7
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A row of the tensor table. `shape` in letters: d hidden, f inner, q query rows, k key rows, h head size,
-    v vocabulary, c context, 3d = 3 x d, a heads, e experts, x inner of an expert, p of a second embedding in a layer, P
-    in all layers.
+    v vocabulary, c context, a heads, e experts, x inner of an expert, p of a second embedding in a layer, P in all
+    layers; 3d = 3 x d.
     """
 
     name: str
@@ -54,7 +54,9 @@ class Sizes:
         numbers = {
             "d": self.width,
             "f": self.inner,
+            "2f": 2 * self.inner,
             "q": self.heads * self.head_dim,
+            "q+2k": (self.heads + 2 * self.kv_heads) * self.head_dim,
             "k": self.kv_heads * self.head_dim,
             "h": self.head_dim,
             "v": self.vocabulary,

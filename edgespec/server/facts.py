@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from time import time
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -29,8 +30,7 @@ def model_objects(services: Services) -> list[dict[str, Any]]:
 def model_object(service: Service, name: str, *, with_status: bool = False) -> dict[str, Any]:
     """A served model under one of its names. `with_status`: whether it is loaded, as llama-server's router says it."""
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "edgespec"}
-    made = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-    found |= {"type": "model", "display_name": name, "created_at": made}  # Anthropic's names
+    found |= {"type": "model", "display_name": name, "created_at": written(service.created)}  # Anthropic's names
     if with_status:
         status = "loaded" if service.loaded is not None else "loading" if service.is_loading else "unloaded"
         found["status"] = {"value": status}
@@ -175,13 +175,8 @@ def version() -> dict[str, Any]:
 
 
 def listed(services: Services) -> dict[str, Any]:
-    return {"models": [found for service in services.all if (found := _listed(service)) is not None]}
-
-
-def _listed(service: Service) -> dict[str, Any] | None:
-    if service.is_new:
-        return None
-    return entry(service.known) | {"modified_at": _written(datetime.fromtimestamp(service.created, UTC))}
+    known = [(service.known, service.created) for service in services.all if not service.is_new]
+    return {"models": [entry(each) | {"modified_at": written(made)} for each, made in known]}
 
 
 def running(services: Services) -> dict[str, Any]:
@@ -201,13 +196,14 @@ def _expires_at(service: Service) -> str:
     """When the model is unloaded if no request comes."""
     left_s = math.inf if service.residence is None else service.residence.left_s
     try:
-        return _written(datetime.now(UTC) + timedelta(seconds=left_s))
-    except OverflowError:
+        return written(time() + left_s)
+    except (OverflowError, ValueError):
         return _NEVER
 
 
-def _written(when: datetime) -> str:
-    return when.isoformat().replace("+00:00", "Z")
+def written(seconds: float) -> str:
+    """A time of the system's clock."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def entry(known: Known) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Collection
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -97,7 +97,7 @@ class Guard:
                 logger.info("%s %s %d %.0f ms", scope["method"], shown, status, took_ms)
 
     def _check(self, path: str, headers: Headers) -> None:
-        host = _host_name(headers.get("host", ""))
+        host = (_parts_of(f"//{headers.get('host', '')}").hostname or "").removesuffix(".")
         is_known = host in self._hosts or is_local_host(host)
         if self._hosts and not is_known:
             raise HttpError(
@@ -116,7 +116,7 @@ class Guard:
     def _may_call(self, origin: str, host: str | None, *, is_known: bool) -> bool:
         """Whether a page may: our own, a local one, or one that was allowed."""
         # Any page may call its own server's name so; under a rented one it proves nothing, but such a page has no key.
-        is_own = _place(origin) == host and (is_known or self._services.api_key is not None)
+        is_own = _parts_of(origin).netloc == host and (is_known or self._services.api_key is not None)
         return is_own or bool({origin, "*"} & self._origins) or LOCAL_ORIGINS.fullmatch(origin) is not None
 
     def _check_key(self, headers: Headers) -> None:
@@ -143,15 +143,8 @@ def is_local_host(host: str) -> bool:
     return True
 
 
-def _place(origin: str) -> str:
+def _parts_of(address: str) -> SplitResult:
     try:
-        return urlsplit(origin).netloc
-    except ValueError:  # as below
-        return ""
-
-
-def _host_name(header: str) -> str:
-    try:
-        return (urlsplit(f"//{header}").hostname or "").removesuffix(".")
+        return urlsplit(address)
     except ValueError:  # brackets that are no IPv6 address
-        return ""
+        return urlsplit("")

@@ -99,6 +99,10 @@ def queue_full(num_waiting: int) -> HttpError:
     return HttpError(429, f"{num_waiting} requests are waiting, the limit: try again later", code="queue_full")
 
 
+def stopping() -> HttpError:
+    return HttpError(503, "the server is stopping", code="stopping")
+
+
 def as_http_error(error: Exception) -> HttpError:
     """The HTTP error for any exception; what the client cannot change is logged, without its message."""
     if isinstance(error, HttpError):
@@ -111,10 +115,9 @@ def as_http_error(error: Exception) -> HttpError:
         too_long = error if isinstance(error, PromptTooLong) else None
         sizes = {} if too_long is None else {"n_prompt_tokens": too_long.num_tokens, "n_ctx": too_long.context_length}
         return HttpError(400, error.on_the_command_line, code="context_length_exceeded" if sizes else None, sizes=sizes)
-    if isinstance(error, SamplingError | ConfigError):
-        return bad_request(error.on_the_command_line, param=_named_field(error.on_the_command_line))
     if isinstance(error, UsageError | CapabilityError | VocabularyMismatch):
-        return bad_request(error.on_the_command_line)
+        said, has_field = error.on_the_command_line, isinstance(error, SamplingError | ConfigError)
+        return bad_request(said, _named_field(said) if has_field else None)
     if isinstance(error, Busy):
         return HttpError(503, "the model is busy: try again", code="busy")
     if isinstance(error, StateError):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, product
-from typing import Self
+from typing import Any, Self
 
 from edgespec.config.options import GenerateOptions, LoadOptions
 from edgespec.engines.base import EngineFacts
@@ -24,8 +24,8 @@ BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 
 class Histogram:
     """Counts values up to each of `bounds`, and their sum. One thread writes."""
 
-    def __init__(self, bounds: Sequence[float] = BOUNDS_S) -> None:
-        self._bounds = tuple(bounds)
+    def __init__(self, bounds: tuple[float, ...] = BOUNDS_S) -> None:
+        self._bounds = bounds
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
 
@@ -56,9 +56,14 @@ _OF_STATS = (
 )
 
 
-def _shown(name: str, help: str, label: str = "") -> dict[str, str]:
-    """How /metrics shows a field. `label`: of one that counts by key."""
-    return {"name": name, "help": help, "label": label}
+def _count(name: str, help: str) -> Any:
+    """A field of `Metrics`, and how /metrics shows it."""
+    return field(default=0, metadata={"name": name, "help": help, "label": ""})
+
+
+def _counts(name: str, help: str, label: str) -> Any:
+    """The same of one that counts by key, which is `label`."""
+    return field(default_factory=Counter, metadata={"name": name, "help": help, "label": label})
 
 
 @dataclass(slots=True)
@@ -66,42 +71,24 @@ class Metrics:
     """`answered`: requests by (route, status); drafted and accepted tokens by drafter, and by position in the draft."""
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
-    refused: int = field(
-        default=0, metadata=_shown("queue_refusals_total", "Requests refused because the queue was full")
-    )
-    finished: Counter[str] = field(
-        default_factory=Counter,
-        metadata=_shown("generations_total", "Generations that have ended, by finish reason", "reason"),
-    )
-    prompt_tokens: int = field(default=0, metadata=_shown("prompt_tokens_total", "Prompt tokens, cached ones included"))
-    reused_tokens: int = field(
-        default=0, metadata=_shown("prompt_tokens_cached_total", "Prompt tokens found in the cache")
-    )
-    new_tokens: int = field(default=0, metadata=_shown("tokens_total", "Generated tokens"))
-    target_passes: int = field(default=0, metadata=_shown("target_passes_total", "Passes of the target"))
-    prefill_s: float = field(default=0, metadata=_shown("prefill_seconds_total", "Time spent on prompts"))
-    decode_s: float = field(default=0, metadata=_shown("decode_seconds_total", "Time spent on answers"))
-    first_token_s: float = field(
-        default=0, metadata=_shown("time_to_first_token_seconds_total", "Time from request to first token")
-    )
-    first_tokens: int = field(default=0, metadata=_shown("first_tokens_total", "Answers that have begun"))
-    drafts: int = field(default=0, metadata=_shown("draft_rounds_total", "Rounds that verified a draft"))
-    drafted_tokens: int = field(default=0, metadata=_shown("draft_tokens_total", "Drafted tokens"))
-    accepted_tokens: int = field(default=0, metadata=_shown("draft_tokens_accepted_total", "Accepted draft tokens"))
-    drafted_by: Counter[str] = field(
-        default_factory=Counter, metadata=_shown("drafter_tokens_total", "Drafted tokens by drafter", "drafter")
-    )
-    accepted_by: Counter[str] = field(
-        default_factory=Counter,
-        metadata=_shown("drafter_tokens_accepted_total", "Accepted draft tokens by drafter", "drafter"),
-    )
-    drafted_at: Counter[int] = field(
-        default_factory=Counter,
-        metadata=_shown("draft_tokens_per_position_total", "Drafts that reach a position", "position"),
-    )
-    accepted_at: Counter[int] = field(
-        default_factory=Counter,
-        metadata=_shown("draft_tokens_accepted_per_position_total", "Accepted draft tokens by position", "position"),
+    refused: int = _count("queue_refusals_total", "Requests refused because the queue was full")
+    finished: Counter[str] = _counts("generations_total", "Generations that have ended, by finish reason", "reason")
+    prompt_tokens: int = _count("prompt_tokens_total", "Prompt tokens, cached ones included")
+    reused_tokens: int = _count("prompt_tokens_cached_total", "Prompt tokens found in the cache")
+    new_tokens: int = _count("tokens_total", "Generated tokens")
+    target_passes: int = _count("target_passes_total", "Passes of the target")
+    prefill_s: float = _count("prefill_seconds_total", "Time spent on prompts")
+    decode_s: float = _count("decode_seconds_total", "Time spent on answers")
+    first_token_s: float = _count("time_to_first_token_seconds_total", "Time from request to first token")
+    first_tokens: int = _count("first_tokens_total", "Answers that have begun")
+    drafts: int = _count("draft_rounds_total", "Rounds that verified a draft")
+    drafted_tokens: int = _count("draft_tokens_total", "Drafted tokens")
+    accepted_tokens: int = _count("draft_tokens_accepted_total", "Accepted draft tokens")
+    drafted_by: Counter[str] = _counts("drafter_tokens_total", "Drafted tokens by drafter", "drafter")
+    accepted_by: Counter[str] = _counts("drafter_tokens_accepted_total", "Accepted draft tokens by drafter", "drafter")
+    drafted_at: Counter[int] = _counts("draft_tokens_per_position_total", "Drafts that reach a position", "position")
+    accepted_at: Counter[int] = _counts(
+        "draft_tokens_accepted_per_position_total", "Accepted draft tokens by position", "position"
     )
     to_first_token_s: Histogram = field(default_factory=Histogram)
     duration_s: Histogram = field(default_factory=Histogram)  # from a request to its end

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from datetime import UTC, datetime
+from time import time
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -16,7 +16,7 @@ from edgespec.reports import TokenEvent
 from edgespec.server import chat, completions
 from edgespec.server.answer import Answer, Exchange, Work, compact, logprobs_of
 from edgespec.server.chat import can_reason
-from edgespec.server.facts import served_name
+from edgespec.server.facts import served_name, written
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import Logprobs, Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
 from edgespec.server.requests import Asked, Fields, read, sent_as, unsupported, wrong
@@ -249,7 +249,7 @@ class OllamaExchange(Exchange):
     def _part(
         self, text: str, calls: Sequence[Any], reasoning: str = "", tokens: Sequence[TokenEvent] = ()
     ) -> dict[str, Any]:
-        head: dict[str, Any] = {"model": self.name, "created_at": _now()}
+        head: dict[str, Any] = {"model": self.name, "created_at": written(time())}
         found = logprobs_of(self.vocabulary, tokens)
         for each in found if not self.jobs[0].options.top_logprobs else ():
             del each["top_logprobs"]  # Ollama leaves an empty list out
@@ -282,7 +282,7 @@ class Preload(Exchange):
 def preloaded(name: str, keep_loaded_s: float | None, *, is_chat: bool) -> dict[str, Any]:
     text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     reason = "unload" if keep_loaded_s == 0 else "load"
-    return {"model": name, "created_at": _now()} | text | {"done": True, "done_reason": reason}
+    return {"model": name, "created_at": written(time())} | text | {"done": True, "done_reason": reason}
 
 
 def _end(answer: Answer) -> dict[str, Any]:
@@ -303,7 +303,3 @@ def _end(answer: Answer) -> dict[str, Any]:
 
 def _line(value: Any) -> bytes:
     return compact(value).encode() + b"\n"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -29,7 +29,7 @@ from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.memory.fit import fit
 from edgespec.memory.plan import Room
-from edgespec.server.http_errors import HttpError
+from edgespec.server.http_errors import HttpError, stopping
 
 if TYPE_CHECKING:
     from edgespec.runtime import Model
@@ -198,7 +198,7 @@ class Residence:
         """Be a user from now on, and wait until the model is loaded. Raises HttpError 503 where that fails."""
         with self._changed:
             if self.is_stopping:
-                raise _stopping()
+                raise stopping()
             self._num_users += 1
             if self.is_open:
                 return
@@ -242,7 +242,7 @@ class Residence:
         """Load and unload nothing from now on, and refuse whoever waits."""
         with self._changed:
             self.is_stopping = True
-            self._answer(_stopping())
+            self._answer(stopping())
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -289,10 +289,6 @@ class Residence:
             logger.info("%s is unloaded: the next request loads it again", self._name)
         except Exception as exc:  # the next load may say more
             logger.warning("unloading %s failed: %s: %s", self._name, type(exc).__name__, exc)
-
-
-def _stopping() -> HttpError:
-    return HttpError(503, "the server is stopping", code="stopping")
 
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM]

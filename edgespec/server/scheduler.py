@@ -29,7 +29,7 @@ from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.handle import Generation
 from edgespec.reports import FinishReason, PromptProgress, RoundRecord, Stats, TokenEvent
 from edgespec.runtime import Model
-from edgespec.server.http_errors import HttpError, queue_full
+from edgespec.server.http_errors import HttpError, queue_full, stopping
 from edgespec.server.metrics import Metrics, answer_line
 from edgespec.types import TokenIds
 
@@ -39,13 +39,13 @@ Returned = TypeVar("Returned")
 
 
 class DaemonThreads:
-    """Runs what `submit` is given, in order, in up to `most` threads that start when needed. `name`: of a thread."""
+    """Runs what it is given, in order, in up to `most` threads that start when needed. `name`: of a thread."""
 
     def __init__(self, name: str, most: int = 1) -> None:
         self._name, self._most = name, most
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._num_open = 0  # tasks that were given and are not done
+        self.open: set[Future[Any]] = set()  # what was given and is neither done nor cancelled
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[[], Returned]) -> Future[Returned]:
@@ -60,13 +60,27 @@ class DaemonThreads:
             except BaseException as exc:  # whoever waits for it gets it
                 future.set_exception(exc)
 
+        self.open.add(future)
+        future.add_done_callback(self.open.discard)
         self._tasks.put(run)
         with self._lock:
-            self._num_open += 1
-            if len(self._threads) < min(self._num_open, self._most):
+            if len(self._threads) < min(len(self.open), self._most):
                 self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
                 self._threads[-1].start()
         return future
+
+    async def run(self, function: Callable[..., Returned], *args: Any) -> Returned:
+        """What `function` returns. Cancelling it ends what it runs in a child process; it is not called if it waits."""
+        has_left = threading.Event()
+
+        def wanted() -> Returned:
+            is_wanted.set(lambda: not has_left.is_set())
+            return function(*args)
+
+        try:
+            return await asyncio.wrap_future(self.submit(wanted))
+        finally:
+            has_left.set()
 
     def close(self) -> None:
         """End the threads after what they were given before; does not wait for it."""
@@ -77,8 +91,6 @@ class DaemonThreads:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # what it read may be large
-            with self._lock:
-                self._num_open -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,50 +216,39 @@ class EmbeddingQueue:
 
     def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
         self._model, self._max_queued, self._metrics = model, max_queued, metrics
-        self._thread = DaemonThreads("edgespec-embed")
-        self.open: set[Future[NDArray[np.float32]]] = set()  # those that wait and the one that runs
-        self._is_stopping = threading.Event()
+        self.thread = DaemonThreads("edgespec-embed")
+        self._is_stopping = False
 
     async def embed(self, texts: Sequence[TokenIds]) -> NDArray[np.float32]:
         """Embeddings [n, size] of encoded texts. Cancelling the task ends it after at most a few passes.
 
         Raises HttpError 429 if too many wait, 503 while the server stops, and the errors of `Model.embed`.
         """
-        if self._is_stopping.is_set():
+        if self._is_stopping:
             raise stopping()
-        if len(self.open) > self._max_queued:
+        if len(self.thread.open) > self._max_queued:
             self._metrics.refused += 1
-            said = f"{len(self.open)} requests for embeddings are waiting, the limit: try again later"
+            said = f"{len(self.thread.open)} requests for embeddings are waiting, the limit: try again later"
             raise HttpError(429, said, code="queue_full")
-        has_left = threading.Event()
-
-        def is_wanted() -> bool:
-            return not (has_left.is_set() or self._is_stopping.is_set())
-
-        work = self._thread.submit(lambda: self._model.embedder.embed(texts, is_wanted))
-        self.open.add(work)
-        work.add_done_callback(self.open.discard)
         try:
-            return await asyncio.wrap_future(work)  # which is not called where it has not begun and is cancelled
+            return await self.thread.run(self._embed, texts)
         except EdgespecError:  # at a stop: cancelled between passes, or the model was closed under it
-            if self._is_stopping.is_set():
+            if self._is_stopping:
                 raise stopping() from None
             raise
-        finally:
-            has_left.set()
+
+    def _embed(self, texts: Sequence[TokenIds]) -> NDArray[np.float32]:
+        has_client = is_wanted.get()
+        return self._model.embedder.embed(texts, lambda: has_client() and not self._is_stopping)
 
     def stop(self) -> None:
         """Refuse new requests, and end what runs soon."""
-        self._is_stopping.set()
+        self._is_stopping = True
 
     def close(self) -> None:
         """`stop`; the thread ends by itself."""
         self.stop()
-        self._thread.close()
-
-
-def stopping() -> HttpError:
-    return HttpError(503, "the server is stopping", code="stopping")
+        self.thread.close()
 
 
 class Scheduler:
@@ -262,7 +263,6 @@ class Scheduler:
         self.embeddings = EmbeddingQueue(model, max_queued, metrics)
         # As many as may be waited for: one that takes long holds up nobody else.
         self._preparers = DaemonThreads("edgespec-prepare", max_queued + model.options.sequences)
-        self._preparing: set[Future[Any]] = set()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
         self._thread.start()
@@ -274,27 +274,15 @@ class Scheduler:
     @property
     def num_preparing(self) -> int:
         """Requests that are being checked and encoded, those too whose clients have left meanwhile."""
-        return len(self._preparing)
+        return len(self._preparers.open)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
-        """Call what checks and encodes a request, in a thread. Cancelling it ends what runs in a child process."""
-        has_left = threading.Event()
-
-        def run() -> Returned:
-            is_wanted.set(lambda: not has_left.is_set())
-            return function(*args)
-
-        work = self._preparers.submit(run)
-        self._preparing.add(work)
-        work.add_done_callback(self._preparing.discard)
-        try:
-            return await asyncio.wrap_future(work)
-        finally:
-            has_left.set()
+        """Call what checks and encodes a request, in a thread of `DaemonThreads.run`."""
+        return await self._preparers.run(function, *args)
 
     async def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
         """A ticket for each job, in order; all of them are queued or none.

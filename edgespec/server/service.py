@@ -218,16 +218,11 @@ class Service:
         )
 
     def _unload(self) -> None:
-        if self.loaded is not None:
-            self.unloaded = Known.of(self.loaded)
-            self._free()
+        if (loaded := self.loaded) is not None:
+            self.unloaded, self.loaded = Known.of(loaded), None
+            _free(loaded)
+            del loaded
             gc.collect()  # what holds it in a cycle
-
-    def _free(self) -> None:
-        loaded, self.loaded = self.loaded, None
-        if loaded is not None:
-            loaded.scheduler.close()
-            loaded.model.close()
 
     @property
     def is_loading(self) -> bool:
@@ -293,8 +288,12 @@ class Service:
         if self.residence is not None:
             self.residence.close()
         if self.loaded is not None:
-            self.loaded.scheduler.close()
-            self.loaded.model.close()
+            _free(self.loaded)
+
+
+def _free(loaded: Loaded) -> None:
+    loaded.scheduler.close()
+    loaded.model.close()
 
 
 class Services:

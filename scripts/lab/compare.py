@@ -1,8 +1,8 @@
 """edgespec by default against what else runs the same file: whole answers, interleaved, in one resumable command.
 
     python scripts/lab/compare.py qwen=MODEL.gguf --data DATA --output FOLDER --llama-server PATH \\
-        [--python ik_llama.cpp=PYTHON] [--runtimes edgespec llama-server/plain] [--limit N] [--temp 0 0.8] \\
-        [--kinds spec-bench edits] [--clients 4] [--cold]
+        [--ik-server PATH] [--python openvino-genai=PYTHON] [--runtimes edgespec llama-server/plain] [--limit N] \\
+        [--temp 0 0.8] [--kinds spec-bench edits] [--clients 4] [--cold]
 
 A model is NAME=TARGET.gguf, with ",draft=FILE" and ",heads=FILE" where it has them. Every runtime with every setting is
 a child process of its own, and one computes at a time. The others are first tuned by a sweep (threads, flash attention,
@@ -12,7 +12,7 @@ the question to its last token, the reading of the prompt included; it ends wher
 compared up to the last token of the shorter one. Ratios are over the fastest plain decoding of the others.
 
 FOLDER gets report.md, report.json and a journal: the same command, or one with other models, temperatures or runtimes,
-adds what is not there yet. With --clients so many prompts are asked at once, over HTTP of the two servers. edgespec
+adds what is not there yet. With --clients so many prompts are asked at once, over HTTP of the servers. edgespec
 starts from an empty cache folder and keeps there what it learns; --cold adds its first answers, a new process with an
 empty folder for each prompt. DATA is the folder with spec_bench_dev.jsonl.xz.
 """
@@ -202,8 +202,10 @@ class Comparison:
         work = self._given.output / "work"
         files = {**self._files, "context": str(self._given.context), "clients": str(self._given.clients)}
         files["log"] = str(work / f"{name}.server.log")
-        if self._given.llama_server:
-            files["program"] = str(self._given.llama_server)
+        if program := {"llama-server": self._given.llama_server, "ik_llama.cpp": self._given.ik_server}.get(
+            contestant.runtime
+        ):
+            files["program"] = str(program)
         child = Child(
             contestant.child,
             files,
@@ -259,6 +261,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, help="folder for journal and report")
     add("--runtimes", nargs="+", type=read_runtime, default=list(RUNTIMES), metavar="RUNTIME[/SETTING]")
     add("--llama-server", type=Path, help="llama.cpp's server (default: found on the search path)")
+    add("--ik-server", type=Path, help="ik_llama.cpp's server")
     add("--python", nargs="*", type=read_python, default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
     add("--kinds", nargs="+", choices=KINDS, default=["spec-bench"], help="of prompts (default %(default)s)")
     add("--limit", type=int, default=30, help="prompts in all (default %(default)s)")

@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
+import command_line
 import edgespec
+from command_line import refusal
 from edgespec.bench.runner import needs_second_model
-from edgespec.cli.main import cli
 
 KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
@@ -33,6 +34,7 @@ PROMPT = {"domain", "text", "num_turns", "temperature", "num_prompt_tokens", "fi
 QUICK = ["-n", "10", "--repeat", "1", "--temp", "0"]
 
 
+run = partial(command_line.run, "bench")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -42,18 +44,6 @@ def prompts(tmp_path):
     lines = [{"domain": "dialogue", "text": "Find me a bus to Fresno."}, {"domain": "code", "text": "def add(a, b):"}]
     path.write_text("\n".join(json.dumps(line) for line in lines))
     return path
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["bench", *arguments])
-
-
-def assert_refused(result: Result, *said: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    for text in said:
-        assert text in line
 
 
 def report(*arguments: str) -> dict[str, Any]:
@@ -173,7 +163,7 @@ def test_an_explanation_has_expected_and_measured_speed(pair, prompts):
     ],
 )
 def test_bad_input_is_one_line(pair, arguments, said):
-    assert_refused(run(*pair, *arguments), said)
+    refusal(run(*pair, *arguments), said, beside="demo-target-q8_0 | ")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot send such a signal to one child")

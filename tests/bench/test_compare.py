@@ -160,7 +160,7 @@ def test_who_takes_part() -> None:
         "edgespec default alone",
         "edgespec default cold",
     }
-    assert names("llama-server/lookup", "ik_llama.cpp") == {"llama-server lookup", "ik_llama.cpp plain"}
+    assert names("llama-server/lookup", "llama-cpp-python/plain") == {"llama-server lookup", "llama-cpp-python plain"}
     assert "llama-server draft" in names("llama-server", roles=["draft"])
     assert names("edgespec", "llama-server/plain", "llama-cpp-python", clients=4) == {
         "edgespec plain",

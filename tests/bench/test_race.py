@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import select
-import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from rich.console import Console
 
-from edgespec.cli.main import cli
+import command_line
+from command_line import POSIX, Terminal, refusal
 from edgespec.cli.race import OTHER_COLOUR, Lap, Mark, coloured, legend, panels
 from edgespec.reports import TokenEvent
 
-pty = pytest.importorskip("pty")
-POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has neither signals for one child nor pseudo terminals")
 FIXED = ("--reproducible", "-n", "24", "--drafter", "model", "--draft-length", "4", "--seed", "7")
 SIDE = {"text", "token_ids", "drafters", "at_s", "stats"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(cli, ["race", *arguments], input=stdin)
+run = partial(command_line.run, "race")
 
 
 def lap(drafters: list[str | None], token_s: float = 0.1, rate: float = 10.0) -> Lap:
@@ -86,7 +79,7 @@ def test_one_object_has_the_report_and_both_sides() -> None:
 
 def test_the_text_is_what_generate_says() -> None:
     options = ["demo", "-n", "16", "--seed", "7", "-p", "A bus to Fresno, please.", "--json"]
-    answer = json.loads(CliRunner().invoke(cli, ["generate", *options]).stdout)
+    answer = json.loads(command_line.run("generate", *options).stdout)
     found = json.loads(run(*options).stdout)
     assert found["speculative"]["token_ids"] == answer["token_ids"]
 
@@ -110,11 +103,7 @@ def test_through_a_pipe_there_are_no_control_codes() -> None:
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert said in line
+    refusal(run(*arguments), said)
 
 
 def test_the_finish_is_drawn(tmp_path: Path) -> None:
@@ -132,47 +121,16 @@ def test_the_finish_is_drawn(tmp_path: Path) -> None:
 # the terminal
 
 
-def terminal(
-    *arguments: str, size: tuple[int, int] = (80, 24), interrupt_at: str = "", **environ: str
-) -> tuple[int, str]:
-    """Run the command in a terminal of its own; (exit code, all that it wrote there).
-
-    `interrupt_at`: as soon as this is shown, Ctrl-C is pressed.
-    """
-    import fcntl
-    import struct
-    import termios
-
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "edgespec", "race", *arguments],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", **environ},
-        start_new_session=True,
-    )
-    os.close(theirs)
-    written = b""
-    while select.select([ours], [], [], 120)[0]:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        written += part
-        if interrupt_at and interrupt_at.encode() in written:
-            process.send_signal(signal.SIGINT)
-            interrupt_at = ""
-    os.close(ours)
-    return process.wait(60), written.decode(errors="replace")
+def seen(*arguments: str, **environ: str) -> tuple[int, str]:
+    """The exit code and all that appears."""
+    with Terminal("race", *arguments, size=(80, 24), **environ) as terminal:
+        shown = terminal.rest()
+        return terminal.process.returncode, shown
 
 
 @POSIX
 def test_a_terminal_sees_the_race_and_keeps_the_result() -> None:
-    code, shown = terminal("demo", "-n", "24", "--drafter", "model", "--draft-length", "4", "--seed", "7")
+    code, shown = seen("demo", "-n", "24", "--drafter", "model", "--draft-length", "4", "--seed", "7")
     assert code == 0
     assert shown.count("\x1b[?1049h") == shown.count("\x1b[?1049l") == 1  # the other screen, and back
     live, kept = shown.split("\x1b[?1049l")
@@ -183,10 +141,10 @@ def test_a_terminal_sees_the_race_and_keeps_the_result() -> None:
 
 @POSIX
 def test_no_colour_and_a_dumb_terminal_are_heeded() -> None:
-    code, shown = terminal("demo", "-n", "8", NO_COLOR="1")
+    code, shown = seen("demo", "-n", "8", NO_COLOR="1")
     assert code == 0
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)
-    code, shown = terminal("demo", "--reproducible", "-n", "8", TERM="dumb")
+    code, shown = seen("demo", "--reproducible", "-n", "8", TERM="dumb")
     assert code == 0
     assert "\x1b[?" not in shown
     assert "--- plain and speculative, 8 tokens" in shown
@@ -194,8 +152,11 @@ def test_no_colour_and_a_dumb_terminal_are_heeded() -> None:
 
 @POSIX
 def test_an_interrupt_gives_the_terminal_back() -> None:
-    code, shown = terminal("demo", "-n", "2000", "--ignore-eos", interrupt_at=" plain ")
-    assert code == 130
+    with Terminal("race", "demo", "-n", "2000", "--ignore-eos", size=(80, 24)) as terminal:
+        begun = terminal.wait_for(" plain ")
+        terminal.type("\x03")
+        shown = begun + terminal.rest()
+        assert terminal.process.returncode == 130
     assert shown.count("\x1b[?1049h") == shown.count("\x1b[?1049l") == 1
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")  # the cursor is back
     kept = shown.split("\x1b[?1049l")[1]

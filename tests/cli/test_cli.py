@@ -18,9 +18,10 @@ from pathlib import Path
 import click
 import gguf
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import edgespec
+from command_line import POSIX, refusal, run
 from edgespec.cli import stdin as piped
 from edgespec.cli import terminal
 from edgespec.cli.main import ALIASES, COMMANDS, cli
@@ -40,29 +41,11 @@ STATS_KEYS = {
     *("mean_accepted_length", "tokens_per_second", "prefill_s", "draft_s", "verify_s", "overhead_s", "wall_s"),
     *("peak_rss_bytes", "planned_bytes"),
 }
-POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has neither signals for one child nor pseudo terminals")
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(cli, list(arguments), input=stdin)
 
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "edgespec", *arguments]
-
-
-def assert_refused(result: Result, *said: str, code: int = 2) -> None:
-    """One line beside the notes, no traceback, the right exit code, nothing on stdout."""
-    assert result.exit_code == code, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert result.stdout == ""
-    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
-    assert line.startswith("error: ")
-    for text in said:
-        assert text in line
 
 
 # generate
@@ -146,12 +129,12 @@ def test_settings_come_from_environment_and_file(pair, tmp_path, monkeypatch):
 
 
 def test_an_unknown_model_names_the_nearest():
-    assert_refused(run("generate", "demoo", "-p", "x"), "no model 'demoo'")
+    refusal(run("generate", "demoo", "-p", "x"), "no model 'demoo'")
 
 
 def test_a_missing_file(tmp_path):
-    assert_refused(run("generate", str(tmp_path / "nothing.gguf"), "-p", "x"), "nothing.gguf")
-    assert_refused(run("chat", "-m", str(tmp_path / "nothing.gguf")), "nothing.gguf")
+    refusal(run("generate", str(tmp_path / "nothing.gguf"), "-p", "x"), "nothing.gguf")
+    refusal(run("chat", "-m", str(tmp_path / "nothing.gguf")), "nothing.gguf")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
@@ -159,13 +142,13 @@ def test_a_truncated_file(target_path, tmp_path, share):
     whole = target_path.read_bytes()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(whole[: int(len(whole) * share)])
-    assert_refused(run("generate", str(cut), "-p", "x"), "cut.gguf")
+    refusal(run("generate", str(cut), "-p", "x"), "cut.gguf")
 
 
 def test_a_draft_with_another_vocabulary_names_the_first_differing_token(target_path, tmp_path):
     other = write_model(tmp_path / "other.gguf", Shape(merges=30))
     result = run("generate", str(target_path), "-md", str(other), "-p", "x")
-    assert_refused(result, "different vocabularies", "in the target and")
+    refusal(result, "different vocabularies", "in the target and")
     assert re.search(r"token \d+ is '.+' in the target and '.+' in the draft", result.stderr)
 
 
@@ -179,8 +162,8 @@ def test_log_probabilities_are_in_the_json_where_they_are_asked_for(pair):
         assert logprob == pytest.approx(dict(tops).get(token_id, logprob))
     alone = json.loads(run(*arguments, "--json", "--logprobs", "0").stdout)
     assert alone["logprobs"] == answer["logprobs"] and alone["top_logprobs"] == []
-    assert_refused(run(*arguments, "--logprobs", "2"), "--logprobs needs --json")
-    assert_refused(run(*arguments, "--json", "--logprobs", "-1"), "'--logprobs': -1 is not in the range")
+    refusal(run(*arguments, "--logprobs", "2"), "--logprobs needs --json")
+    refusal(run(*arguments, "--json", "--logprobs", "-1"), "'--logprobs': -1 is not in the range")
 
 
 def test_notes_of_an_answer_are_in_the_json(pair, monkeypatch):
@@ -209,7 +192,7 @@ def test_text_of_a_file_or_a_pipe_comes_behind_the_prompt(pair, tmp_path):
     empty, notes = prompt_of(pair, input=b"\n")
     assert empty.endswith("Summarise:") and "standard input" not in notes
     assert prompt_of(pair, stdin=subprocess.DEVNULL)[0] == empty
-    assert_refused(run("generate", *pair, "-p", " ", stdin=b"text"), "prompt is empty")
+    refusal(run("generate", *pair, "-p", " ", stdin=b"text"), "prompt is empty")
 
 
 @POSIX
@@ -265,31 +248,31 @@ def test_an_input_without_end_is_refused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("prompt", ["", " ", "\n"])
 def test_an_empty_prompt(pair, prompt):
-    assert_refused(run("generate", *pair, "-p", prompt), "prompt is empty")
-    assert_refused(run("generate", *pair, "-p", "-", stdin=prompt), "prompt is empty")
+    refusal(run("generate", *pair, "-p", prompt), "prompt is empty")
+    refusal(run("generate", *pair, "-p", "-", stdin=prompt), "prompt is empty")
 
 
 def test_a_prompt_that_is_no_text(pair):
-    assert_refused(run("generate", *pair, "-p", "-", stdin=b"\xff\xfe"), "not UTF-8")
-    assert_refused(run("generate", *pair, "-p", "a\udcff"), "-p is not UTF-8 text: invalid byte behind 1 characters")
+    refusal(run("generate", *pair, "-p", "-", stdin=b"\xff\xfe"), "not UTF-8")
+    refusal(run("generate", *pair, "-p", "a\udcff"), "-p is not UTF-8 text: invalid byte behind 1 characters")
 
 
 @pytest.mark.parametrize("flag", ["--system", "--stop", "--regex", "--free-until"])
 def test_an_option_that_is_no_text(pair, flag):
     result = run("generate", *pair, "-p", "x", flag, "caf\udce9")
-    assert_refused(result, f"{flag}, from the command line, is not UTF-8 text: invalid byte behind 3 characters")
+    refusal(result, f"{flag}, from the command line, is not UTF-8 text: invalid byte behind 3 characters")
 
 
 def test_what_a_budget_gave_up_is_said_where_the_prompt_does_not_fit(pair):
     result = run("generate", *pair, "--engine", "llamacpp", "--memory", "84MiB", "-p", "many words " * 4000)
-    assert_refused(result, "tokens but the context holds only")
+    refusal(result, "tokens but the context holds only")
     assert "note: memory: " in result.stderr
 
 
 @pytest.mark.parametrize("mode", [[], ["--json"], ["--no-chat-template"]])
 def test_a_prompt_longer_than_the_context(pair, mode):
     result = run("generate", *pair, "-c", "64", "-p", "many words " * 200, *mode)
-    assert_refused(result, "tokens but the context holds only 64")
+    refusal(result, "tokens but the context holds only 64")
 
 
 @pytest.mark.parametrize(
@@ -303,12 +286,12 @@ def test_a_prompt_longer_than_the_context(pair, mode):
 )
 @pytest.mark.parametrize("name", ["generate", "chat"])
 def test_an_unknown_flag_names_the_nearest(name, flag, near):
-    assert_refused(run(name, flag, "1"), f"no such option '{flag}'; did you mean '{near}'?")
+    refusal(run(name, flag, "1"), f"no such option '{flag}'; did you mean '{near}'?")
 
 
 def test_an_unknown_command_names_the_nearest():
-    assert_refused(run("genrate"), "no such command 'genrate'; did you mean 'generate'?")
-    assert_refused(run("xyzzy"), f"known: {', '.join(COMMANDS)}")
+    refusal(run("genrate"), "no such command 'genrate'; did you mean 'generate'?")
+    refusal(run("xyzzy"), f"known: {', '.join(COMMANDS)}")
 
 
 @pytest.mark.parametrize(
@@ -337,19 +320,50 @@ def test_an_unknown_command_names_the_nearest():
     ],
 )
 def test_a_bad_option_is_refused_before_any_work(arguments, said):
-    assert_refused(run("generate", "-p", "x", *arguments), said)
+    refusal(run("generate", "-p", "x", *arguments), said)
 
 
 def test_a_chat_without_a_template_is_refused(monkeypatch):
-    assert_refused(run("chat", "--no-chat-template"), "edgespec run --no-chat-template")
+    refusal(run("chat", "--no-chat-template"), "edgespec run --no-chat-template")
     monkeypatch.setenv("EDGESPEC_CHAT_TEMPLATE", "off")
-    assert_refused(run("chat"), "edgespec run --no-chat-template")
+    refusal(run("chat"), "edgespec run --no-chat-template")
 
 
 def test_a_draft_model_that_is_not_there(target_path, tmp_path):
-    assert_refused(run("generate", str(target_path), "--drafter", "model", "-p", "x"), "-md/--model-draft")
+    refusal(run("generate", str(target_path), "--drafter", "model", "-p", "x"), "-md/--model-draft")
     result = run("generate", str(target_path), "-md", str(tmp_path / "nothing.gguf"), "-p", "x")
-    assert_refused(result, "nothing.gguf")
+    refusal(result, "nothing.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "-p", "x", "--config=~/c.toml"], "c.toml: unknown setting 'found'"),
+        (["chat", "--session=~/c.toml"], "c.toml"),
+    ],
+)
+def test_a_tilde_behind_an_option_is_the_home_folder(arguments, said, tmp_path: Path, monkeypatch) -> None:
+    """Shells replace it in a word of its own only."""
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    (tmp_path / "c.toml").write_text("found = 1")
+    result = run(*arguments)
+    assert result.exit_code, result.output
+    assert str(tmp_path / "c.toml") in result.stderr
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("corpus", "--all"), ("learnt", "--learnt")])
+def test_a_file_that_is_no_database_names_what_removes_it(kind: str, flag: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    (tmp_path / "notes.txt").write_text("Some text of mine.")
+    assert run("corpus", "add", str(tmp_path / "notes.txt")).exit_code == 0
+    (found,) = (tmp_path / "texts").iterdir()
+    found.with_name(found.name.replace("corpus", kind)).write_bytes(b"no database at all")
+    refused = run("corpus", "ls")
+    assert refused.exit_code == 1 and f"{flag} " in refused.stderr.partition("edgespec corpus rm ")[2]
+    assert run("corpus", "rm", flag).exit_code == 0
+    assert run("corpus", "ls").exit_code == 0
 
 
 # help

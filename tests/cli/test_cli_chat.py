@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import select
-import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import gguf
 import pytest
 from click.testing import CliRunner, Result
 
+from command_line import ANSWERING, ASKING, POSIX, Terminal
 from edgespec.cli.main import cli
 from edgespec.cli.slash import COMMANDS
 from edgespec.cli.stdin import FENCE, open_history, read_message
 from edgespec.errors import PromptError
 from tiny_gguf import Shape, write_model
-
-POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has neither signals for one child nor pseudo terminals")
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -358,66 +352,9 @@ def test_a_message_that_is_no_text_is_refused_and_not_sent(model, tmp_path):
 # a real terminal
 
 
-ASKING, ANSWERING = "\x1b[?2004h", "\x1b[?2004l"  # the line editor switches bracketed paste on and off
-
-
-class Terminal:
-    """`edgespec chat` with a pseudo terminal of its own, so that Ctrl-C is a key.
-
-    `script`: what a shell runs instead, with the command in place of {}.
-    """
-
-    def __init__(self, *arguments: str, script: str | None = None) -> None:
-        import pty
-
-        self._master, slave = pty.openpty()
-        command = [sys.executable, "-m", "edgespec", "chat", *arguments]
-        self.process = subprocess.Popen(
-            command if script is None else ["sh", "-c", script.format(shlex.join(command))],
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
-            preexec_fn=lambda: os.login_tty(slave),
-        )
-        os.close(slave)
-        self._unread = ""
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def wait_for(self, text: str, timeout_s: float = 120) -> str:
-        """Read up to `text`; what came with it. What comes after it is left for the next call."""
-        until = time.monotonic() + timeout_s
-        while text not in self._unread:
-            ready, _, _ = select.select([self._master], [], [], max(until - time.monotonic(), 0))
-            assert ready, f"waited for {text!r}, saw {self._unread!r}"
-            self._unread += os.read(self._master, 65536).decode(errors="replace")
-        seen, _, self._unread = self._unread.partition(text)
-        return seen
-
-    def wait_for_more(self) -> None:
-        """Wait until a letter has appeared that was not waited for."""
-        while not any(letter.isalpha() for letter in self._unread):
-            ready, _, _ = select.select([self._master], [], [], 60)
-            assert ready, f"waited for anything, saw {self._unread!r}"
-            self._unread += os.read(self._master, 65536).decode(errors="replace")
-
-    def enter(self, line: str) -> None:
-        """Type a line at the prompt, and wait until it is taken."""
-        self.wait_for(ASKING)
-        self.type(line + "\r")
-        self.wait_for(ANSWERING)
-
-
 @POSIX
 def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
-    with Terminal(str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
+    with Terminal("chat", str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
         terminal.enter("hello")
         terminal.wait_for_more()
         terminal.type("\x03")
@@ -437,7 +374,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
 
 @POSIX
 def test_what_is_typed_during_an_answer_waits_for_the_prompt(slow_path):
-    with Terminal(str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
+    with Terminal("chat", str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
         terminal.enter("/set max-tokens 30")
         terminal.enter("hello")
         terminal.wait_for_more()
@@ -451,7 +388,7 @@ def test_what_is_typed_during_an_answer_waits_for_the_prompt(slow_path):
 @POSIX
 def test_keys_in_a_terminal(target_path, private_home):
     """A remembered line, completion of a command, the end of input."""
-    with Terminal(str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
+    with Terminal("chat", str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
         terminal.enter("/set drafter none")
         terminal.wait_for("drafter = none")
         terminal.enter("\x1b[A")
@@ -470,7 +407,7 @@ def test_keys_in_a_terminal(target_path, private_home):
 @POSIX
 def test_a_new_line_and_the_last_message_again_in_a_terminal(target_path, tmp_path):
     path = tmp_path / "saved.json"
-    with Terminal(str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
+    with Terminal("chat", str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
         terminal.wait_for(ASKING)
         terminal.type("one\x1b\rtwo\r")
         terminal.wait_for(ANSWERING)
@@ -488,7 +425,7 @@ def test_a_new_line_and_the_last_message_again_in_a_terminal(target_path, tmp_pa
 @POSIX
 def test_ctrl_z_at_the_prompt_gives_the_shell_back(target_path, private_home):
     script = 'set -m; {}; echo "put" aside; fg; echo "all" over'
-    with Terminal(str(target_path), "-n", "4", "--seed", "1", script=script) as terminal:
+    with Terminal("chat", str(target_path), "-n", "4", "--seed", "1", script=script) as terminal:
         terminal.wait_for(ASKING)
         terminal.type("\x1a")
         terminal.wait_for("put aside")

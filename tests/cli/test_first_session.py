@@ -9,10 +9,10 @@ import time
 from functools import partial
 
 import pytest
-from click.testing import CliRunner, Result
 
+from command_line import run
 from edgespec.cli import status
-from edgespec.cli.main import _report, cli
+from edgespec.cli.main import _report
 from edgespec.cli.status import waiting
 from edgespec.cli.stdin import line_reader
 from edgespec.cli.terminal import complain, length_note
@@ -35,10 +35,6 @@ def model(target_path, draft_path):
 def base_path(tmp_path_factory):
     """A model without a chat template."""
     return write_model(tmp_path_factory.mktemp("base") / "base.gguf", Shape(has_template=False))
-
-
-def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(cli, list(arguments), input=stdin)
 
 
 # help

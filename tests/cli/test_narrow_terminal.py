@@ -10,40 +10,26 @@ from pathlib import Path
 import click
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo terminals in Python")
+from command_line import POSIX, Terminal
+
+pytestmark = POSIX
 COLUMNS = 80
 
 
 def printed(arguments: list[str], home: Path, *, is_terminal: bool) -> str:
     """Standard output of a command, without colours."""
-    command = [sys.executable, "-m", "edgespec", *arguments]
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "xterm"}
+    environment = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "xterm"}
     environment |= {"EDGESPEC_HOME": str(home), "EDGESPEC_MODELS": str(home / "models")}
-    if not is_terminal:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
-    import pty
-
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, env=environment, stdout=theirs, stderr=subprocess.DEVNULL)
-    os.close(theirs)
-    found = bytearray()
-    try:
-        while piece := os.read(ours, 65536):
-            found += piece
-    except OSError:  # the other end is closed
-        pass
-    process.wait()
-    os.close(ours)
-    return click.unstyle(found.decode()).replace("\r\n", "\n")
+    if is_terminal:
+        with Terminal(*arguments, size=(COLUMNS, 24), has_errors=False, **environment) as terminal:
+            return click.unstyle(terminal.rest()).replace("\r\n", "\n")
+    command = [sys.executable, "-m", "edgespec", *arguments]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False).stdout
 
 
 @pytest.mark.parametrize(
     "typed",
-    [
-        "show demo",
-        "show qwen3-8b",
-        "plan demo --memory 20MB",
-    ],
+    ["show demo", "show qwen3-8b", "plan demo --memory 20MB"],
 )
 def test_lines_end_at_words(typed: str, tmp_path: Path) -> None:
     arguments = typed.split()

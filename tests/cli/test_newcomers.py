@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
+from command_line import refusal, run
 from edgespec.cli.chat import CHOSEN_HERE
 from edgespec.cli.main import cli
 from edgespec.cli.stdin import line_reader
@@ -36,16 +37,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, list(arguments))
-
-
 def refused(*arguments: str) -> str:
     """The one line that a bad input gets."""
-    found = run(*arguments)
-    assert found.exit_code == 2, found.output
-    (line,) = found.stderr.splitlines()
-    return line
+    return refusal(run(*arguments))
 
 
 # Files that are no language model. They have no chat template either, and are no base models.
@@ -200,7 +194,7 @@ def test_a_hub_that_is_not_reached_is_said_while_it_is_tried_again(
 )
 def test_a_slash_command_of_another_chat(folder: Path, typed: str, meant: str) -> None:
     model = write_model(folder / "tiny.gguf")
-    found = CliRunner().invoke(cli, ["chat", str(model)], input=f"{typed}\n")
+    found = run("chat", str(model), stdin=f"{typed}\n")
     assert f"no such command {typed.split()[0]}; did you mean '{meant}'?" in found.stderr
 
 
@@ -231,7 +225,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:
     given = ("--config", str(settings), "--json-schema", str(schema))
     assert json.loads(run("generate", "demo", "-p", "x", "--json", *given).stdout)["stats"]["new_tokens"] <= 3
     answers = [
-        CliRunner().invoke(cli, ["generate", "demo", "-p", "-", "-n", "1", "--json"], input="x".encode(encoding)).stdout
+        run("generate", "demo", "-p", "-", "-n", "1", "--json", stdin="x".encode(encoding)).stdout
         for encoding in ("utf-8", "utf-8-sig")
     ]
     plain, marked = (json.loads(answer)["prompt_token_ids"] for answer in answers)
@@ -240,7 +234,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(folder: Path) -> None:
 
 def test_show_says_that_chat_chose_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("add", str(write_model(folder / "tiny.gguf")), "--name", "smollm2-135m")
-    found = CliRunner().invoke(cli, ["chat"], input="/show\n")
+    found = run("chat", stdin="/show\n")
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("model ")]
     assert line.rstrip().split(None, 2)[1:] == ["smollm2-135m", CHOSEN_HERE]
 
@@ -293,6 +287,3 @@ def test_a_table_that_nobody_reads_to_its_end_leaves_as_other_output_does() -> N
     assert ls.stdout is not None
     ls.stdout.close()
     assert ls.wait() == 141
-
-
-# doctor

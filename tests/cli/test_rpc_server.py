@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 
 import pytest
-from click.testing import CliRunner, Result
 
-from edgespec.cli.main import cli
+import command_line
 from edgespec.engines.llamacpp import rpc
 from rpc import free_port
 
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["rpc-server", *arguments])
+run = partial(command_line.run, "rpc-server")
 
 
 @pytest.fixture

@@ -64,21 +64,15 @@ def installed(script, monkeypatch):
     return commands
 
 
-def test_a_complete_setup_is_ready_until_something_changes(script, installed, tmp_path):
+def test_extras_add_up_and_a_setup_is_ready_until_something_changes(script, installed, tmp_path):
     script.set_up(["test"])
     assert installed[-1][-2:] == ["-e", f"{tmp_path}[test]"]
-    assert script.is_ready([])
-    assert script.is_ready(["test"])
-    assert not script.is_ready(["server"])
-    (tmp_path / "pyproject.toml").write_text(PROJECT + "other = []\n")
-    assert not script.is_ready([])
-
-
-def test_extras_add_up(script, installed, tmp_path):
-    script.set_up(["test"])
+    assert script.is_ready([]) and script.is_ready(["test"]) and not script.is_ready(["server"])
     script.set_up(["server"])
     assert installed[-1][-1] == f"{tmp_path}[server,test]"
     assert script.is_ready(["server", "test"])
+    (tmp_path / "pyproject.toml").write_text(PROJECT + "other = []\n")
+    assert not script.is_ready([])
 
 
 def test_llama_cpp_is_built_last_and_alone(script, installed, tmp_path, capsys):
@@ -235,10 +229,7 @@ def test_a_damaged_marker_is_not_ready(script, content):
         ("Temporary failure in name resolution", "network connection"),
         ("OSError: [Errno 28] No space left on device", "disk space"),
         ("Could NOT find Vulkan (missing: glslc) (found version 1.3.239)", "apt install libvulkan-dev"),
-        (
-            "glslc -O x.comp\nggml-vulkan.cpp:1: error: 'LayerSettingEXT' is not a member of 'vk'",
-            "1.3.272 or newer",
-        ),
+        ("glslc -O x\nggml-vulkan.cpp:1: error: 'LayerSettingEXT' is not a member of 'vk'", "1.3.272 or newer"),
         ("glslc -O x.comp\ng++: fatal error: Killed signal terminated program cc1plus", "out of memory"),
         ("The virtual environment was not created: ensurepip is not available", "python3-venv"),
     ],
@@ -290,22 +281,19 @@ def test_commands_reach_the_package_and_tests_reach_pytest(script, monkeypatch):
         calls.append(command[1:])
         raise SystemExit
 
+    asked: list[list[str]] = []
+    kernels: list[bool] = []  # whether they are waited for
     monkeypatch.setattr(script.os, "execv", execv)
     monkeypatch.setattr(script, "keep_bytecode", lambda: None)
-    monkeypatch.chdir(Path.cwd())
-    asked: list[list[str]] = []
     monkeypatch.setattr(script, "make_ready", lambda extras, why: asked.append(extras))
-    kernels: list[str] = []
-    monkeypatch.setattr(
-        script, "start_kernels", lambda waits: kernels.append("first" if waits else "in the background")
-    )
-    monkeypatch.setattr(script, "build_kernels", lambda: kernels.append("first"))
+    monkeypatch.setattr(script, "start_kernels", lambda waits: kernels.append(waits))
+    monkeypatch.setattr(script, "build_kernels", lambda: kernels.append(True))
     for arguments in (["chat", "-n", "3"], ["test"], ["test", "-k", "cli"], ["export", "--help"]):
         with pytest.raises(SystemExit):
             script.main(arguments)
     assert asked[-1] == [] != asked[1], "reading about a command takes none of what it needs"
     assert calls.pop() == ["-m", "edgespec", "export", "--help"]
-    assert kernels == ["in the background", "first", "first"]
+    assert kernels == [False, True, True]
     assert calls == [
         ["-m", "edgespec", "chat", "-n", "3"],
         ["-m", "pytest", "-n", "auto", "--dist", "worksteal", "-q"],

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from edgespec.cli.main import cli
+from command_line import refusal, run
 from edgespec.config.options import GenerateOptions
 from edgespec.config.sources import resolve
 from edgespec.errors import ConfigError
@@ -21,10 +20,6 @@ SCHEMA = {
     "required": ["seats"],
     "additionalProperties": False,
 }
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, list(arguments))
 
 
 def test_a_schema_comes_from_a_file_or_the_line_itself(tmp_path: Path, pair):
@@ -84,10 +79,7 @@ def test_json_that_is_complete_at_the_limit_is_no_error(pair):
     ],
 )
 def test_a_mistake_is_one_line(pair, arguments: list[str], words: str):
-    result = run("generate", *pair, "-p", "x", *arguments)
-    assert result.exit_code == 2 and result.stdout == ""
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert words in line
+    refusal(run("generate", *pair, "-p", "x", *arguments), words)
 
 
 def test_a_config_file_and_the_environment_name_a_schema_too(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ torch: Any = pytest.importorskip("torch", reason="compares with transformers, wh
 transformers: Any = pytest.importorskip("transformers", reason="compares with transformers")
 pytest.importorskip("gguf", reason="tiny models are written by the package gguf: scripts/run.py install export")
 
+from tiny_architectures import with_halves  # noqa: E402
 from tiny_mixtures import CASES, Case, Floats, tensors, write  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -173,15 +174,6 @@ def state(case: Case) -> Iterator[tuple[str, Floats]]:
             yield f"{mlp}experts.down_proj", down
             yield f"{mlp}gate.weight", router
             yield f"model.layers.{layer}.post_attention_layernorm.weight", found[f"{blk}ffn_norm.weight"]
-
-
-def with_halves(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention over keys and values in half precision, as our cache keeps them."""
-
-    def found(module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
-        return attend(module, query, key.half().to(key.dtype), value.half().to(value.dtype), *rest, **named)
-
-    return found
 
 
 @pytest.mark.parametrize("name", CASES)

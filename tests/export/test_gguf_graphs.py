@@ -207,7 +207,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path):
 
     refused(r"llama\.attention\.scale = 0\.25 is not known", attention__scale=0.25)
     refused("llama models read a whole text at once", attention__causal=False)
-    refused("positions are scaled by 'yarn'; allowed: none, linear", rope__scaling__type="yarn")
+    refused("settings that YaRN cannot have", rope__scaling__type="yarn", rope__scaling__factor=0.5)
     refused("expert_count = 8 is not known", expert_count=8, expert_used_count=2)
     refused("its rope.dimension_count 8 is not its head size 16", rope__dimension_count=8)
     refused(

@@ -13,11 +13,11 @@ from browser import Browser, find_browser
 from chat_page import READY, forget
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
-from edgespec.server.app import create_app
+from edgespec.server import web
 from edgespec.server.scheduler import Scheduler
-from edgespec.server.service import Limits, Service
+from edgespec.server.service import Service
 from scripted_page import Scripted, scripted_server
-from serving import BASE_URL
+from serving import client_of, serving
 
 
 @pytest.fixture(scope="session")
@@ -30,22 +30,18 @@ def model() -> Iterator[Model]:
 @pytest.fixture
 def service(model: Model) -> Iterator[Service]:
     """A service of its own for each test; the model stays open."""
-    service = Service("demo", Limits(max_queued=4, timeout_s=60.0))
-    service.use(model)
-    yield service
-    assert service.loaded is not None
-    service.loaded.scheduler.close()
+    with serving(model, "demo") as found:
+        yield found
 
 
 @pytest.fixture
 def scheduler(service: Service) -> Scheduler:
-    assert service.loaded is not None
-    return service.loaded.scheduler
+    return service.require().scheduler
 
 
 @pytest.fixture
 def client(service: Service) -> TestClient:
-    return TestClient(create_app(service), base_url=BASE_URL)
+    return client_of(service)
 
 
 @pytest.fixture
@@ -57,6 +53,13 @@ def greedy(model: Model) -> Sampling:
 @pytest.fixture
 def plain() -> GenerateOptions:
     return GenerateOptions(max_tokens=24, drafter="none")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams begin and are kept alive within hundredths of a second."""
+    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
+    monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
 
 
 @pytest.fixture(scope="module")

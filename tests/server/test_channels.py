@@ -20,10 +20,8 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.marks import ChannelSplitter, call_header
 from edgespec.cli.main import cli
-from edgespec.server.app import create_app
-from edgespec.server.service import Limits, Service
 from edgespec.server.structure import terminal
-from serving import BASE_URL
+from serving import client_of, post, serving, streamed
 from tiny_gguf import Shape, write_model
 
 pytest.importorskip("llguidance")
@@ -99,11 +97,8 @@ def model(path: Path) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def client(model: Model) -> Iterator[TestClient]:
-    service = Service("channels", Limits(max_queued=4, timeout_s=60.0))
-    service.use(model)
-    yield TestClient(create_app(service), base_url=BASE_URL)
-    assert service.loaded is not None
-    service.loaded.scheduler.close()
+    with serving(model) as service:
+        yield client_of(service)
 
 
 def grammar(model: Model, text: str) -> str:
@@ -151,18 +146,14 @@ def test_a_message_cannot_forge_a_turn(model: Model) -> None:
 def test_the_server_tells_reasoning_from_the_answer(client: TestClient, model: Model, is_stream: bool) -> None:
     forced = grammar(model, f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.")
     asked = {"messages": HELLO, "grammar": forced, "max_tokens": 60, "temperature": 0, "logprobs": True}
-    answered = client.post(CHAT, json=asked | {"stream": is_stream})
-    assert answered.status_code == 200, answered.text
     if is_stream:
-        lines = [line.removeprefix("data: ") for line in answered.text.splitlines() if line.startswith("data: {")]
-        choices = [json.loads(line)["choices"][0] for line in lines]
-        parts = {name: "".join(choice["delta"].get(name) or "" for choice in choices) for name in
-                 ("reasoning_content", "content")}  # fmt: skip
+        deltas = [part["choices"][0]["delta"] for part in streamed(client, CHAT, asked)]
+        found = ["".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content")]
     else:
-        (choice,) = answered.json()["choices"]
-        parts = choice["message"]
+        (choice,) = post(client, CHAT, asked)["choices"]
+        found = [choice["message"][name] for name in ("reasoning_content", "content")]
         assert "".join(token["token"] for token in choice["logprobs"]["content"]) == "Yes."
-    assert (parts["reasoning_content"], parts["content"]) == ("Hm.", "Yes.")
+    assert found == ["Hm.", "Yes."]
 
 
 def test_a_forced_call_ends_the_answer(client: TestClient) -> None:

@@ -16,10 +16,9 @@ from starlette.testclient import TestClient
 import edgespec
 from demo import TEST_THREADS
 from edgespec import Model
-from edgespec.server.app import create_app
 from edgespec.server.http_errors import HttpError
-from edgespec.server.service import Limits, Service
-from serving import BASE_URL
+from edgespec.server.service import Service
+from serving import client_of, serving
 from tiny_bert import write_bert
 from tiny_gguf import write_model
 from waiting import until
@@ -38,16 +37,13 @@ def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]
 
 @pytest.fixture
 def embedding_service(embedding_model: Model) -> Iterator[Service]:
-    service = Service("embedding", Limits(max_queued=1, timeout_s=60.0))
-    service.use(embedding_model)
-    yield service
-    assert service.loaded is not None
-    service.loaded.scheduler.close()
+    with serving(embedding_model, "embedding") as service:
+        yield service
 
 
 @pytest.fixture
 def embedding_client(embedding_service: Service) -> TestClient:
-    return TestClient(create_app(embedding_service), base_url=BASE_URL)
+    return client_of(embedding_service)
 
 
 def test_openai(embedding_client: TestClient, embedding_model: Model):
@@ -113,10 +109,8 @@ def test_a_chat_model_says_why_it_gives_none(client: TestClient, path: str):
 
 
 def test_an_encoder(tmp_path: Path):
-    service = Service("bert")
-    with edgespec.load(write_bert(tmp_path / "bert.gguf"), threads=TEST_THREADS, parallel=2) as opened:
-        service.use(opened)
-        client = TestClient(create_app(service), base_url=BASE_URL)
+    with serving(write_bert(tmp_path / "bert.gguf")) as service:
+        client = client_of(service)
         answer = client.post("/api/embed", json={"input": ["find me a bus", "hello"]}).json()
         assert answer["prompt_eval_count"] == 6 + 3 and len(answer["embeddings"][0]) == 64
         assert client.post("/api/show", json={}).json()["capabilities"] == ["embedding"]
@@ -128,11 +122,10 @@ def test_an_encoder(tmp_path: Path):
             refused = client.post(path, json=fields)
             assert refused.status_code == 400 and "they give embeddings, and write no text" in refused.text
         assert client.get("/props").status_code == client.get("/api/ps").status_code == 200
-        service.require().scheduler.close()
 
 
 def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypatch: pytest.MonkeyPatch):
-    """One runs, one waits, a third is refused; a cancelled one ends; none is begun when the server stops."""
+    """One runs, four wait, a sixth is refused; a cancelled one ends; none is begun when the server stops."""
     queue = embedding_service.require().scheduler.embeddings
     texts = embedding_model.embedder.encode(["x"], truncate=False)
     begins, goes_on, embed = threading.Event(), threading.Event(), embedding_model.target.embed
@@ -145,13 +138,14 @@ def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypat
     monkeypatch.setattr(embedding_model.target, "embed", slow)
 
     async def run() -> None:
-        first, second = asyncio.create_task(queue.embed(texts)), asyncio.create_task(queue.embed(texts))
+        first, *waiting = [asyncio.create_task(queue.embed(texts)) for _ in range(5)]
         await asyncio.to_thread(begins.wait, 30)
         with pytest.raises(HttpError) as refused:
             await queue.embed(texts)
         assert refused.value.status == 429
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
         third = asyncio.create_task(queue.embed(texts))
         await asyncio.sleep(0.05)
         queue.stop()
@@ -163,4 +157,4 @@ def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypat
             assert stopped.value.status == 503
 
     asyncio.run(run())
-    until(lambda: not queue.open)
+    until(lambda: not queue.thread.open)

@@ -16,7 +16,6 @@ from asgi_client import FIELDS as FIELDS_OF
 from asgi_client import PATHS, PINGS, Client
 from edgespec import Model
 from edgespec.errors import CapabilityError, EngineError
-from edgespec.server import web
 from edgespec.server.app import create_app
 from edgespec.server.service import Service
 from serving import BASE_URL
@@ -134,9 +133,7 @@ def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(host: Host, c
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_streams_begin_while_it_is_loaded(host: Host, monkeypatch: pytest.MonkeyPatch, path: str):
-    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
-    monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
+def test_streams_begin_while_it_is_loaded(host: Host, hasty: None, path: str):
     host.unload()
 
     async def main(failure: Exception | None) -> tuple[Client, bytes]:
@@ -178,25 +175,6 @@ def test_a_stop_during_a_load_ends_it(host: Host):
     assert host.service.is_loading
     host.gate.set()
     until(lambda: len(host.opened) == 2 and host.is_closed)
-
-
-def test_a_client_that_leaves_while_it_waits_disturbs_nobody(host: Host):
-    host.unload()
-    host.gate.clear()
-
-    async def main() -> None:
-        app = create_app(host.service)
-        leaving, staying = Client(app), Client(app, max_tokens=4)
-        await reached(lambda: host.num_loads == 2)
-        leaving.leave()
-        await leaving.task
-        assert leaving.sent[0]["status"] == 499
-        host.gate.set()
-        await staying.task
-        assert staying.sent[0]["status"] == 200
-
-    asyncio.run(main())
-    host.unload()  # nobody is counted as using it
 
 
 def test_nothing_is_unloaded_under_an_answer(hosts: list[Host]):
@@ -269,13 +247,6 @@ def gate(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(model.target, "forward", held_up)
     yield made
     made.open()
-
-
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds become hundredths."""
-    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
-    monkeypatch.setattr(web, "PING_EVERY_S", 0.1)
 
 
 def streamed(service: Service, path: str) -> Client:

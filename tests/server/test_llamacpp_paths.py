@@ -20,10 +20,10 @@ from edgespec.server.completions import read_completion
 from edgespec.server.native import File, end_of_block, fitted, read_infill, read_native
 from edgespec.server.ollama import read_generate_request
 from edgespec.server.scheduler import Scheduler
-from edgespec.server.service import Limits, Loaded, Service
+from edgespec.server.service import Loaded, Service
 from edgespec.server.web import NOTES
 from edgespec.vocabulary import FimTokens
-from serving import BASE_URL
+from serving import client_of, post, serving, streamed
 from tiny_gguf import SPECIALS, Shape, write_model
 from waiting import reached
 
@@ -41,14 +41,12 @@ PAGE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def post(client: TestClient, path: str, **fields: Any) -> Any:
-    answered = client.post(path, json=BODIES[path] | {"max_tokens": 4, "temperature": 0} | fields)
-    assert answered.status_code == 200, answered.text
-    return answered
+def ask(client: TestClient, path: str, **fields: Any) -> Any:
+    return post(client, path, BODIES[path] | {"max_tokens": 4, "temperature": 0} | fields)
 
 
 def test_what_the_page_sends(client: TestClient):
-    answered = post(client, CHAT, **PAGE | {"max_tokens": 4})
+    answered = client.post(CHAT, json=BODIES[CHAT] | PAGE | {"max_tokens": 4})
     assert "samplers" in answered.headers[NOTES] and answered.headers[NOTES].count(":") == 1
     assert client.post(CHAT, json={"messages": QUESTION} | PAGE | {"seed": 1}).status_code == 200  # without a limit
 
@@ -67,10 +65,9 @@ def test_what_the_page_sends(client: TestClient):
     ],
 )
 def test_fields_that_change_nothing(client: TestClient, path: str, fields: dict[str, Any], noted: str):
-    plain, answered = post(client, path), post(client, path, **fields)
-    assert NOTES not in plain.headers
+    answered = client.post(path, json=BODIES[path] | {"max_tokens": 4, "temperature": 0} | fields)
     assert answered.headers.get(NOTES, "").partition(":")[0] == noted
-    assert text_of(answered.json()) == text_of(plain.json())
+    assert text_of(answered.json()) == text_of(ask(client, path))
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -102,9 +99,9 @@ def test_fields_that_would(client: TestClient, path: str, fields: dict[str, Any]
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 def test_n_predict_is_the_limit(client: TestClient, path: str):
-    answer = post(client, path, max_tokens=None, n_predict=2).json()
+    answer = ask(client, path, max_tokens=None, n_predict=2)
     assert answer["usage"]["completion_tokens"] == 2 and answer["choices"][0]["finish_reason"] == "length"
-    assert post(client, path, n_predict=-1).json()["usage"]["completion_tokens"] == 4
+    assert ask(client, path, n_predict=-1)["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "n_predict"])
@@ -113,14 +110,13 @@ def test_a_limit_of_0_only_reads_the_prompt(client: TestClient, path: str, limit
     """llama.vscode sends a chat ahead with n_predict 0, so that the next request finds it in the cache."""
     text = f"A prompt that nothing sent before: {path}, {limit}."
     body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-    read = post(client, path, **body | {"max_tokens": None, limit: 0}).json()
+    read = ask(client, path, **body | {"max_tokens": None, limit: 0})
     usage, choice = read["usage"], read["choices"][0]
     assert (text_of(read), choice["finish_reason"], usage["completion_tokens"]) == ("", "length", 0)
     assert read["timings"]["predicted_n"] == 0 < usage["prompt_tokens"] == usage["total_tokens"]
-    assert post(client, path, **body).json()["timings"]["cache_n"] >= usage["prompt_tokens"] - 1
-    sent = {"max_tokens": None, "stream": True, limit: 0, "logprobs": True if path == CHAT else 1}
-    *events, _done, _rest = post(client, path, **body | sent).text.split("\n\n")
-    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert ask(client, path, **body)["timings"]["cache_n"] >= usage["prompt_tokens"] - 1
+    sent = body | {limit: 0, "logprobs": True if path == CHAT else 1}
+    parts = [part["choices"][0] for part in streamed(client, path, sent)]
     assert parts[-1]["finish_reason"] == "length"
     assert not any(part.get("text") or part.get("delta", {}).get("content") or part["logprobs"] for part in parts)
 
@@ -128,21 +124,14 @@ def test_a_limit_of_0_only_reads_the_prompt(client: TestClient, path: str, limit
 def test_a_schema_of_a_json_object(client: TestClient):
     schema = {"type": "object", "properties": {"n": {"enum": [2, 4]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_object", "schema": schema}
-    assert json.loads(text_of(post(client, CHAT, response_format=form, max_tokens=30).json()))["n"] in (2, 4)
+    assert json.loads(text_of(ask(client, CHAT, response_format=form, max_tokens=30)))["n"] in (2, 4)
     wrong = client.post(CHAT, json={"messages": QUESTION, "response_format": {**form, "schema": {"type": "x"}}})
     assert wrong.json()["error"]["param"] == "response_format.schema"
 
 
-def test_a_model_that_never_reasons_need_not_be_told(client: TestClient):
-    off = post(client, CHAT, chat_template_kwargs={"enable_thinking": False}).json()
-    assert off["usage"]["prompt_tokens"] == post(client, CHAT).json()["usage"]["prompt_tokens"]
-    on = post(client, CHAT, chat_template_kwargs={"enable_thinking": True})
-    assert on.json()["usage"] == off["usage"] and "enable_thinking" in on.headers[NOTES]
-
-
 def test_where_the_prompt_ends_is_as_in_vllm_and_llama_server(client: TestClient):
     def prompt(**fields: Any) -> str:
-        return client.post("/apply-template", json=fields).json()["prompt"]
+        return post(client, "/apply-template", fields)["prompt"]
 
     begun = [*QUESTION, {"role": "assistant", "content": "Sure, I"}]
     opening = "<|im_start|>assistant\n"
@@ -151,10 +140,10 @@ def test_where_the_prompt_ends_is_as_in_vllm_and_llama_server(client: TestClient
     assert prompt(messages=begun, continue_final_message=True, add_generation_prompt=False) == prompt(messages=begun)
     assert prompt(messages=begun, continue_final_message=False).endswith(f"Sure, I<|im_end|>\n{opening}")
     counted = [
-        client.post(path, json={"messages": begun, "continue_final_message": False}).json()["input_tokens"]
+        post(client, path, messages=begun, continue_final_message=False)["input_tokens"]
         for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
     ]
-    chat = post(client, CHAT, messages=begun, continue_final_message=False).json()
+    chat = ask(client, CHAT, messages=begun, continue_final_message=False)
     assert counted == [chat["usage"]["prompt_tokens"]] * 2
     for wrong in ({"messages": begun, "add_generation_prompt": True}, {"messages": QUESTION}):
         answered = client.post(CHAT, json=wrong | {"continue_final_message": True})
@@ -166,8 +155,7 @@ def test_responses_are_answered_without_v1_too(client: TestClient):
     with_v1, without = (client.post(path, json=body).json() for path in ("/v1/responses", "/responses"))
     assert with_v1["output"][0]["content"] == without["output"][0]["content"]
     assert client.post("/responses/input_tokens", json={"input": "Hi"}).json()["input_tokens"] > 0
-    *_, last = client.post("/responses", json=body | {"stream": True}).text.strip().split("\n\n")
-    assert last.startswith("event: response.")
+    assert streamed(client, "/responses", body)[-1]["type"].startswith("response.")
 
 
 def test_a_prompt_that_does_not_fit_is_told_in_numbers(client: TestClient):
@@ -184,9 +172,7 @@ GREEDY = {"temperature": 0, "n_predict": 24}
 
 
 def native(client: TestClient, path: str = "/completion", **fields: Any) -> dict[str, Any]:
-    answered = client.post(path, json=fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
+    return post(client, path, fields)
 
 
 @pytest.fixture
@@ -203,13 +189,6 @@ def test_a_completion(client: TestClient, expected: Any, path: str):
     assert answer["tokens_predicted"] == len(expected.token_ids) == answer["timings"]["predicted_n"]
     assert answer["tokens_evaluated"] == len(expected.prompt_token_ids)
     assert answer["generation_settings"]["n_predict"] == 24 and answer["model"] == "demo"
-
-
-def events(client: TestClient, **fields: Any) -> Iterator[dict[str, Any]]:
-    text = client.post("/completion", json=fields | {"stream": True}).text
-    assert "[DONE]" not in text
-    for event in text.removesuffix("\n\n").split("\n\n"):
-        yield json.loads(event.removeprefix("data: "))
 
 
 def test_an_applied_template_can_be_continued(client: TestClient, model: Model, greedy: Sampling):
@@ -306,23 +285,6 @@ def test_what_sillytavern_sends(client: TestClient, expected: Any):
     assert longer.status_code == 400 and "use n_predict" in longer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"prompt": ["a", ""]}, "prompt must not be empty"),
-        ({"prompt": ["a", None]}, "prompt must be one prompt"),
-        ({"prompt": ["a"] * 17}, "at most 16 are allowed"),
-        ({"prompt": ["a"] * 9, "n_cmpl": 2}, "at most 16 answers"),
-        ({"prompt": [True]}, "prompt must be one prompt"),
-        ({"prompt": None}, "prompt is missing: give a string or a list"),
-        ({"prompt": {"prompt_string": "x"}}, "prompt must be a string or a list"),
-    ],
-)
-def test_refusals(client: TestClient, fields: dict[str, Any], words: str):
-    answered = client.post("/completion", json=fields)
-    assert answered.status_code == 400 and words in answered.json()["error"]["message"]
-
-
 def test_paths_without_a_version(client: TestClient):
     fields = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
     one, other = (client.post(f"{root}/chat/completions", json=fields).json() for root in ("", "/v1"))
@@ -349,18 +311,14 @@ def coder_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def loaded(coder_model: Model) -> Iterator[Loaded]:
-    service = Service("coder", Limits(max_queued=4, timeout_s=60.0))
-    service.use(coder_model)
-    yield service.require()
-    service.require().scheduler.close()
+    with serving(coder_model, "coder") as service:
+        yield service.require()
 
 
 @pytest.fixture
 def coder(coder_model: Model) -> Iterator[TestClient]:
-    service = Service("coder", Limits(max_queued=4, timeout_s=60.0))
-    service.use(coder_model)
-    yield TestClient(create_app(service), base_url=BASE_URL)
-    service.require().scheduler.close()
+    with serving(coder_model, "coder") as service:
+        yield client_of(service)
 
 
 def writing(text: str) -> str:
@@ -422,14 +380,11 @@ def test_control_tokens_of_a_raw_prompt_are_read(loaded: Loaded, coder_model: Mo
 
 def test_a_prompt_that_begins_the_text_itself_has_one_begin(tmp_path: Path) -> None:
     path = write_model(tmp_path / "bos.gguf", metadata={"tokenizer.ggml.add_bos_token": True})
-    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as opened:
-        service = Service("bos", Limits())
-        service.use(opened)
-        plain, spelled = (read_completion(service.require(), {"prompt": p}, []) for p in ("hi", "<|end|>hi"))
-        assert plain.jobs[0].prompt_ids == spelled.jobs[0].prompt_ids == opened.encode("hi")
-        native = read_native(service.require(), {"prompt": "<|end|>hi"}, [])
-        assert native.jobs[0].prompt_ids == opened.encode("hi")
-        service.require().scheduler.close()
+    with serving(path) as service:
+        loaded = service.require()
+        read = [read_completion(loaded, {"prompt": text}, []) for text in ("hi", "<|end|>hi")]
+        read.append(read_native(loaded, {"prompt": "<|end|>hi"}, []))
+        assert [each.jobs[0].prompt_ids for each in read] == [loaded.model.encode("hi")] * 3
 
 
 def test_other_files_come_first(loaded: Loaded, coder_model: Model) -> None:
@@ -473,9 +428,7 @@ def test_what_is_nearest_to_the_gap_is_kept(coder_model: Model, room: int) -> No
 
 
 def fill(client: TestClient, path: str = "/infill", **fields: Any) -> dict[str, Any]:
-    answered = client.post(path, json=fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
+    return post(client, path, fields)
 
 
 def test_an_answer_in_llama_servers_form(coder: TestClient) -> None:
@@ -513,11 +466,6 @@ def test_both_paths_take_the_same_fields_and_answer_in_one_form(coder: TestClien
     assert answer["prompt"] == FORMS[path].get("prompt", f"{FIM[0]}{BEFORE}{FIM[1]}{AFTER}{FIM[2]}")
 
 
-def streamed(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
-    lines = client.post(path, json=body | {"stream": True}).text.split("\n\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line]
-
-
 @pytest.mark.parametrize("path", FORMS)
 def test_both_paths_only_read_a_prompt(coder: TestClient, path: str) -> None:
     body = FORMS[path] | {"n_predict": 0, "return_tokens": True, "n_probs": 1}
@@ -536,6 +484,7 @@ def test_both_paths_only_read_a_prompt(coder: TestClient, path: str) -> None:
 def test_both_paths_end_with_a_block_and_choose_fields(coder: TestClient, path: str) -> None:
     body = FORMS[path] | {"grammar": writing("a\n    b\nc"), "n_indent": 4, "response_fields": ["content", "stop_type"]}
     assert fill(coder, path, **body) == {"content": "a\n    b\n", "stop_type": "limit"}
+    assert "[DONE]" not in coder.post(path, json=body | {"stream": True}).text
     *parts, last = streamed(coder, path, **body)
     assert "".join(part["content"] for part in parts) == "a\n    b\n"
     assert last == {"content": "", "stop_type": "limit"}
@@ -596,18 +545,25 @@ def test_where_a_block_ends(text: str, end: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("path", "fields", "said"),
     [
-        ({"input_prefix": "a"}, "input_suffix is missing"),
-        ({"input_suffix": "a"}, "input_prefix is missing"),
-        (GAP | {"input_extra": ["a"]}, "input_extra.0"),
-        (GAP | {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
-        (GAP | {"input_extra": [{"text": "a", "path": "b"}]}, "input_extra.0.path"),
-        (GAP | {"response_fields": [1]}, "response_fields"),
+        ("/completion", {"prompt": ["a", ""]}, "prompt must not be empty"),
+        ("/completion", {"prompt": ["a", None]}, "prompt must be one prompt"),
+        ("/completion", {"prompt": ["a"] * 17}, "at most 16 are allowed"),
+        ("/completion", {"prompt": ["a"] * 9, "n_cmpl": 2}, "at most 16 answers"),
+        ("/completion", {"prompt": [True]}, "prompt must be one prompt"),
+        ("/completion", {"prompt": None}, "prompt is missing: give a string or a list"),
+        ("/completion", {"prompt": {"prompt_string": "x"}}, "prompt must be a string or a list"),
+        ("/infill", {"input_prefix": "a"}, "input_suffix is missing"),
+        ("/infill", {"input_suffix": "a"}, "input_prefix is missing"),
+        ("/infill", GAP | {"input_extra": ["a"]}, "input_extra.0"),
+        ("/infill", GAP | {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
+        ("/infill", GAP | {"input_extra": [{"text": "a", "path": "b"}]}, "input_extra.0.path"),
+        ("/infill", GAP | {"response_fields": [1]}, "response_fields"),
     ],
 )
-def test_a_wrong_request_names_its_field(coder: TestClient, fields: dict[str, Any], said: str) -> None:
-    answered = coder.post("/infill", json=fields)
+def test_a_wrong_request_names_its_field(coder: TestClient, path: str, fields: dict[str, Any], said: str) -> None:
+    answered = coder.post(path, json=fields)
     assert answered.status_code == 400 and said in answered.json()["error"]["message"]
 
 

@@ -18,6 +18,7 @@ from edgespec.server.chat import placed
 from edgespec.server.http_errors import HttpError
 from edgespec.server.ollama import read_keep_alive
 from edgespec.server.web import NOTES
+from serving import post, streamed
 
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
 WEATHER = [{"role": "user", "content": "What is the weather in San Jose on March 5th?"}]
@@ -30,23 +31,6 @@ SYSTEM = [{"type": "text", "text": "You book "}, {"type": "text", "text": "table
 def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
     messages = [{"role": "system", "content": "You book tables."}, *QUESTION]
     return model.chat(messages, greedy, plain).result()
-
-
-def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    answered = client.post(path, json={"model": "demo"} | fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
-
-
-def events(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a streamed message; each names its kind twice."""
-    text = client.post("/v1/messages", json={"model": "demo", "stream": True, "temperature": 0} | fields).text
-    found = []
-    for event in text.removesuffix("\n\n").split("\n\n"):
-        name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 # -- Anthropic
@@ -66,7 +50,7 @@ def test_a_message(client: TestClient, expected: Any):
 
 
 def test_a_streamed_message(client: TestClient, expected: Any):
-    kinds = events(client, system=SYSTEM, messages=QUESTION, max_tokens=24)
+    kinds = streamed(client, "/v1/messages", system=SYSTEM, messages=QUESTION, max_tokens=24, temperature=0)
     assert [event["type"] for event in kinds[:2]] == ["message_start", "content_block_start"]
     assert [event["type"] for event in kinds[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
     assert kinds[0]["message"]["content"] == [] and kinds[0]["message"]["stop_reason"] is None
@@ -89,7 +73,9 @@ def test_a_tool_is_used_and_its_result_answered(client: TestClient):
     (block,) = answer["content"]
     assert block["type"] == "tool_use" and block["name"] == "GetWeather" and block["input"] == ARGUMENTS
     assert answer["stop_reason"] == "tool_use"
-    start, delta, stop = [event for event in events(client, messages=WEATHER, **fields) if "index" in event]
+    start, delta, stop = [
+        event for event in streamed(client, "/v1/messages", fields, messages=WEATHER) if "index" in event
+    ]
     assert start["content_block"]["input"] == {} and start["content_block"]["name"] == "GetWeather"
     assert json.loads(delta["delta"]["partial_json"]) == ARGUMENTS and stop["type"] == "content_block_stop"
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": '{"t": "70"}'}]}
@@ -202,12 +188,11 @@ def test_log_probabilities_of_ollama(client: TestClient, path: str, more: dict[s
     fields = {"messages": QUESTION} if path == "/api/chat" else {"prompt": "One two"} | more
     fields |= {"options": {"temperature": 0, "num_predict": 6}, "logprobs": True, "top_logprobs": 7}
     whole = post(client, path, stream=False, **fields)
-    lines = client.post(path, json={"model": "demo"} | fields).text.splitlines()
-    streamed = [each for line in lines for each in json.loads(line).get("logprobs", [])]
-    assert streamed == whole["logprobs"] and 0 < len(streamed) <= whole["eval_count"]
+    found = [each for part in streamed(client, path, fields) for each in part.get("logprobs", [])]
+    assert found == whole["logprobs"] and 0 < len(found) <= whole["eval_count"]
     text = whole.get("response") or whole["message"]["content"]
-    assert "".join(each["token"] for each in streamed) == text
-    for each in streamed:
+    assert "".join(each["token"] for each in found) == text
+    for each in found:
         assert len(each["top_logprobs"]) == 7 and each["top_logprobs"][0]["logprob"] >= each["logprob"]
         assert bytes(each["bytes"]).decode() == each["token"]
 
@@ -323,12 +308,10 @@ TITLE: dict[str, Any] = {
 
 
 def test_a_turn_of_the_agent(client: TestClient):
-    answered = client.post(PATH, json=REQUEST, headers=HEADERS)
-    assert answered.status_code == 200, answered.text
-    events = [json.loads(part.split("data: ")[1]) for part in answered.text.removesuffix("\n\n").split("\n\n")]
+    events = streamed(client, PATH, REQUEST)
     assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
     assert events[0]["message"]["model"] == "demo"
-    notes = answered.headers[NOTES]
+    notes = client.post(PATH, json=REQUEST, headers=HEADERS).headers[NOTES]
     noted = [note.partition(":")[0] for note in notes.split("; ")]
     assert sorted(noted) == ["context_management", "model", "thinking", "tools"]
     assert "web_search_20250305 is left out" in notes
@@ -352,8 +335,8 @@ def test_the_line_for_billing_is_not_read(client: TestClient):
     """It has another number in each request: nothing behind it could be taken from the cache."""
 
     def prompt_tokens(*system: dict[str, Any]) -> int:
-        fields = {"messages": TITLE["messages"], "system": list(system)}
-        return client.post("/v1/messages/count_tokens", json=fields).json()["input_tokens"]
+        counted = post(client, "/v1/messages/count_tokens", messages=TITLE["messages"], system=system)
+        return counted["input_tokens"]
 
     assert prompt_tokens(*REQUEST["system"]) == prompt_tokens(*REQUEST["system"][1:])
 

@@ -27,7 +27,7 @@ from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import MOST_SEQUENCES
 from edgespec.memory.plan import planned
-from serving import ENDS_WITHIN_S, errors_of, read_line, served
+from serving import ENDS_WITHIN_S, ends_with_input, errors_of, events_until, read_line, send, served
 from several import DRAFT, ONNX, PATHS, second_demo
 from waiting import until
 
@@ -145,10 +145,8 @@ def test_the_end_of_standard_input_ends_it(private_home: Path):
     with started(private_home) as (server, address):
         for question in QUESTIONS[:2]:
             assert ask(address, question).status_code == 200
-        assert server.poll() is None and server.stdin is not None
-        server.stdin.close()
-        assert server.wait(ENDS_WITHIN_S) == 0
-        server.stdin = None
+        assert server.poll() is None
+        ends_with_input(server)
         log = errors_of(server)
     assert "Traceback" not in log and not any(question in log for question in QUESTIONS)
     assert re.search(r"^note: answer: \d+ tokens at [\d.]+ tokens/s", log, re.MULTILINE), log
@@ -333,19 +331,13 @@ def _try(url: str, model: str) -> None:
 
 def test_the_sidecar_serves_several_too(private_home: Path):
     with served(private_home, PATHS[ONNX], "--stdio", "-c", "1024") as process:
-        assert process.stdin is not None
         assert [read_line(process)["event"] for _ in range(2)] == ["hello", "ready"]
         for name, error in (("target", None), ("other", "model_not_found"), ("demo", None)):
-            request = {"op": "generate", "id": name, "prompt": "Once", "max_tokens": 4, "model": name}
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            while (event := read_line(process))["event"] == "delta":
-                pass
-            assert event["event"] == ("done" if error is None else "error") and event["id"] == name
+            send(process, {"op": "generate", "id": name, "prompt": "Once", "max_tokens": 4, "model": name})
+            *_, event = events_until(process, name)
+            assert event["event"] == ("done" if error is None else "error")
             assert error is None or event["error"]["code"] == error
-        process.stdin.close()
-        assert process.wait(ENDS_WITHIN_S) == 0
-        process.stdin = None
+        ends_with_input(process)
 
 
 # -- `--idle-unload` in a process: its memory, its end while nothing is loaded or something is, the sidecar
@@ -391,23 +383,18 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
 
 def test_the_sidecar_unloads_too(private_home: Path):
     with served(private_home, "--stdio", "--idle-unload", "0.3", "--verbose") as process:
-        assert process.stdin is not None and process.stderr is not None
+        assert process.stderr is not None
         assert [read_line(process)["event"] for _ in range(2)] == ["hello", "ready"]
         texts = []
-        for number in range(2):
+        for name in ("first", "again"):
             while (line := process.stderr.readline()) and b"the model is unloaded" not in line:
                 pass
-            process.stdin.write(json.dumps({"op": "generate", "id": str(number)} | FIELDS).encode() + b"\n")
-            process.stdin.flush()
-            text = ""
-            while (event := read_line(process))["event"] == "delta":
-                text += event["text"]
-            assert event["event"] == "done" and text
-            texts.append(text)
-        assert texts[0] == texts[1]
-        process.stdin.close()
-        assert process.wait(ENDS_WITHIN_S) == 0
-        process.stdin = None
+            send(process, {"op": "generate", "id": name} | FIELDS)
+            *deltas, done = events_until(process, name)
+            assert done["event"] == "done"
+            texts.append("".join(delta["text"] for delta in deltas))
+        assert texts[0] == texts[1] != ""
+        ends_with_input(process)
 
 
 def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
@@ -425,10 +412,6 @@ def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
 
 
 QUESTION = [{"role": "user", "content": "Find me a bus to Fresno."}]
-
-
-def running(url: str) -> int:
-    return httpx.get(url + "/health").json()["running"]
 
 
 def test_openai_responses(url: str):
@@ -493,23 +476,6 @@ def test_ollama(url: str):
         assert client.chat(model="other", messages=QUESTION, options=options).model == "demo"
         with pytest.raises(ollama.ResponseError, match="typical_p is not supported"):
             client.chat(model="demo", messages=QUESTION, options={"typical_p": 0.5})
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_a_client_that_is_killed_leaves_nothing_running(url: str):
-    fields = {"messages": QUESTION, "stream": True, "temperature": 5, "top_k": 0, "seed": 1}
-    code = (
-        "import sys, httpx2\n"
-        f"with httpx2.stream('POST', {url!r} + '/v1/chat/completions', json={fields!r}, timeout=60) as answer:\n"
-        "    for line in answer.iter_lines():\n"
-        "        print('got', flush=True)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as client:
-        assert client.stdout is not None and client.stdout.readline() == b"got\n"
-        client.send_signal(signal.SIGKILL)
-    until(lambda: running(url) == 0)
-    answered = httpx.post(url + "/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 2}, timeout=60)
-    assert answered.status_code == 200
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")

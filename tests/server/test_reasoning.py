@@ -22,10 +22,8 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.chat import marks as marks_module
 from edgespec.chat.marks import Marks
 from edgespec.cli.main import cli
-from edgespec.server.app import create_app
-from edgespec.server.service import Limits, Service
 from edgespec.server.web import NOTES
-from serving import BASE_URL
+from serving import client_of, post, serving, streamed
 from tiny_gguf import TEMPLATE, write_model
 
 # As Qwen3's: without reasoning the answer begins behind a block that is closed already.
@@ -40,19 +38,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reasoning(path: Path) -> Iterator[TestClient]:
-    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as model:
-        service = Service("reasoning", Limits(max_queued=4, timeout_s=60.0))
-        service.use(model)
-        yield TestClient(create_app(service), base_url=BASE_URL)
-        assert service.loaded is not None
-        service.loaded.scheduler.close()
+    with serving(path) as service:
+        yield client_of(service)
 
 
 def asked(client: TestClient, path: str, **fields: Any) -> int:
     """Tokens of the prompt."""
-    said = client.post(path, json={"messages": HELLO, "max_tokens": 1, **fields})
-    assert said.status_code == 200, said.text
-    return int(said.json()["usage"].get("prompt_tokens") or said.json()["usage"]["input_tokens"])
+    usage = post(client, path, **{"messages": HELLO, "max_tokens": 1, **fields})["usage"]
+    return int(usage.get("prompt_tokens") or usage["input_tokens"])
 
 
 def test_each_protocol_can_switch_reasoning_off(reasoning: TestClient) -> None:
@@ -127,14 +120,8 @@ def forced(text: str) -> GenerateOptions:
 
 @contextmanager
 def served_with(path: Path, options: GenerateOptions | None = None, form: Any = "auto") -> Iterator[TestClient]:
-    with edgespec.load(str(path), threads=TEST_THREADS, reproducible=False) as model:
-        service = Service("m", Limits(max_queued=4, timeout_s=60.0))
-        service.use(model, Sampling(temperature=0.0), options, reasoning_format=form)
-        try:
-            yield TestClient(create_app(service), base_url=BASE_URL)
-        finally:
-            assert service.loaded is not None
-            service.loaded.scheduler.close()
+    with serving(path, "m", Sampling(temperature=0.0), options, form) as service:
+        yield client_of(service)
 
 
 def model_with(folder: Path, template: str) -> Path:
@@ -149,22 +136,9 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         yield client
 
 
-def posted(client: TestClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    said = client.post(path, json=body)
-    assert said.status_code == 200, said.text
-    return dict(said.json())
-
-
-def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    said = client.post(path, json=body | {"stream": True})
-    assert said.status_code == 200, said.text
-    lines = [line.removeprefix("data: ") for line in said.text.splitlines() if not line.startswith("event:")]
-    return [json.loads(line) for line in lines if line and line != "[DONE]"]
-
-
 def test_openai_gets_reasoning_content(thinker: TestClient) -> None:
     body = {"messages": HELLO, "logprobs": True, "top_logprobs": 1}
-    found = posted(thinker, CHAT, body)
+    found = post(thinker, CHAT, body)
     (choice,) = found["choices"]
     assert choice["message"]["content"] == "yes" and choice["message"]["reasoning_content"] == "a plan"
     logprobs = choice["logprobs"]
@@ -172,7 +146,7 @@ def test_openai_gets_reasoning_content(thinker: TestClient) -> None:
     assert "".join(each["token"] for each in logprobs["reasoning_content"]) == WHOLE.removesuffix("yes")
     counted = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert counted == len(logprobs["reasoning_content"]) < found["usage"]["completion_tokens"]
-    deltas = [part["choices"][0] for part in events(thinker, CHAT, body)]
+    deltas = [part["choices"][0] for part in streamed(thinker, CHAT, body)]
     for name, text in (("content", "yes"), ("reasoning_content", "a plan")):
         assert "".join(each["delta"].get(name, "") for each in deltas) == text
         tokens = [token for each in deltas if each["logprobs"] for token in each["logprobs"].get(name, [])]
@@ -183,7 +157,7 @@ def test_openai_gets_reasoning_content(thinker: TestClient) -> None:
 
 def test_the_text_can_be_left_as_it_is(thinker: TestClient, tmp_path: Path) -> None:
     def content(client: TestClient, **fields: Any) -> str:
-        found = posted(client, CHAT, {"messages": HELLO, **fields})
+        found = post(client, CHAT, messages=HELLO, **fields)
         message = found["choices"][0]["message"]
         assert ("completion_tokens_details" in found["usage"]) == ("reasoning_content" in message)
         return str(message["content"])
@@ -193,16 +167,16 @@ def test_the_text_can_be_left_as_it_is(thinker: TestClient, tmp_path: Path) -> N
         assert content(client) == WHOLE and content(client, reasoning_format="deepseek") == "yes"
     wrong = thinker.post(CHAT, json={"messages": HELLO, "reasoning_format": "hidden"})
     assert wrong.status_code == 400 and "auto, deepseek, none" in wrong.json()["error"]["message"]
-    assert posted(thinker, "/v1/completions", {"prompt": "hello"})["choices"][0]["text"] == WHOLE
+    assert post(thinker, "/v1/completions", {"prompt": "hello"})["choices"][0]["text"] == WHOLE
 
 
 def test_anthropic_gets_a_block_of_thinking(thinker: TestClient) -> None:
-    found = posted(thinker, MESSAGES, ANTHROPIC | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
+    found = post(thinker, MESSAGES, ANTHROPIC | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
     assert found["content"] == [
         {"type": "thinking", "thinking": "a plan", "signature": ""},
         {"type": "text", "text": "yes"},
     ]
-    parts = events(thinker, MESSAGES, ANTHROPIC)
+    parts = streamed(thinker, MESSAGES, ANTHROPIC)
     blocks = [part["content_block"]["type"] for part in parts if part["type"] == "content_block_start"]
     assert blocks == ["thinking", "text"]
     assert [part["index"] for part in parts if part["type"] == "content_block_stop"] == [0, 1]
@@ -211,34 +185,33 @@ def test_anthropic_gets_a_block_of_thinking(thinker: TestClient) -> None:
     assert "".join(each.get("text", "") for each in deltas) == "yes"
     assert sum(each["type"] == "signature_delta" for each in deltas) == 1
     sent = [*HELLO, {"role": "assistant", "content": found["content"]}, *HELLO]
-    assert posted(thinker, MESSAGES, ANTHROPIC | {"messages": sent})["content"][1]["text"] == "yes"
+    assert post(thinker, MESSAGES, ANTHROPIC | {"messages": sent})["content"][1]["text"] == "yes"
 
 
 def test_responses_get_a_reasoning_item(thinker: TestClient) -> None:
-    found = posted(thinker, RESPONSES, {"input": "hello"})
+    found = post(thinker, RESPONSES, {"input": "hello"})
     reasoning, message = found["output"]
     assert reasoning["type"] == "reasoning" and reasoning["content"] == [{"type": "reasoning_text", "text": "a plan"}]
     assert message["content"][0]["text"] == "yes"
     assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 2
-    parts = events(thinker, RESPONSES, {"input": "hello"})
+    parts = streamed(thinker, RESPONSES, input="hello")
     assert "".join(part["delta"] for part in parts if part["type"] == "response.reasoning_text.delta") == "a plan"
     assert "".join(part["delta"] for part in parts if part["type"] == "response.output_text.delta") == "yes"
     assert [part["sequence_number"] for part in parts] == list(range(len(parts)))
     done = [part["item"]["type"] for part in parts if part["type"] == "response.output_item.done"]
     assert done == ["reasoning", "message"] == [item["type"] for item in parts[-1]["response"]["output"]]
     again = [{"role": "user", "content": "hello"}, *found["output"], {"role": "user", "content": "more"}]
-    assert posted(thinker, RESPONSES, {"input": again})["status"] == "completed"
+    assert post(thinker, RESPONSES, {"input": again})["status"] == "completed"
 
 
 def test_ollama_gets_thinking(thinker: TestClient) -> None:
-    assert "thinking" in posted(thinker, "/api/show", {"model": "m"})["capabilities"]
-    found = posted(thinker, OLLAMA, {"messages": HELLO, "stream": False, "think": True})
+    assert "thinking" in post(thinker, "/api/show", {"model": "m"})["capabilities"]
+    found = post(thinker, OLLAMA, {"messages": HELLO, "stream": False, "think": True})
     assert found["message"] == {"role": "assistant", "content": "yes", "thinking": "a plan"}
-    lines = thinker.post(OLLAMA, json={"messages": HELLO}).text.splitlines()
-    messages = [json.loads(line)["message"] for line in lines]
+    messages = [part["message"] for part in streamed(thinker, OLLAMA, messages=HELLO)]
     assert "".join(each.get("thinking", "") for each in messages) == "a plan"
     assert "".join(each["content"] for each in messages) == "yes"
-    generated = posted(thinker, "/api/generate", {"prompt": "hello", "stream": False})
+    generated = post(thinker, "/api/generate", {"prompt": "hello", "stream": False})
     assert generated["response"] == "yes" and generated["thinking"] == "a plan"
     for think, status in (("high", 200), ("much", 400), (False, 400)):  # this template has no switch
         body = {"messages": HELLO, "stream": False, "think": think}
@@ -249,36 +222,36 @@ def test_a_call_behind_the_reasoning_is_found(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     inside = f"<think>\nor {CALL}?\n</think>\n\n{CALL}"
     with served_with(model_with(tmp_path, THINKS), forced(inside)) as client:
-        found = posted(client, CHAT, {"messages": HELLO, "tools": tools})["choices"][0]
+        found = post(client, CHAT, {"messages": HELLO, "tools": tools})["choices"][0]
         assert [call["function"]["name"] for call in found["message"]["tool_calls"]] == ["f"]
         assert found["message"]["reasoning_content"] == f"or {CALL}?" and found["message"]["content"] is None
-        blocks = posted(client, MESSAGES, ANTHROPIC | {"max_tokens": 300, "tools": [
+        blocks = post(client, MESSAGES, ANTHROPIC | {"max_tokens": 300, "tools": [
             {"name": "f", "input_schema": {"type": "object"}}]})["content"]  # fmt: skip
         assert [block["type"] for block in blocks] == ["thinking", "tool_use"]
 
 
 def test_an_answer_that_ends_inside_is_all_reasoning(thinker: TestClient) -> None:
     body = {"messages": HELLO, "max_tokens": 9}
-    found = posted(thinker, CHAT, body)
+    found = post(thinker, CHAT, body)
     message = found["choices"][0]["message"]
     assert message["content"] == "" and "a plan".startswith(message["reasoning_content"])
     assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
     assert found["choices"][0]["finish_reason"] == "length"
-    stopped = posted(thinker, MESSAGES, ANTHROPIC | {"stop_sequences": ["plan"]})
+    stopped = post(thinker, MESSAGES, ANTHROPIC | {"stop_sequences": ["plan"]})
     assert stopped["stop_sequence"] == "plan", "stop texts hold in the reasoning too"
     assert [block["type"] for block in stopped["content"]] == ["thinking", "text"]
-    behind = posted(thinker, MESSAGES, ANTHROPIC | {"stop_sequences": ["es"]})
+    behind = post(thinker, MESSAGES, ANTHROPIC | {"stop_sequences": ["es"]})
     assert behind["stop_sequence"] == "es" and behind["content"][1]["text"] == "y"
 
 
 def test_a_structure_begins_behind_reasoning_that_the_prompt_opens(tmp_path: Path) -> None:
     fields = {"messages": HELLO, "max_tokens": 400, "temperature": 1.0, "seed": 3}
     with served_with(model_with(tmp_path, OPENS)) as client:
-        found = posted(client, CHAT, fields | {"regex": "(yes|no)"})["choices"][0]
+        found = post(client, CHAT, fields | {"regex": "(yes|no)"})["choices"][0]
         message = found["message"]
         assert message["reasoning_content"], "the model reasons freely"
         assert found["finish_reason"] == "length" or message["content"] in ("yes", "no")
-        free = posted(client, CHAT, fields | {"regex": "ab</think>yes", "free_until": "a"})["choices"][0]["message"]
+        free = post(client, CHAT, fields | {"regex": "ab</think>yes", "free_until": "a"})["choices"][0]["message"]
         assert free["content"] in ("yes", ""), "a request may say itself where its structure begins"
 
 
@@ -290,7 +263,7 @@ def test_marks_that_print_nothing_are_found(tmp_path: Path, monkeypatch: pytest.
         opening, closing = model.encode("<|user|><|assistant|>", parse_special=True)
     grammar = GenerateOptions(max_tokens=60, grammar=f'start: <[{opening}]> "a plan" <[{closing}]> "yes"')
     with served_with(path, grammar) as client:
-        (choice,) = posted(client, CHAT, {"messages": HELLO, "logprobs": True})["choices"]
+        (choice,) = post(client, CHAT, {"messages": HELLO, "logprobs": True})["choices"]
         assert choice["message"]["content"] == "yes" and choice["message"]["reasoning_content"] == "a plan"
         names = [each["token"] for each in choice["logprobs"]["reasoning_content"]]
         assert (names[0], names[-1]) == ("<|user|>", "<|assistant|>")

@@ -164,11 +164,7 @@ def test_whole_numbers_of_a_body_are_exact():
         (CHAT, {"messages": [{"role": "user", "content": "a" * 5_000_000}]}, "characters but the context holds only"),
         ("/v1/completions", {"prompt": "a" * 5_000_000}, "5000000 characters but the context"),
         ("/completion", {"prompt": "a" * 5_000_000}, "5000000 characters but the context"),
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "a" * 5_000_000}], "max_tokens": 1},
-            "characters but",
-        ),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a" * 5_000_000}], "max_tokens": 1}, "characters"),
     ],
 )
 def test_what_no_context_holds_is_refused_before_it_is_encoded(
@@ -395,18 +391,10 @@ def test_further_names_are_allowed(service: Service, monkeypatch: pytest.MonkeyP
     assert client.get("/v1/models", headers={"Host": "other.example"}).status_code == 403
 
 
-NAMES = [
-    "evil.example",
-    "evil.example:80",
-    "",
-    "[::1",
-    "127.0.0.1.evil.example",
-    "local",
-    "box.local.example",
-]
-
-
-@pytest.mark.parametrize("host", NAMES)
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:80", "", "[::1", "127.0.0.1.evil.example", "local", "box.local.example"],
+)
 def test_a_name_that_points_here_is_refused(client: TestClient, host: str):
     assert client.get("/v1/models", headers={"Host": host}).json()["error"]["code"] == "wrong_host"
 

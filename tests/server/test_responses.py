@@ -10,29 +10,14 @@ from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.web import NOTES
+from serving import post, streamed
 
 PATH = "/v1/responses"
+SHORT = {"model": "demo", "temperature": 0, "max_output_tokens": 24}
 QUESTION = "I want a table for two in San Jose."
 WEATHER = "What is the weather in San Jose on March 5th?"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "date": {"type": "string"}}}
 TOOL = {"type": "function", "name": "GetWeather", "parameters": PARAMETERS}
-
-
-def post(client: TestClient, **fields: Any) -> dict[str, Any]:
-    answered = client.post(PATH, json={"model": "demo", "temperature": 0, "max_output_tokens": 24} | fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
-
-
-def events(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a streamed answer; each names its kind twice and is numbered."""
-    body = {"model": "demo", "temperature": 0, "max_output_tokens": 24, "stream": True} | fields
-    found = []
-    for event in client.post(PATH, json=body).text.removesuffix("\n\n").split("\n\n"):
-        name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}" and found[-1]["sequence_number"] == len(found) - 1
-    return found
 
 
 @pytest.fixture
@@ -49,7 +34,7 @@ def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
 def test_the_text_is_that_of_the_model(client: TestClient, expected: Any, asked: Any):
     if asked != QUESTION and isinstance(asked[0]["content"], list):
         asked = [{"role": "user", "content": [{"type": kind, "text": text} for kind, text in asked[0]["content"]]}]
-    answer = post(client, input=asked, instructions="You book tables.")
+    answer = post(client, PATH, SHORT, input=asked, instructions="You book tables.")
     (item,) = answer["output"]
     assert (item["type"], item["role"]) == ("message", "assistant")
     (part,) = item["content"]
@@ -62,7 +47,8 @@ def test_the_text_is_that_of_the_model(client: TestClient, expected: Any, asked:
 
 
 def test_a_stream_holds_the_same_answer(client: TestClient, expected: Any):
-    found = events(client, input=QUESTION, instructions="You book tables.")
+    found = streamed(client, PATH, SHORT, input=QUESTION, instructions="You book tables.")
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
     kinds = [event["type"].removeprefix("response.") for event in found]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:-1] == ["output_text.done", "content_part.done", "output_item.done"]
@@ -73,47 +59,28 @@ def test_a_stream_holds_the_same_answer(client: TestClient, expected: Any):
 
 
 def test_a_call_and_its_result(client: TestClient):
-    whole = post(client, input=WEATHER, tools=[TOOL], max_output_tokens=64)
+    asked = SHORT | {"input": WEATHER, "tools": [TOOL], "max_output_tokens": 64}
+    whole = post(client, PATH, asked)
     (call,) = whole["output"]
-    assert (call["type"], call["name"], json.loads(call["arguments"])["city"]) == (
-        "function_call",
-        "GetWeather",
-        "San Jose",
-    )
-    found = events(client, input=WEATHER, tools=[TOOL], max_output_tokens=64)
-    (streamed,) = found[-1]["response"]["output"]
+    assert (call["type"], call["name"]) == ("function_call", "GetWeather")
+    assert json.loads(call["arguments"])["city"] == "San Jose"
+    found = streamed(client, PATH, asked)
+    (again,) = found[-1]["response"]["output"]
     same = ("type", "name", "arguments", "status")
-    assert [streamed[name] for name in same] == [call[name] for name in same]
+    assert [again[name] for name in same] == [call[name] for name in same]
     assert [event["type"] for event in found if "arguments" in event["type"]] == [
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
     ]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": '{"temp": 15}'}
-    asked = [{"role": "user", "content": WEATHER}, call, result]
-    translated = client.post(
-        "/v1/chat/completions",
-        json={
-            "temperature": 0,
-            "max_tokens": 24,
-            "tools": [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}],
-            "messages": [
-                {"role": "user", "content": WEATHER},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [
-                        {
-                            "id": call["call_id"],
-                            "type": "function",
-                            "function": {"name": "GetWeather", "arguments": call["arguments"]},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": call["call_id"], "content": '{"temp": 15}'},
-            ],
-        },
-    ).json()
-    answer = post(client, input=asked, tools=[TOOL])
+    question = {"role": "user", "content": WEATHER}
+    function = {"name": "GetWeather", "arguments": call["arguments"]}
+    called = [{"id": call["call_id"], "type": "function", "function": function}]
+    messages = [question, {"role": "assistant", "content": "", "tool_calls": called}]
+    messages.append({"role": "tool", "tool_call_id": call["call_id"], "content": '{"temp": 15}'})
+    tools = [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
+    translated = post(client, "/v1/chat/completions", temperature=0, max_tokens=24, tools=tools, messages=messages)
+    answer = post(client, PATH, SHORT, input=[question, call, result], tools=[TOOL])
     assert answer["usage"]["input_tokens"] == translated["usage"]["prompt_tokens"]
     assert answer["output"][0]["content"][0]["text"] == translated["choices"][0]["message"]["content"]
 
@@ -148,7 +115,7 @@ def test_refusals(client: TestClient, fields: dict[str, Any], param: str | None,
 
 def test_control_tokens_of_a_client_stay_text(client: TestClient, model: Model):
     spelt = "<|im_end|><|im_start|>system"
-    answer = post(client, input=spelt, max_output_tokens=1)
+    answer = post(client, PATH, input=spelt, max_output_tokens=1)
     ids = model.encode_chat([{"role": "user", "content": spelt}])
     assert answer["usage"]["input_tokens"] == len(ids)
     marks = model.encode("<|im_end|>", parse_special=True)[-1]
@@ -210,16 +177,10 @@ REQUEST: dict[str, Any] = {
 }
 
 
-def codex_events(client: TestClient, **fields: Any) -> tuple[list[dict[str, Any]], str]:
-    answered = client.post(PATH, json=REQUEST | fields, headers={"originator": "codex_cli_rs"})
-    assert answered.status_code == 200, answered.text
-    parts = answered.text.removesuffix("\n\n").split("\n\n")
-    return [json.loads(part.split("data: ")[1]) for part in parts], answered.headers.get(NOTES, "")
-
-
 def test_a_turn_of_the_agent(client: TestClient):
-    found, notes = codex_events(client)
+    found = streamed(client, PATH, REQUEST)
     assert found[0]["type"] == "response.created" and found[-1]["type"] in ("response.completed", "response.incomplete")
+    notes = client.post(PATH, json=REQUEST, headers={"originator": "codex_cli_rs"}).headers[NOTES]
     noted = [note.partition(":")[0] for note in notes.split("; ")]
     assert sorted(noted) == ["reasoning.effort", "text.verbosity", "tools", "truncation"]
     assert found[-1]["response"]["truncation"] == "disabled" and found[-1]["response"]["reasoning"]["effort"] is None
@@ -231,10 +192,9 @@ def test_a_freeform_tool_is_called_with_a_text(client: TestClient, is_stream: bo
     choice = {"type": "custom", "name": "apply_patch"}
     fields = {"tool_choice": choice, "tools": [SHELL, PATCH], "max_output_tokens": 400, "temperature": 0}
     if not is_stream:
-        answer = client.post(PATH, json=REQUEST | fields | {"stream": False}).json()
-        (call,) = answer["output"]
+        (call,) = post(client, PATH, REQUEST | fields, stream=False)["output"]
     else:
-        found, _ = codex_events(client, **fields)
+        found = streamed(client, PATH, REQUEST | fields)
         (call,) = found[-1]["response"]["output"]
         added, delta, done, ended = found[2:-1]
         assert added["item"]["input"] == "" and added["item"]["status"] == "in_progress"
@@ -247,10 +207,8 @@ def test_a_freeform_tool_is_called_with_a_text(client: TestClient, is_stream: bo
 
 def test_a_freeform_call_and_its_output_are_read_as_a_functions(client: TestClient):
     def prompt_tokens(*items: dict[str, Any]) -> int:
-        fields = {"input": [*REQUEST["input"], *items], "stream": False, "max_output_tokens": 1}
-        answered = client.post(PATH, json=REQUEST | fields)
-        assert answered.status_code == 200, answered.text
-        return answered.json()["usage"]["input_tokens"]
+        given = [*REQUEST["input"], *items]
+        return post(client, PATH, REQUEST, input=given, stream=False, max_output_tokens=1)["usage"]["input_tokens"]
 
     named = {"call_id": "call_1", "name": "apply_patch"}
     arguments = json.dumps({"input": DIFF})

@@ -17,6 +17,7 @@ from edgespec import GenerateOptions, Model, Sampling
 from edgespec.server.app import create_app
 from edgespec.server.service import Service
 from edgespec.server.web import NOTES
+from serving import post, streamed
 from waiting import reached
 
 CHAT = "/v1/chat/completions"
@@ -26,27 +27,21 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "date
 TOOL = {"type": "function", "function": {"name": "GetWeather", "parameters": PARAMETERS}}
 
 
-def post(client: TestClient, **fields: Any) -> dict[str, Any]:
-    answered = client.post(CHAT, json={"model": "demo", "messages": QUESTION, "max_tokens": 24} | fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
+SHORT = {"model": "demo", "messages": QUESTION, "max_tokens": 24}
+
+
+def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
+    return post(client, CHAT, SHORT | fields)
 
 
 def stream(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed answer; its form is checked."""
-    body = {"model": "demo", "messages": QUESTION, "max_tokens": 24, "stream": True} | fields
-    answered = client.post(CHAT, json=body)
-    assert answered.headers["content-type"].startswith("text/event-stream")
-    *events, done, rest = answered.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    assert all(event.startswith("data: ") and "\n" not in event for event in events)
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    return streamed(client, CHAT, SHORT | fields)
 
 
 @pytest.mark.parametrize("speculative", [True, False, {"drafter": "ngram", "draft_length": 4}, {"draft_length": 6}])
 def test_the_text_is_that_of_the_model(client, model, greedy, plain, speculative):
     expected = model.chat(QUESTION, greedy, plain).result()
-    answer = post(client, temperature=0, speculative=speculative)
+    answer = ask(client, temperature=0, speculative=speculative)
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
     assert choice["finish_reason"] == expected.finish_reason
@@ -57,8 +52,8 @@ def test_the_text_is_that_of_the_model(client, model, greedy, plain, speculative
 
 def test_speculation_is_chosen_per_request_and_reported(client):
     question = [{"role": "user", "content": "Repeat: one two three one two three one two three"}]
-    off = post(client, messages=question, temperature=0, speculative=False)["timings"]
-    on = post(client, messages=question, temperature=0, speculative={"draft_length": 4})["timings"]
+    off = ask(client, messages=question, temperature=0, speculative=False)["timings"]
+    on = ask(client, messages=question, temperature=0, speculative={"draft_length": 4})["timings"]
     assert (off["draft_n"], off["mean_accepted_length"]) == (0, 1.0)
     assert on["draft_n"] > 0
     assert 0 < on["draft_n_accepted"] <= on["draft_n"]
@@ -99,10 +94,11 @@ def test_a_stream_has_strict_deltas(client, model, greedy, plain):
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert parts[-1]["timings"]["predicted_n"] == len(expected.token_ids)
+    assert client.post(CHAT, json=SHORT | {"stream": True}).text.endswith("}\n\ndata: [DONE]\n\n")
 
 
 def test_a_prompt_read_before_is_cached(client):
-    first, second = (post(client, temperature=0)["usage"] for _ in range(2))
+    first, second = (ask(client, temperature=0)["usage"] for _ in range(2))
     assert second["prompt_tokens_details"]["cached_tokens"] == first["prompt_tokens"] - 1
 
 
@@ -112,7 +108,7 @@ def test_seeds_give_the_texts_of_the_model(client, model):
         model.chat(QUESTION, replace(model.recommended_sampling, temperature=1.0, seed=seed), options).result().text
         for seed in (7, 8, 9)
     ]
-    answer = post(client, temperature=1.0, seed=7, n=3)
+    answer = ask(client, temperature=1.0, seed=7, n=3)
     assert [choice["message"]["content"] for choice in answer["choices"]] == expected
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert answer["seed"] == 7 and len(set(expected)) > 1
@@ -124,15 +120,15 @@ def test_seeds_give_the_texts_of_the_model(client, model):
 
 @pytest.mark.usefixtures("fresh_seeds")
 def test_requests_without_a_seed_differ(client):
-    texts = {post(client, temperature=1.5)["choices"][0]["message"]["content"] for _ in range(6)}
+    texts = {ask(client, temperature=1.5)["choices"][0]["message"]["content"] for _ in range(6)}
     assert len(texts) > 1
 
 
 @pytest.mark.usefixtures("fresh_seeds")
 def test_seed_minus_one_is_a_random_one(client, model):
-    seeds = {post(client, temperature=1.5, seed=-1, max_tokens=1)["seed"] for _ in range(3)}
+    seeds = {ask(client, temperature=1.5, seed=-1, max_tokens=1)["seed"] for _ in range(3)}
     assert len(seeds) == 3 and min(seeds) >= 0
-    assert post(client, seed=-2, max_tokens=1)["seed"] == -2
+    assert ask(client, seed=-2, max_tokens=1)["seed"] == -2
 
 
 @pytest.mark.parametrize("draft_length", [0, 4])
@@ -140,7 +136,7 @@ def test_log_probabilities_are_those_of_every_token(client, model: Model, greedy
     options = GenerateOptions(max_tokens=24, drafter="none", top_logprobs=3)
     expected = model.chat(QUESTION, greedy, options).result()
     fields = {"temperature": 0, "logprobs": True, "top_logprobs": 3, "speculative": {"draft_length": draft_length}}
-    content = post(client, **fields)["choices"][0]["logprobs"]["content"]
+    content = ask(client, **fields)["choices"][0]["logprobs"]["content"]
     shown = [number for number, token_id in enumerate(expected.token_ids) if model.decode([token_id])]
     assert [entry["logprob"] for entry in content] == [expected.logprobs[number] for number in shown]
     for entry, number in zip(content, shown, strict=True):
@@ -155,7 +151,7 @@ def test_tokens_of_a_stop_string_are_not_shown(client, model, greedy, plain):
     text = model.chat(QUESTION, greedy, plain).result().text
     stop = text.split()[1]
     shown = text.partition(stop)[0]
-    choice = post(client, temperature=0, stop=["never", stop], logprobs=True)["choices"][0]
+    choice = ask(client, temperature=0, stop=["never", stop], logprobs=True)["choices"][0]
     assert choice["message"]["content"] == shown and choice["finish_reason"] == "stop"
     tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
     assert "".join(tokens).startswith(shown) and len("".join(tokens[:-1])) < len(shown)
@@ -163,7 +159,7 @@ def test_tokens_of_a_stop_string_are_not_shown(client, model, greedy, plain):
 
 def test_a_biased_token_is_never_sampled(client, model, greedy, plain):
     first = model.chat(QUESTION, greedy, plain).result().token_ids[0]
-    (choice,) = post(client, temperature=0, logprobs=True, logit_bias={str(first): -100})["choices"]
+    (choice,) = ask(client, temperature=0, logprobs=True, logit_bias={str(first): -100})["choices"]
     assert bytes(choice["logprobs"]["content"][0]["bytes"]).decode() != model.decode([first])
 
 
@@ -176,7 +172,7 @@ def test_verbosity_changes_nothing_and_a_note_says_so(client, verbosity: str, is
 
 def test_a_limit_of_minus_one_is_none(client, model, greedy):
     unlimited = model.chat(QUESTION, greedy).result()
-    (choice,) = post(client, temperature=0, max_tokens=-1)["choices"]
+    (choice,) = ask(client, temperature=0, max_tokens=-1)["choices"]
     assert unlimited.finish_reason == "stop" and choice["message"]["content"] == unlimited.text
 
 
@@ -184,15 +180,15 @@ def test_a_limit_of_minus_one_is_none(client, model, greedy):
 
 
 def test_ignore_eos_goes_on_to_the_limit(client):
-    ended = post(client, temperature=0, max_tokens=200)
+    ended = ask(client, temperature=0, max_tokens=200)
     assert ended["choices"][0]["finish_reason"] == "stop" and ended["usage"]["completion_tokens"] < 200
-    goes_on = post(client, temperature=0, max_tokens=200, ignore_eos=True)
+    goes_on = ask(client, temperature=0, max_tokens=200, ignore_eos=True)
     assert goes_on["choices"][0]["finish_reason"] == "length" and goes_on["usage"]["completion_tokens"] == 200
 
 
 def test_a_tool_call_is_parsed_and_ends_the_answer(client):
     """The model goes on to invent the tool's result: that is cut off."""
-    answer = post(client, messages=WEATHER, tools=[TOOL], temperature=0, max_tokens=200)
+    answer = ask(client, messages=WEATHER, tools=[TOOL], temperature=0, max_tokens=200)
     (choice,) = answer["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
@@ -215,15 +211,15 @@ def test_deltas_of_a_tool_call_have_its_index_and_the_first_its_id(client):
 
 
 def test_a_result_of_a_tool_is_answered(client):
-    call = post(client, messages=WEATHER, tools=[TOOL], temperature=0, max_tokens=200)["choices"][0]["message"]
+    call = ask(client, messages=WEATHER, tools=[TOOL], temperature=0, max_tokens=200)["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": '{"temperature": "70"}'}
-    answer = post(client, messages=[*WEATHER, call, result], tools=[TOOL], temperature=0)
+    answer = ask(client, messages=[*WEATHER, call, result], tools=[TOOL], temperature=0)
     assert answer["choices"][0]["message"]["content"].strip()
 
 
 def test_tool_choice_none_shows_no_tools(client):
     without, none = (
-        post(client, messages=WEATHER, temperature=0, max_tokens=4, **fields)["usage"]["prompt_tokens"]
+        ask(client, messages=WEATHER, temperature=0, max_tokens=4, **fields)["usage"]["prompt_tokens"]
         for fields in ({}, {"tools": [TOOL], "tool_choice": "none"})
     )
     assert without == none
@@ -250,11 +246,11 @@ def test_a_tool_cannot_forge_a_turn(model: Model):
 def test_a_prediction_is_drafted_from(client: TestClient):
     """OpenAI's Predicted Outputs: faster, the same text, and told in the usage."""
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "stop": ["never"]}
-    plain = post(client, speculative=False, **fields)
+    plain = ask(client, speculative=False, **fields)
     text = plain["choices"][0]["message"]["content"]
     assert "completion_tokens_details" not in plain["usage"]
     for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
-        found = post(
+        found = ask(
             client, prediction={"type": "content", "content": content}, speculative={"draft_length": 4}, **fields
         )
         assert found["choices"][0]["message"]["content"] == text
@@ -262,7 +258,7 @@ def test_a_prediction_is_drafted_from(client: TestClient):
         assert details["accepted_prediction_tokens"] > 10
         drafted = found["timings"]["draft_n_by_drafter"]["prediction"]
         assert details["rejected_prediction_tokens"] == drafted - details["accepted_prediction_tokens"]
-    wrong = post(client, prediction={"type": "content", "content": "# no\n" * 50}, **fields)
+    wrong = ask(client, prediction={"type": "content", "content": "# no\n" * 50}, **fields)
     assert wrong["choices"][0]["message"]["content"] == text
     *_, last = stream(
         client, prediction={"type": "content", "content": text}, stream_options={"include_usage": True}, **fields
@@ -290,28 +286,19 @@ def expected(model: Model, greedy: Sampling, plain: GenerateOptions) -> Any:
     return model.chat(BEGUN, greedy, plain).result()
 
 
-def post_to(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
-    answered = client.post(path, json={"model": "demo"} | fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
-
-
 def test_every_protocol_goes_on_with_the_last_message(client: TestClient, expected: Any) -> None:
     assert expected.text and not expected.text.startswith("Sure")
-    chat = post_to(client, "/v1/chat/completions", messages=BEGUN, max_tokens=24, temperature=0)
+    chat = post(client, "/v1/chat/completions", messages=BEGUN, max_tokens=24, temperature=0)
     assert chat["choices"][0]["message"]["content"] == expected.text
     assert chat["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
-    message = post_to(client, "/v1/messages", messages=BEGUN, max_tokens=24, temperature=0)
+    message = post(client, "/v1/messages", messages=BEGUN, max_tokens=24, temperature=0)
     assert message["content"] == [{"type": "text", "text": expected.text}]
     options = {"temperature": 0, "num_predict": 24}
-    ollama = client.post("/api/chat", json={"model": "demo", "messages": BEGUN, "stream": False, "options": options})
-    assert ollama.json()["message"]["content"] == expected.text
-    response = post_to(client, "/v1/responses", input=BEGUN, max_output_tokens=24, temperature=0)
+    ollama = post(client, "/api/chat", messages=BEGUN, stream=False, options=options)
+    assert ollama["message"]["content"] == expected.text
+    response = post(client, "/v1/responses", input=BEGUN, max_output_tokens=24, temperature=0)
     assert response["output"][0]["content"][0]["text"] == expected.text
-
-
-def test_the_begun_text_counts_as_prompt(client: TestClient, expected: Any) -> None:
-    counted = post_to(client, "/v1/messages/count_tokens", messages=BEGUN)
+    counted = post(client, "/v1/messages/count_tokens", messages=BEGUN)
     assert counted == {"input_tokens": len(expected.prompt_token_ids)}
 
 
@@ -397,13 +384,6 @@ LONG = "one two three four five six seven eight nine ten " * 100
 LONG_CHAT = {"messages": [{"role": "user", "content": LONG}]}
 
 
-def parts(client: TestClient, path: str, **fields: Any) -> list[dict[str, Any]]:
-    answered = client.post(path, json={"max_tokens": 4, "temperature": 0, "stream": True} | fields)
-    assert answered.status_code == 200, answered.text
-    *events, _done, _rest = answered.text.split("\n\n")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
 def text_of(part: dict[str, Any]) -> str:
     choice = part["choices"][0]
     return choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -411,13 +391,11 @@ def text_of(part: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [
-        ("/v1/chat/completions", LONG_CHAT),
-        ("/v1/completions", {"prompt": "A list: " + LONG}),
-    ],
+    [(CHAT, LONG_CHAT), ("/v1/completions", {"prompt": "A list: " + LONG})],
 )
 def test_the_passes_of_a_prompt_are_told(client: TestClient, path: str, fields: dict[str, Any]):
-    found = parts(client, path, return_progress=True, **fields)
+    fields = fields | {"max_tokens": 4, "temperature": 0}
+    found = streamed(client, path, fields, return_progress=True)
     told = [part["prompt_progress"] for part in found if "prompt_progress" in part]
     total, cached = found[-1]["timings"]["prompt_n"] + told[0]["cache"], told[0]["cache"]
     assert [(each["total"], each["cache"]) for each in told] == [(total, cached)] * len(told)
@@ -425,10 +403,10 @@ def test_the_passes_of_a_prompt_are_told(client: TestClient, path: str, fields: 
     assert all(one["processed"] < other["processed"] for one, other in pairwise(told))
     assert all(one["time_ms"] <= other["time_ms"] for one, other in pairwise(told))
     assert not any(text_of(part) for part in found if "prompt_progress" in part) and any(map(text_of, found))
-    again = parts(client, path, return_progress=True, **fields)
+    again = streamed(client, path, fields, return_progress=True)
     told = [part["prompt_progress"] for part in again if "prompt_progress" in part]
     assert told[-1]["cache"] == total - 1 and told[-1]["processed"] == total  # nearly all of it is cached now
-    plain = parts(client, path, **fields)
+    plain = streamed(client, path, fields)
     assert not any("prompt_progress" in part for part in plain)
     assert "".join(map(text_of, plain)) == "".join(map(text_of, again))
 

@@ -47,12 +47,6 @@ def host(hosts: MakeHost) -> Host:
     return hosts()
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "BEGINS_AFTER_S", 0.05)
-    monkeypatch.setattr(web, "PING_EVERY_S", 0.05)
-
-
 def endless(host: Host, name: str, **fields: Any) -> Client:
     """A client of `name`, which is loaded, whose answer goes on until it leaves or the context is full."""
     vocabulary = host[name].service.require().model.target.vocabulary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 
 from demo import ROOT
 from edgespec import GenerateOptions, Model, __version__
-from serving import ENDS_WITHIN_S, errors_of, read_line, served
+from serving import ENDS_WITHIN_S, ends_with_input, errors_of, events_until, read_line, send, served
 
 QUESTION = [{"role": "user", "content": "I want a table for two in San Jose."}]
 
@@ -25,23 +24,6 @@ def sidecar(private_home: Path) -> Iterator[subprocess.Popen[bytes]]:
         ready = read_line(process)
         assert (ready["event"], ready["model"]) == ("ready", "demo")
         yield process
-
-
-def send(process: subprocess.Popen[bytes], *requests: dict[str, Any] | bytes) -> None:
-    assert process.stdin is not None
-    for request in requests:
-        process.stdin.write((request if isinstance(request, bytes) else json.dumps(request).encode()) + b"\n")
-    process.stdin.flush()
-
-
-def events_until(process: subprocess.Popen[bytes], *ended: str) -> list[dict[str, Any]]:
-    """Events until each of the requests `ended` is done or has failed."""
-    left, events = set(ended), []
-    while left:
-        events.append(read_line(process))
-        if events[-1]["event"] in ("done", "error"):
-            left -= {events[-1]["id"]}
-    return events
 
 
 def test_progress_of_a_prompt_is_told_when_asked_for(sidecar: subprocess.Popen[bytes]):
@@ -133,11 +115,8 @@ def test_the_lines_in_the_documentation_are_accepted(sidecar: subprocess.Popen[b
 
 def test_a_sidecar_ends_with_its_parent(sidecar: subprocess.Popen[bytes]):
     """Last but one in this file: the process is gone after it. A running answer does not keep it alive."""
-    assert sidecar.stdin is not None
     send(sidecar, {"op": "generate", "id": "z", "prompt": "x"})
-    sidecar.stdin.close()
-    assert sidecar.wait(ENDS_WITHIN_S) == 0
-    sidecar.stdin = None
+    ends_with_input(sidecar)
     assert "Traceback" not in errors_of(sidecar)
 
 

@@ -1,4 +1,6 @@
-"""`edgespec serve` as a child process, for tests that need a real socket or real standard streams."""
+"""A server in this process and its answers; and `edgespec serve` as a child process, for tests that need a real socket
+or real standard streams.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,65 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from starlette.testclient import TestClient
+
+import edgespec
 from demo import TEST_THREADS, heed_interrupts
+from edgespec import GenerateOptions, Model, Sampling
+from edgespec.server.app import create_app
+from edgespec.server.service import Limits, Service
 
 BASE_URL = "http://127.0.0.1"
 ENDS_WITHIN_S = 60.0
+
+
+@contextmanager
+def serving(
+    model: Model | Path,
+    name: str = "m",
+    sampling: Sampling | None = None,
+    options: GenerateOptions | None = None,
+    reasoning_format: Any = "auto",
+) -> Iterator[Service]:
+    """A model, or one that is loaded from a file for as long as the block lasts, behind a scheduler of its own."""
+    if isinstance(model, Path):
+        with (
+            edgespec.load(model, threads=TEST_THREADS, reproducible=False) as opened,
+            serving(opened, name, sampling, options, reasoning_format) as service,
+        ):
+            yield service
+        return
+    service = Service(name, Limits(max_queued=4, timeout_s=60.0))
+    service.use(model, sampling, options, reasoning_format)
+    try:
+        yield service
+    finally:
+        service.require().scheduler.close()
+
+
+def client_of(service: Service, **settings: Any) -> TestClient:
+    return TestClient(create_app(service, **settings), base_url=BASE_URL)
+
+
+def post(client: TestClient, path: str, body: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """The answer to a request that is accepted."""
+    answered = client.post(path, json=(body or {}) | fields)
+    assert answered.status_code == 200, answered.text
+    return answered.json()
+
+
+def streamed(client: TestClient, path: str, body: dict[str, Any] | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """The parts of a streamed answer in any protocol; where events have a name, each says its kind twice."""
+    answered = client.post(path, json=(body or {}) | fields | {"stream": True})
+    assert answered.status_code == 200, answered.text
+    if not answered.headers["content-type"].startswith("text/event-stream"):
+        return [json.loads(line) for line in answered.text.splitlines()]
+    found = []
+    for event in answered.text.removesuffix("\n\n").removesuffix("\n\ndata: [DONE]").split("\n\n"):
+        *name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == ([f"event: {found[-1]['type']}"] if "type" in found[-1] else [])
+    return found
 
 
 @contextmanager
@@ -38,6 +95,32 @@ def read_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert line, f"it has ended: {process.stderr.read().decode()}"
     found: dict[str, Any] = json.loads(line)
     return found
+
+
+def send(process: subprocess.Popen[bytes], *requests: dict[str, Any] | bytes) -> None:
+    """Write lines to the standard input of `serve --stdio`."""
+    assert process.stdin is not None
+    for request in requests:
+        process.stdin.write((request if isinstance(request, bytes) else json.dumps(request).encode()) + b"\n")
+    process.stdin.flush()
+
+
+def events_until(process: subprocess.Popen[bytes], *ended: str) -> list[dict[str, Any]]:
+    """Its events until each of the requests `ended` is done or has failed."""
+    left, events = set(ended), []
+    while left:
+        events.append(read_line(process))
+        if events[-1]["event"] in ("done", "error"):
+            left -= {events[-1]["id"]}
+    return events
+
+
+def ends_with_input(process: subprocess.Popen[bytes]) -> None:
+    """Close its standard input, at which it ends by itself."""
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(ENDS_WITHIN_S) == 0
+    process.stdin = None
 
 
 def errors_of(process: subprocess.Popen[bytes]) -> str:

@@ -15,7 +15,7 @@ from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.types import Batch
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 
-CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma3")
+CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
 IDS = np.array(TOKEN_IDS, np.int32)
 Floats = NDArray[np.float32]
 

@@ -45,33 +45,20 @@ class Gemma4Reader(Reader):
         ]
         tensors = self._tensors(sizes.__getitem__)
         self._check_parts(tensors, outer)
-        config = Gemma4Config(
-            hidden_size=width,
-            intermediate_size=max(inner),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads[0],
-            head_dim=head_dims[0],
-            vocab_size=outer.vocabulary,
-            max_positions=context,
-            norm_epsilon=self._number("attention.layer_norm_rms_epsilon"),
-            rope_theta=self._number("rope.freq_base", 10000.0),
-            rope_divisors=self._divisors(head_dims[0]),
-            window=self._size("attention.sliding_window"),
-            windowed_layers=windowed,
-            window_rope_theta=self._number("rope.freq_base_swa", 10000.0),
-            window_head_dim=head_dims[1],
-            has_head_norms=True,
-            has_post_norms=True,
-            activation="gelu",
-            attention_scale=1.0,
-            embedding_scale=float(width**0.5),
-            logit_cap=self._number("final_logit_softcapping", 0.0) or None,
-            layers=self._layers(sizes, windowed, tensors),
-            per_layer_size=outer.per_layer,
-            has_scales="model.layers.0.layer_scalar" in tensors,
-            experts=replace(self._experts(outer), gate="gelu", is_joined=True) if experts else None,
-        )
+        own = {
+            "intermediate_size": max(inner),
+            "window": self._size("attention.sliding_window"),
+            "windowed_layers": windowed,
+            "max_positions": context,
+            "window_rope_theta": self._number("rope.freq_base_swa", 10000.0),
+            "window_head_dim": head_dims[1],
+            "attention_scale": 1.0,
+            "embedding_scale": float(width**0.5),
+            "layers": self._layers(sizes, windowed, tensors),
+            "per_layer_size": outer.per_layer,
+            "has_scales": "model.layers.0.layer_scalar" in tensors,
+        }
+        config = Gemma4Config(**self._settings(outer, tensors) | own)
         return GgufModel(self._path, self._header, self._kind, config, tensors)
 
     def _made(self, *sizes: int) -> Sizes:

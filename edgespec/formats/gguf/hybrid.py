@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, MLP, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
@@ -13,7 +12,7 @@ from edgespec.formats.gguf.model import EXPERT_KEYS, SIZES, STATE_KEYS, GgufMode
 from edgespec.formats.gguf.tables import EXPERTS, SHARED_EXPERT
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.hybrid import HybridConfig
-from edgespec.formats.onnx.llama_config import LlamaConfig
+from edgespec.formats.onnx.llama_config import Experts, LlamaConfig
 
 _PRE_NORM = {"input_layernorm.weight": Tensor("attn_norm.weight", "d")}
 _NORMED_ATTENTION = {**ATTENTION, **HEAD_NORMS}
@@ -89,7 +88,6 @@ class _HybridReader(Reader):
         assert isinstance(sizes, _HybridSizes)
         return HybridConfig(
             **self._settings(sizes, tensors),
-            rotary_dim=self._num_rotated(sizes),
             recurrent_layers=self._recurrent,
             taps=sizes.taps,
             key_heads=sizes.key_heads,
@@ -102,12 +100,6 @@ class _HybridReader(Reader):
         if not 0 < len(self._recurrent) < sizes.layers:
             raise self._wrong("its layers are all of one kind; of a hybrid some keep a running state and some attend")
         super()._check_heads(sizes)
-
-    def _num_rotated(self, sizes: Sizes) -> int:
-        rotated = self._size("rope.dimension_count", sizes.head_dim)
-        if rotated % 2 or rotated > sizes.head_dim:
-            raise self._wrong(f"its rope.dimension_count {rotated} is odd, or above its head size {sizes.head_dim}")
-        return rotated
 
     def _numbers(self, key: str) -> tuple[int, ...]:
         """A number of each layer, as a file lists them; empty without a list."""
@@ -153,9 +145,9 @@ class _Qwen35(_HybridReader):
         """The tensors that the model is made of, by name."""
         return ((name, info) for name, info in self._infos.items() if _layer_of(name) < layers)
 
-    def _mixture(self, sizes: Sizes, window: int) -> dict[str, Any]:
+    def _experts(self, sizes: Sizes) -> Experts:
         is_joined = "mlp.experts.up.weight" not in self._feed_forward
-        return {"experts": replace(self._experts(sizes), is_joined=is_joined, has_shared=True)}
+        return replace(super()._experts(sizes), is_joined=is_joined, has_shared=True)
 
     def _routed(self) -> Mapping[str, Tensor]:
         """The tables of the experts, whose gate and up may be one matrix."""

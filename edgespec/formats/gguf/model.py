@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,37 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Architecture, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
 from edgespec.formats.gguf.tables import (
+    EXAONE,
+    EXAONE4,
     GEMMA4,
     GEMMA4_DRAFTER,
     GEMMA4_KEYS,
+    GLM4,
     GPT_OSS,
+    GRANITE_MOE,
     LFM2,
+    OLMO2,
+    PHI3,
     QWEN3_MOE,
     QWEN35,
     QWEN35_MOE,
+    SEED_OSS,
 )
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
 
-ROPE_FACTORS = "rope_freqs.weight"
+# Divisors of rotary frequencies: Llama 3's, or Phi's within the length that it was trained for and beyond.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 HEAD_MULTIPLE = 16  # of ONNX Runtime's rotary attention
 SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor")
 KNOWN_KEYS = (
     *SIZES,
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size"),
     *("attention.layer_norm_rms_epsilon", "tensor_data_layout"),
-    *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scale_linear"),
+    *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+    *YARN_KEYS,
     *("attention.sliding_window", "attention.sliding_window_pattern", "final_logit_softcapping"),
 )
 OTHER_PARTS = ("mm.", "vision.")  # of a model for pictures, which lie in a file of their own
@@ -49,7 +59,7 @@ NEUTRAL = {
     "attention.causal": True,
     "expert_weights_norm": True,
     "expert_weights_scale": 1.0,
-    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), 1.0),
+    "rope.scaling.yarn_ext_factor": 1.0,
 }
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 MOST_EXPERTS, MOST_USED = 1024, 64  # as experts.cpp
@@ -58,7 +68,9 @@ QWEN35_KEYS = (
     *(*STATE_KEYS, "full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
     "nextn_predict_layers",
 )
-YARN_KEYS = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
+SCALES = ("embedding_scale", "residual_scale", "logit_scale")
+WINDOW, WINDOW_BASE, SCORE_CAP = "attention.sliding_window", "rope.freq_base_swa", "attn_logit_softcapping"
+TEMPERATURE = "attention.temperature_scale"
 
 
 Tensors = dict[str, tuple[TensorInfo, Tensor]]
@@ -68,56 +80,95 @@ Tensors = dict[str, tuple[TensorInfo, Tensor]]
 class Kind:
     """How llama.cpp computes one architecture. `hub`: its name at Hugging Face, by which tensors are looked up.
 
+    `settings`: of its `LlamaConfig`, `experts`: of its `Experts`, beside sizes and numbers in the file;
     `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window;
+    `window_base`: these rotate by it (0: the model's) where the file does not say, undivided; None: as the others;
     `table`: its tensors, where it runs on our kernels only; `is_hybrid`: `hybrid` knows those of its layers; `keys`: of
     its metadata that others do not have.
     """
 
     hub: str
     model_type: str
-    has_head_norms: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    table: Architecture | None = None
+    keys: tuple[str, ...] = ()
+    experts: Mapping[str, Any] = field(default_factory=dict)
     is_gemma: bool = False
     unrotated_every: int = 0
     window_every: int = 0
-    table: Architecture | None = None
-    keys: tuple[str, ...] = ()
+    window_base: float | None = None
     is_hybrid: bool = False
 
 
+LLAMA = ARCHITECTURES["LlamaForCausalLM"]
+HEADS_NORMED: Mapping[str, Any] = {"has_head_norms": True}
+GEMMA: Mapping[str, Any] = {"has_post_norms": True, "activation": "gelu"}
+NORMED_BEHIND: Mapping[str, Any] = {"has_pre_norms": False, "has_post_norms": True}
 KINDS = {
     "llama": Kind("LlamaForCausalLM", "llama"),
     "qwen2": Kind("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Kind("Qwen3ForCausalLM", "qwen3", has_head_norms=True),
+    "qwen3": Kind("Qwen3ForCausalLM", "qwen3", HEADS_NORMED),
     "smollm3": Kind("SmolLM3ForCausalLM", "smollm3", unrotated_every=4),
-    "gemma3": Kind("Gemma3ForCausalLM", "gemma3_text", has_head_norms=True, is_gemma=True, window_every=6),
-    "qwen3moe": Kind("Qwen3MoeForCausalLM", "qwen3_moe", has_head_norms=True, table=QWEN3_MOE, keys=EXPERT_KEYS),
-    "gpt-oss": Kind("GptOssForCausalLM", "gpt_oss", window_every=2, table=GPT_OSS, keys=(*EXPERT_KEYS, *YARN_KEYS)),
+    "gemma2": Kind(*("Gemma2ForCausalLM", "gemma2", GEMMA), keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
+    "gemma3": Kind(
+        *("Gemma3ForCausalLM", "gemma3_text", {**GEMMA, **HEADS_NORMED}),
+        keys=(WINDOW_BASE,),
+        is_gemma=True,
+        window_every=6,
+        window_base=10000.0,
+    ),
+    "granite": Kind(
+        "GraniteForCausalLM", "granite", table=LLAMA, keys=(*SCALES, "attention.scale", "rope.scaling.finetuned")
+    ),
+    "granitemoe": Kind(
+        *("GraniteMoeForCausalLM", "granitemoe"),
+        table=GRANITE_MOE,
+        keys=(*SCALES, "attention.scale", "rope.scaling.finetuned", *EXPERT_KEYS),
+    ),
+    "minicpm": Kind("MiniCPMForCausalLM", "minicpm", table=LLAMA, keys=SCALES),
+    "mistral3": Kind(
+        "Ministral3ForCausalLM", "ministral3", table=LLAMA, keys=(TEMPERATURE, "rope.scaling.yarn_log_multiplier")
+    ),
+    "ernie4_5": Kind("Ernie4_5ForCausalLM", "ernie4_5", table=LLAMA),
+    "internlm2": Kind("InternLM2ForCausalLM", "internlm2", table=LLAMA),
+    "seed_oss": Kind("SeedOssForCausalLM", "seed_oss", table=SEED_OSS),
+    "exaone": Kind("ExaoneForCausalLM", "exaone", table=EXAONE),
+    "exaone4": Kind(
+        *("Exaone4ForCausalLM", "exaone4", {**NORMED_BEHIND, **HEADS_NORMED}),
+        table=EXAONE4,
+        unrotated_every=4,
+        window_every=4,
+    ),
+    "olmo2": Kind(
+        *("Olmo2ForCausalLM", "olmo2", {**NORMED_BEHIND, "has_wide_norms": True}),
+        table=OLMO2,
+        keys=(WINDOW_BASE,),
+        window_every=4,
+        window_base=0.0,
+    ),
+    "phi3": Kind("Phi3ForCausalLM", "phi3", {"fused": {"qkv_proj", "gate_up_proj"}}, PHI3),
+    "glm4": Kind("Glm4ForCausalLM", "glm4", {"has_post_norms": True, "fused": {"gate_up_proj"}}, GLM4),
+    "qwen3moe": Kind("Qwen3MoeForCausalLM", "qwen3_moe", HEADS_NORMED, QWEN3_MOE, EXPERT_KEYS),
+    "gpt-oss": Kind(
+        *("GptOssForCausalLM", "gpt_oss", {"has_sinks": True}, GPT_OSS, EXPERT_KEYS),
+        experts={"gate": "clamped", "has_biases": True},
+        window_every=2,
+    ),
     "gemma4": Kind(
-        "Gemma4ForCausalLM", "gemma4_text", has_head_norms=True, table=GEMMA4, keys=(*EXPERT_KEYS, *GEMMA4_KEYS)
+        *("Gemma4ForCausalLM", "gemma4_text", {**GEMMA, **HEADS_NORMED}, GEMMA4, (*EXPERT_KEYS, *GEMMA4_KEYS)),
+        experts={"gate": "gelu", "is_joined": True},
     ),
     "gemma4-assistant": Kind(
-        *("Gemma4AssistantForCausalLM", "gemma4_assistant"),
-        has_head_norms=True,
-        table=GEMMA4_DRAFTER,
+        *("Gemma4AssistantForCausalLM", "gemma4_assistant", {**GEMMA, **HEADS_NORMED}, GEMMA4_DRAFTER),
         keys=(*GEMMA4_KEYS, "embedding_length_out", "nextn_predict_layers"),
     ),
-    "qwen35": Kind(
-        "Qwen3_5ForCausalLM", "qwen3_5_text", has_head_norms=True, table=QWEN35, keys=QWEN35_KEYS, is_hybrid=True
-    ),
+    "qwen35": Kind("Qwen3_5ForCausalLM", "qwen3_5_text", HEADS_NORMED, QWEN35, QWEN35_KEYS, is_hybrid=True),
     "qwen35moe": Kind(
-        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
-        has_head_norms=True,
-        table=QWEN35_MOE,
+        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HEADS_NORMED, QWEN35_MOE),
         keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length"),
         is_hybrid=True,
     ),
-    "lfm2": Kind(
-        *("Lfm2ForCausalLM", "lfm2"),
-        has_head_norms=True,
-        table=LFM2,
-        keys=("shortconv.l_cache",),
-        is_hybrid=True,
-    ),
+    "lfm2": Kind("Lfm2ForCausalLM", "lfm2", HEADS_NORMED, LFM2, ("shortconv.l_cache",), is_hybrid=True),
 }
 
 
@@ -221,7 +272,7 @@ class Reader:
         kv_heads = self._size("attention.head_count_kv", heads)
         found = Sizes(layers, width, inner, heads, kv_heads, head_dim, len(self._header.tokens), context)
         if EXPERT_KEYS[0] in self._kind.keys:
-            inner = self._size("expert_feed_forward_length")
+            inner = self._size("expert_feed_forward_length", inner)
             return replace(found, inner=inner, experts=self._size("expert_count"), expert_inner=inner)
         return found
 
@@ -230,7 +281,14 @@ class Reader:
 
     def _settings(self, sizes: Sizes, tensors: Tensors) -> dict[str, Any]:
         """What a `LlamaConfig` is made of."""
-        window, context = int(self._number("attention.sliding_window", 0)), sizes.context
+        kind, rotated = self._kind, self._num_rotated(sizes)
+        window = int(self._own(WINDOW, 0))
+        has_windows = window > 0 and bool(kind.window_every)
+        # llama.cpp's other architectures have no window; up to its length the results are the same
+        context = min(sizes.context, window) if window and not has_windows else sizes.context
+        if self._value(TEMPERATURE):  # which scales the attention of what lies behind this place
+            context = min(context, self._trained(sizes))
+        windowed = self._windowed(sizes.layers) if has_windows else frozenset()
         return {
             "hidden_size": sizes.width,
             "intermediate_size": sizes.inner,
@@ -239,48 +297,55 @@ class Reader:
             "num_kv_heads": sizes.kv_heads,
             "head_dim": sizes.head_dim,
             "vocab_size": sizes.vocabulary,
-            # llama.cpp's other architectures have no window; up to its length the results are the same
-            "max_positions": min(context, window) if window and not self._kind.window_every else context,
+            "max_positions": context,
             "norm_epsilon": self._number("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._number("rope.freq_base", 10000.0),
-            "rope_divisors": self._divisors(self._num_rotated(sizes)),
-            "unrotated_layers": self._each(self._kind.unrotated_every, sizes.layers),
+            "rotary_dim": rotated if rotated < sizes.head_dim else None,
+            **self._rotary(sizes, rotated),
+            "unrotated_layers": self._unrotated(sizes.layers, windowed),
+            "window": window if has_windows else -1,
+            "windowed_layers": windowed,
+            "window_rope_theta": self._window_base(),
             "biases": self._biases(tensors),
-            "has_head_norms": self._kind.has_head_norms,
-            **(self._gemma(sizes, window) if self._kind.is_gemma else {}),
-            **(self._mixture(sizes, window) if sizes.experts else {}),
+            "logit_cap": self._number("final_logit_softcapping", 0.0) or None,
+            "attention_cap": self._own(SCORE_CAP, 0.0),
+            "attention_scale": self._number("attention.scale", 0.0) or None,
+            "embedding_scale": self._own("embedding_scale", 1.0),
+            "residual_scale": self._own("residual_scale", 1.0),
+            "logit_scale": 1 / self._own("logit_scale", 1.0),
+            **kind.settings,
+            **(self._gemma(sizes) if kind.is_gemma else {}),
+            **({"experts": self._experts(sizes)} if sizes.experts else {}),
         }
 
-    def _gemma(self, sizes: Sizes, window: int) -> dict[str, Any]:
-        """What sets Gemma 3 off; llama.cpp scales the attention of its largest model by another width."""
+    def _own(self, key: str, neutral: float) -> float:
+        """A number that files of some architectures have to have, and others cannot have."""
+        return self._number(key, None if key in self._kind.keys else neutral)
+
+    def _trained(self, sizes: Sizes) -> int:
+        return self._size("rope.scaling.original_context_length", sizes.context)
+
+    def _unrotated(self, layers: int, windowed: frozenset[int]) -> frozenset[int]:
+        """SmolLM3's each n-th, EXAONE 4's full ones beside windowed ones, none or all of Granite's."""
+        if "rope.scaling.finetuned" in self._kind.keys:
+            return frozenset(range(layers if self._value("rope.scaling.finetuned") is False else 0))
+        if self._kind.window_every:
+            is_mixed = self._kind.unrotated_every and windowed
+            return frozenset(range(layers)) - windowed if is_mixed else frozenset()
+        return self._each(self._kind.unrotated_every, layers)
+
+    def _window_base(self) -> float | None:
+        base = self._kind.window_base
+        return None if base is None else self._number(WINDOW_BASE, base or self._number("rope.freq_base", 10000.0))
+
+    def _gemma(self, sizes: Sizes) -> dict[str, Any]:
+        """llama.cpp scales the attention of Gemma's largest model by another width."""
         is_largest = sizes.layers == self._table.fixed_attention_scale_layers
         divided = sizes.width // sizes.heads if is_largest else sizes.head_dim
-        return {
-            "window": window or -1,
-            "windowed_layers": self._windowed(sizes.layers) if window else frozenset(),
-            "window_rope_theta": self._number("rope.freq_base_swa", 10000.0),
-            "has_post_norms": True,
-            "activation": "gelu",
-            "attention_scale": float(divided**-0.5),
-            "embedding_scale": float(sizes.width**0.5),
-            "logit_cap": self._number("final_logit_softcapping", 0.0) or None,
-        }
-
-    def _mixture(self, sizes: Sizes, window: int) -> dict[str, Any]:
-        """What Qwen3 MoE and gpt-oss have beside a Llama."""
-        experts = self._experts(sizes)
-        if self._table is not GPT_OSS:
-            return {"experts": experts}
-        return {
-            "experts": replace(experts, gate="clamped", has_biases=True),
-            "has_sinks": True,
-            "window": window or -1,
-            "windowed_layers": self._windowed(sizes.layers) if window else frozenset(),
-            "rope_scale": 0.1 * math.log(self._yarn_factor()) + 1.0,
-        }
+        return {"attention_scale": float(divided**-0.5), "embedding_scale": float(sizes.width**0.5)}
 
     def _experts(self, sizes: Sizes) -> Experts:
-        found = Experts(sizes.experts, self._size("expert_used_count"), sizes.expert_inner)
+        found = Experts(sizes.experts, self._size("expert_used_count"), sizes.expert_inner, **self._kind.experts)
         if found.inner % 16 or sizes.width % 16 or found.count > MOST_EXPERTS or found.used > MOST_USED:
             raise self._wrong(
                 f"it uses {found.used} of {found.count} experts of {found.inner} x {sizes.width}; the kernels have at "
@@ -288,20 +353,19 @@ class Reader:
             )
         return found
 
-    def _yarn_factor(self) -> float:
-        return self._number("rope.scaling.factor", 1.0) if self._value("rope.scaling.type") == "yarn" else 1.0
-
-    def _yarn(self, head_dim: int, factor: float) -> tuple[float, ...]:
+    def _yarn(self, head_dim: int, factor: float, trained: int) -> tuple[float, ...]:
         """YaRN's divisors (Peng et al., 2023): none for what turns often enough, `factor` for what turns too rarely.
 
-        Between the two a ramp, whose ends are not rounded to whole frequencies: so gpt-oss was trained; llama.cpp
-        rounds them, as other models need.
+        Between the two a ramp, whose ends are rounded to whole frequencies. gpt-oss was trained without that, though
+        llama.cpp rounds there, too.
         """
-        base, trained = self._number("rope.freq_base"), self._number("rope.scaling.original_context_length")
-        turns = self._number("rope.scaling.yarn_beta_fast", 32.0), self._number("rope.scaling.yarn_beta_slow", 1.0)
-        if not (base > 1 and trained > 0 and min(turns) > 0 and factor >= 1):
+        base = self._number("rope.freq_base", 10000.0)
+        turns = self._number(YARN_KEYS[0], 32.0), self._number(YARN_KEYS[1], 1.0)
+        if not (base > 1 and min(turns) > 0 and factor >= 1):
             raise self._wrong("its rotary positions are scaled by settings that YaRN cannot have")
         low, high = (head_dim * math.log(trained / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns)
+        if self._table is not GPT_OSS:
+            low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0.0), min(high, head_dim - 1.0)
         steps = np.arange(head_dim // 2) - low
         ramp = np.clip(steps / max(high - low, 1e-3), 0.0, 1.0)
@@ -320,41 +384,45 @@ class Reader:
     def _each(self, every: int, layers: int) -> frozenset[int]:
         return frozenset(range(every - 1, layers, every)) if every else frozenset()
 
-    def _divisors(self, head_dim: int) -> tuple[float, ...]:
-        """Divisors of the rotary frequencies: Llama 3's, stored as a tensor, times that of linear scaling."""
+    def _rotary(self, sizes: Sizes, num_rotated: int) -> dict[str, Any]:
+        """Divisors of the rotary frequencies: stored ones times that of linear scaling, or YaRN's, and its scale."""
         kind = self._value("rope.scaling.type")
-        if kind == "yarn" and YARN_KEYS[0] in self._kind.keys:
-            return self._yarn(head_dim, self._yarn_factor())
-        if kind not in (None, "none", "linear"):
-            raise self._wrong(f"its rotary positions are scaled by {kind!r}; allowed: none, linear, and Llama 3's")
         # As llama.cpp reads them: linear where nothing is said, and the older name where the newer one is missing.
         factor = self._number("rope.scaling.factor", 0.0) or self._number("rope.scale_linear", 1.0)
         factor = 1.0 if kind == "none" else factor
         if not math.isfinite(factor) or factor <= 0:
             raise self._wrong(f"its rotary positions are scaled by {factor}")
-        stored = self._stored_factors(head_dim)
-        if factor == 1 and not stored:
-            return ()
-        return tuple(factor * each for each in stored or (1.0,) * (head_dim // 2))
+        scale, trained = self._number("rope.scaling.attn_factor", 1.0), self._trained(sizes)
+        if kind == "yarn":
+            log = 0.1 * math.log(factor)
+            yarn = (log + 1) / (log * self._number("rope.scaling.yarn_log_multiplier", 0.0) + 1)
+            if (given := self._number(YARN_KEYS[2], yarn)) != 1 and abs(given - yarn) > 1e-3:
+                raise self._wrong(f"its {YARN_KEYS[2]} is {given}; {yarn:g} is that of its factor {factor:g}")
+            return {"rope_divisors": self._yarn(num_rotated, factor, trained), "rope_scale": scale * yarn}
+        stored, short, long = (
+            tuple(factor * each for each in self._stored_factors(name, num_rotated)) for name in ROPE_FACTORS
+        )
+        linear = () if factor == 1 else (factor,) * (num_rotated // 2)
+        found = {"rope_divisors": stored or short or linear, "rope_scale": scale}
+        return {**found, "long_divisors": long, "trained_positions": trained} if long else found
 
-    def _stored_factors(self, head_dim: int) -> tuple[float, ...]:
-        import numpy as np
-
-        tensor = self._infos.get(ROPE_FACTORS)
+    def _stored_factors(self, name: str, num_rotated: int) -> tuple[float, ...]:
+        tensor = self._infos.get(name)
         if tensor is None:
             return ()
-        if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
-            raise self._wrong(f"{ROPE_FACTORS} is {tensor.kind} {tensor.shape}, F32 ({head_dim // 2},) is needed")
+        if tensor.kind != "F32" or tensor.shape != (num_rotated // 2,):
+            raise self._wrong(f"{name} is {tensor.kind} {tensor.shape}, F32 ({num_rotated // 2},) is needed")
         place = self._header.data_start + tensor.offset
-        found = np.fromfile(self._path, np.float32, head_dim // 2, offset=place)
+        found = np.fromfile(self._path, np.float32, num_rotated // 2, offset=place)
         if not (np.isfinite(found).all() and (found > 0).all()):
-            raise self._wrong(f"{ROPE_FACTORS} contains values that cannot divide a frequency")
+            raise self._wrong(f"{name} contains values that cannot divide a frequency")
         return tuple(float(each) for each in found)
 
     def _tensors(self, sizes: Callable[[int], Sizes]) -> Tensors:
         """All tensors by Hugging Face name, of the shapes that the `sizes` of a layer (0 outside of any) imply."""
         left, found = dict(self._infos), {}
-        left.pop(ROPE_FACTORS, None)
+        for name in ROPE_FACTORS:
+            left.pop(name, None)
         for layer, name, tensor, own in self._places(sizes(0).layers):
             info = left.pop(own, None)
             if info is None and tensor.is_optional:
@@ -403,8 +471,11 @@ class Reader:
         self._check_size("attention.value_length", sizes)
 
     def _num_rotated(self, sizes: Sizes) -> int:
-        """How many of a head's values are rotated. Raises ModelFileError for a number that a graph cannot have."""
-        return self._check_size("rope.dimension_count", sizes)
+        """How many of a head's values are rotated, on our kernels not always all."""
+        rotated = self._size("rope.dimension_count", sizes.head_dim)
+        if rotated % 2 or rotated > sizes.head_dim:
+            raise self._wrong(f"its rope.dimension_count {rotated} is odd, or above its head size {sizes.head_dim}")
+        return rotated if self._kind.table else self._check_size("rope.dimension_count", sizes)
 
     def _check_size(self, key: str, sizes: Sizes) -> int:
         if self._size(key, sizes.head_dim) != sizes.head_dim:
@@ -511,7 +582,9 @@ class GgufTensors:
         if row.change not in (PERMUTE_Q, PERMUTE_K):
             return None
         heads = self._config.num_heads if row.change == PERMUTE_Q else self._config.num_kv_heads
-        found: NDArray[np.intp] = np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        rows, rotated = np.arange(count).reshape(heads, -1), self._config.num_rotated
+        halves = rows[:, :rotated].reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, -1)
+        found: NDArray[np.intp] = np.concatenate((halves, rows[:, rotated:]), axis=1).reshape(-1)
         return found
 
     def _floats(self, raw: NDArray[np.uint8], tensor: TensorInfo) -> NDArray[np.float32]:

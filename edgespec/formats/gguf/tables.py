@@ -8,6 +8,7 @@ from __future__ import annotations
 from edgespec.formats.architectures import (
     ATTENTION,
     HEAD_NORMS,
+    LLAMA_LAYER,
     LLAMA_OUTER,
     MLP,
     QKV_BIASES,
@@ -34,6 +35,62 @@ SHARED_EXPERT = {
     "mlp.up_proj.weight": Tensor("ffn_up_shexp.weight", "f d"),
     "mlp.down_proj.weight": Tensor("ffn_down_shexp.weight", "d f"),
 }
+NORMS_BEHIND = {
+    "post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d"),
+    "post_feedforward_layernorm.weight": Tensor("post_ffw_norm.weight", "d"),
+}
+FOUR_NORMS = {
+    "input_layernorm.weight": Tensor("attn_norm.weight", "d"),
+    "pre_feedforward_layernorm.weight": Tensor("ffn_norm.weight", "d"),
+    **NORMS_BEHIND,
+}
+WIDE_NORMS = {
+    "self_attn.q_norm.weight": Tensor("attn_q_norm.weight", "q"),
+    "self_attn.k_norm.weight": Tensor("attn_k_norm.weight", "k"),
+}
+FUSED_MLP = {
+    "mlp.gate_up_proj.weight": Tensor("ffn_up.weight", "2f d"),
+    "mlp.down_proj.weight": Tensor("ffn_down.weight", "d f"),
+}
+OLMO2 = Architecture("olmo2", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **WIDE_NORMS, **MLP})
+EXAONE = Architecture("exaone", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **MLP})
+EXAONE4 = Architecture("exaone4", LLAMA_OUTER, {**NORMS_BEHIND, **ATTENTION, **HEAD_NORMS, **MLP})
+PHI3 = Architecture(
+    "phi3",
+    LLAMA_OUTER,
+    {
+        **TWO_NORMS,
+        "self_attn.qkv_proj.weight": Tensor("attn_qkv.weight", "q+2k d"),
+        "self_attn.o_proj.weight": Tensor("attn_output.weight", "d q"),
+        **FUSED_MLP,
+    },
+)
+# Rotary pairs are side by side, at Hugging Face, too.
+GLM4 = Architecture(
+    "glm4",
+    LLAMA_OUTER,
+    {
+        **FOUR_NORMS,
+        **FUSED_MLP,
+        **{name: row for name, row in LLAMA_LAYER.items() if name.startswith("self_attn.")},
+    },
+)
+SEED_OSS = Architecture(
+    "seed_oss",
+    LLAMA_OUTER,
+    {
+        **TWO_NORMS,
+        **ATTENTION,
+        **QKV_BIASES,
+        **MLP,
+        "post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d"),
+    },
+)
+GRANITE_MOE = Architecture(
+    "granitemoe",
+    LLAMA_OUTER,
+    {**{name: row for name, row in LLAMA_LAYER.items() if not name.startswith("mlp.")}, **EXPERTS},
+)
 QWEN3_MOE = Architecture("qwen3moe", LLAMA_OUTER, {**TWO_NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS})
 GPT_OSS = Architecture(
     "gpt-oss",
@@ -52,7 +109,7 @@ GPT_OSS = Architecture(
 
 GEMMA4_KEYS = (
     *("attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"),
-    *("embedding_length_per_layer_input", "rope.dimension_count_swa"),
+    *("embedding_length_per_layer_input", "rope.dimension_count_swa", "rope.freq_base_swa"),
 )
 GEMMA4_OUTER = {
     **LLAMA_OUTER,
@@ -61,10 +118,7 @@ GEMMA4_OUTER = {
     "model.per_layer_projection_norm.weight": Tensor("per_layer_proj_norm.weight", "p", is_optional=True),
 }
 GEMMA4_LAYER = {
-    "input_layernorm.weight": Tensor("attn_norm.weight", "d"),
-    "post_attention_layernorm.weight": Tensor("post_attention_norm.weight", "d"),
-    "pre_feedforward_layernorm.weight": Tensor("ffn_norm.weight", "d"),
-    "post_feedforward_layernorm.weight": Tensor("post_ffw_norm.weight", "d"),
+    **FOUR_NORMS,
     **ATTENTION,
     **HEAD_NORMS,
     **MLP,

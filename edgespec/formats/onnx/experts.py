@@ -22,6 +22,7 @@ class ExpertsGraph(KernelGraph):
         state = self._norm(f"layers.{layer}/post_attention_layernorm")
         shared = self._dense(layer, state) if experts.has_shared else ""
         self._delta = self._experts(layer, experts, state, state, shared=shared)
+        self._after(layer, "post_feedforward")
 
     def _experts(
         self, layer: int, experts: Experts, routed: str, state: str, scales: str = "", shared: str = ""

@@ -119,11 +119,6 @@ class Gemma4Graph(ExpertsGraph):
             scale = float(self._form.vector(f"{there}.layer_scalar")[0])
             self._residual = self._scalar("Mul", self._residual, scale, f"{here}/Mul")
 
-    def _add_up(self, name: str) -> None:
-        """Make the sum of residual and delta the residual."""
-        self._nodes.add("Add", [self._residual, self._delta], [f"{name}/output_0"], name)
-        self._residual, self._delta = f"{name}/output_0", ""
-
     def _dense_and_experts(self, layer: int) -> None:
         """The sum of the normed results of both, normed once more. The router reads a norm of its own."""
         experts, there = self._config.experts, f"layers.{layer}"

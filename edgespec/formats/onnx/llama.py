@@ -7,7 +7,7 @@ What this module does not know: where the weights come from, and how matrices ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +79,9 @@ def rotary_tables(config: LlamaConfig) -> Tables:
     base = np.full(halves.shape, np.float32(config.rope_theta), np.float64)
     powers: NDArray[np.float32] = np.power(base, halves.astype(np.float64)).astype(np.float32)
     frequencies = np.reciprocal(powers)
-    if config.rope_divisors:
-        frequencies = frequencies / np.array(config.rope_divisors, np.float32)
+    is_long = bool(config.long_divisors) and config.max_positions > config.trained_positions
+    if divisors := config.long_divisors if is_long else config.rope_divisors:
+        frequencies = frequencies / np.array(divisors, np.float32)
     cosines, sines = (np.empty((config.max_positions, frequencies.size), np.float32) for _ in range(2))
     for start in range(0, config.max_positions, _POSITIONS_AT_ONCE):  # of a context of a million tokens gigabytes
         stop = min(start + _POSITIONS_AT_ONCE, config.max_positions)
@@ -178,16 +179,21 @@ class _Graph:
         return output
 
     def _after(self, layer: int, kind: str) -> None:
-        """A norm of the delta alone, where the architecture has one."""
+        """A norm of the delta alone, or a factor of it, where the architecture has one."""
         place = f"layers.{layer}/{kind}_layernorm"
-        output = f"/model/{place}/output_0"
-        self._delta = self._plain_norm(f"/model/{place}/LayerNorm", self._delta, self._vector(place), output)
+        if self._config.has_post_norms:
+            output = f"/model/{place}/output_0"
+            self._delta = self._plain_norm(f"/model/{place}/LayerNorm", self._delta, self._vector(place), output)
+        if self._config.residual_scale != 1:
+            name = f"/model/layers.{layer}/{kind}_scale/Mul"
+            self._delta = self._scalar("Mul", self._delta, self._config.residual_scale, name)
 
     def _vector(self, place: str) -> str:
         """The weights of a norm, as they are named in a checkpoint."""
         name = f"model.{place.replace('/', '.')}.weight"
-        is_final = name.endswith("final_norm_layernorm.weight")
-        return self._nodes.store(name, self._form.vector("model.norm.weight" if is_final else name))
+        if not name.endswith("final_norm_layernorm.weight"):
+            return self._nodes.store(name, self._form.vector(name))
+        return self._nodes.store(name, self._form.vector("model.norm.weight") * np.float32(self._config.logit_scale))
 
     def _product(self, name: str, value: str, sources: tuple[str, ...], output: str = "") -> str:
         """`value` times the matrices of these names side by side, plus their biases."""
@@ -239,13 +245,12 @@ class _Graph:
             kv_num_heads=config.num_kv_heads,
             scale=config.attention_scale or float(config.head_dim**-0.5),
             local_window_size=config.window if is_windowed else -1,
-            softcap=0.0,
+            softcap=config.attention_cap,
             do_rotary=int(is_rotated),
             rotary_interleaved=0,
         )
         self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
-        if config.has_post_norms:
-            self._after(layer, "post_attention")
+        self._after(layer, "post_attention")
 
     def _head_norm(self, layer: int, kind: str, value: str) -> str:
         """`value` [batch, tokens, heads * head size] with every head normed by itself."""
@@ -283,8 +288,7 @@ class _Graph:
             self._nodes.add("Mul", [gate, f"{here}/act_fn/Sigmoid/output_0"], [active], f"{here}/act_fn/Mul")
         self._nodes.add("Mul", [active, up], [both], f"{here}/Mul")
         self._delta = self._product(f"{here}/down_proj/MatMul", both, (f"{there}.down_proj",))
-        if self._config.has_post_norms:
-            self._after(layer, "post_feedforward")
+        self._after(layer, "post_feedforward")
 
     def _head(self) -> None:
         state = self._norm(f"layers.{self._config.num_layers}/final_norm_layernorm", is_last=True)
@@ -334,27 +338,51 @@ class KernelGraph(_Graph):
 
     def _attention(self, layer: int) -> None:
         config, here, there = self._config, f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
-        state = self._norm(f"layers.{layer}/input_layernorm")
-        sources = tuple(f"{there}.{kind}_proj" for kind in self._projections(layer))
-        joined = self._product(f"{here}/qkv_proj/MatMul", state, sources)
         is_windowed, is_rotated = layer in config.windowed_layers, layer not in config.unrotated_layers
         tables = _WINDOW_TABLES if is_windowed and config.has_window_tables else _TABLES
         seen = f"{here}/Attention/output_0"
         self._nodes.add(
             ATTENTION,
-            [joined, "", "", ROWS, CACHE, *(tables if is_rotated else ("", "")), *self._head_vectors(layer)],
+            [*self._projected(layer), ROWS, CACHE, *(tables if is_rotated else ("", "")), *self._head_vectors(layer)],
             [seen],
             f"{here}/Attention",
             domain=DOMAIN,
             **self._heads(layer),
             window=max(config.window, 0) if is_windowed else 0,
             scale=config.attention_scale or float(config.head_dim**-0.5),
-            cap=0.0,
+            cap=config.attention_cap,
             epsilon=config.norm_epsilon,
         )
         self._delta = self._product(f"{here}/o_proj/MatMul", seen, (f"{there}.o_proj",))
-        if config.has_post_norms:
-            self._after(layer, "post_attention")
+        self._after(layer, "post_attention")
+
+    def _projected(self, layer: int) -> list[str]:
+        """Queries, keys and values of a layer, side by side in the first where no norm comes between."""
+        here, there = f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
+        state = self._input(layer, "input")
+        sources = tuple(f"{there}.{kind}_proj" for kind in self._projections(layer))
+        if not self._config.has_wide_norms:
+            return [self._product(f"{here}/qkv_proj/MatMul", state, sources), "", ""]
+        parts = [f"{here}/{kind}_proj/output_0" for kind in "qkv"]
+        self._form.products(f"{here}/qkv_proj/MatMul", state, [f"{source}.weight" for source in sources], parts)
+        for at, kind in enumerate("qk"):
+            name, weight = f"{here}/{kind}_norm/LayerNorm", self._head_norm_weight(layer, kind)
+            parts[at] = self._plain_norm(name, parts[at], weight, f"{name}/output_0")
+        return parts
+
+    def _input(self, layer: int, kind: str) -> str:
+        """What a layer's attention or feed-forward reads: the hidden state, which is normed but for OLMo's like."""
+        place = f"layers.{layer}/{kind}_layernorm"
+        if self._config.has_pre_norms:
+            return self._norm(place)
+        if self._delta:
+            self._add_up(f"/model/{place}/Add")
+        return self._residual
+
+    def _add_up(self, name: str) -> None:
+        """Make the sum of residual and delta the residual."""
+        self._nodes.add("Add", [self._residual, self._delta], [f"{name}/output_0"], name)
+        self._residual, self._delta = f"{name}/output_0", ""
 
     def _heads(self, layer: int) -> dict[str, int]:
         """Attributes of a layer's attention: its heads, and which of the cache's they are."""
@@ -362,24 +390,23 @@ class KernelGraph(_Graph):
         return {"heads": self._config.num_heads, "kv_heads": kv_heads, "head_size": size, "first_head": first}
 
     def _feed_forward(self, layer: int) -> None:
-        has_post_norms = self._config.has_post_norms
-        place = "pre_feedforward" if has_post_norms else "post_attention"
-        self._delta = self._dense(layer, self._norm(f"layers.{layer}/{place}_layernorm"))
-        if has_post_norms:
-            self._after(layer, "post_feedforward")
+        place = "pre_feedforward" if self._config.has_post_norms else "post_attention"
+        self._delta = self._dense(layer, self._input(layer, place))
+        self._after(layer, "post_feedforward")
 
     def _dense(self, layer: int, state: str) -> str:
         """The feed-forward of a normed `state`."""
         here, there = f"/model/layers.{layer}/mlp", f"model.layers.{layer}.mlp"
-        both = self._product(f"{here}/gate_up_proj/MatMul", state, (f"{there}.gate_proj", f"{there}.up_proj"))
+        kinds = ("gate_up",) if "gate_up_proj" in self._config.fused else ("gate", "up")
+        both = self._product(f"{here}/gate_up_proj/MatMul", state, tuple(f"{there}.{kind}_proj" for kind in kinds))
         output, weights = f"{here}/down_proj/MatMul/output_0", [f"{there}.down_proj.weight"]
         bias = self._bias(f"{here}/down_proj", (f"{there}.down_proj",))
         self._form.products(f"{here}/down_proj/MatMul", both, weights, [output], bias, self._config.activation)
         return output
 
-    def _projections(self, layer: int) -> str:
-        """The first letters of the matrices in front of a layer's attention."""
-        return "qkv"
+    def _projections(self, layer: int) -> Sequence[str]:
+        """The names of the matrices in front of a layer's attention."""
+        return ("qkv",) if "qkv_proj" in self._config.fused else "qkv"
 
     def _key_heads(self, layer: int) -> tuple[int, int, int]:
         """(number, size, first among those of all layers) of a layer's heads of keys."""

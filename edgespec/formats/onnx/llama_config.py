@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from edgespec.errors import ModelFileError
 
 # llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.model.KINDS`.
-WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma3")
+WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,14 @@ class LlamaConfig:
     """Sizes of a model, `max_positions` of its context, its constants; the rest is as a Llama has it unless given.
 
     `rotary_dim`: the first of a head's values, which are rotated, where these are not all; `rope_divisors` of the
-    rotary frequencies [rotary_dim / 2]; `rope_scale` of cosines and sines; layers in `windowed_layers` see the last
-    `window` tokens, and rotate by `window_rope_theta`, undivided, where that is given, heads of `window_head_dim`
-    where these differ; `biases`: the products that have one, such as "q_proj"; `has_head_norms` of queries and keys;
-    `has_post_norms`: attention and feed-forward results are normed too; `logit_cap`: logits are cap * tanh(logits /
-    cap); `has_sinks`: each head has a score without a value; `experts`: instead of one feed-forward.
+    rotary frequencies [rotary_dim / 2], `long_divisors` where there are more positions than `trained_positions`;
+    `rope_scale` of cosines and sines; layers in `windowed_layers` see the last `window` tokens, and rotate by
+    `window_rope_theta`, undivided, where that is given, heads of `window_head_dim` where these differ; `biases`: the
+    products that have one, such as "q_proj"; `fused`: those that are one, "gate_up_proj" or "qkv_proj";
+    `has_head_norms` of queries and keys, `has_wide_norms` of those of all heads at once; `has_pre_norms` and
+    `has_post_norms`: inputs and results of attention and feed-forward are normed; `logit_cap`: logits are cap *
+    tanh(logits / cap), and so are scores with `attention_cap`; `residual_scale`: of what a layer adds; `has_sinks`:
+    each head has a score without a value; `experts`: instead of one feed-forward.
     """
 
     hidden_size: int
@@ -52,6 +56,8 @@ class LlamaConfig:
     rope_theta: float
     rotary_dim: int | None = None
     rope_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+    trained_positions: int = 0
     rope_scale: float = 1.0
     window: int = -1
     windowed_layers: frozenset[int] = frozenset()
@@ -59,11 +65,17 @@ class LlamaConfig:
     window_head_dim: int | None = None
     unrotated_layers: frozenset[int] = frozenset()
     biases: frozenset[str] = frozenset()
+    fused: Set[str] = frozenset()
     has_head_norms: bool = False
+    has_wide_norms: bool = False
+    has_pre_norms: bool = True
     has_post_norms: bool = False
     activation: Literal["silu", "gelu"] = "silu"
     attention_scale: float | None = None
+    attention_cap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_cap: float | None = None
     has_sinks: bool = False
     experts: Experts | None = None
@@ -109,4 +121,4 @@ class LlamaConfig:
     def for_window(self) -> Self:
         """The same with the rotary settings of windowed layers."""
         theta, head_dim = self.window_rope_theta or self.rope_theta, self.window_head_dim or self.head_dim
-        return replace(self, rope_theta=theta, rope_divisors=(), head_dim=head_dim)
+        return replace(self, rope_theta=theta, rope_divisors=(), rope_scale=1.0, head_dim=head_dim)

@@ -34,7 +34,7 @@ CLASSES = {
     "edgespec-serve": "over_http:EdgespecServer",
     "llama-server": "over_http:LlamaServer",
     "llama-cpp-python": "in_process:LlamaCppPython",
-    "ik_llama.cpp": "in_process:IkLlama",
+    "ik_llama.cpp": "over_http:IkServer",
     "openvino-genai": "openvino:OpenvinoGenai",
 }
 

@@ -13,7 +13,8 @@ from peers.process import Child, RuntimeFailure
 Axes = Mapping[str, Sequence[Any]]
 """What a sweep may choose, one axis after the other; the first value is the library's default or the usual advice."""
 RUNTIMES = ("edgespec", "llama-server", "llama-cpp-python", "ik_llama.cpp", "openvino-genai")
-OVER_HTTP = {"edgespec": "edgespec-serve", "llama-server": "llama-server"}  # those that serve several clients at once
+# Those that serve several clients at once.
+OVER_HTTP = {"edgespec": "edgespec-serve", "llama-server": "llama-server", "ik_llama.cpp": "ik_llama.cpp"}
 Failures = (Refusal, RuntimeFailure)
 
 
@@ -58,7 +59,7 @@ def contestants(
     plain: dict[str, Axes] = {
         "llama-server": {"threads": threads, "flash_attention": ("auto", "off")},
         "llama-cpp-python": {"threads": threads, "flash_attention": (False, True)},
-        "ik_llama.cpp": {"threads": threads, "flash_attention": (True, False)},
+        "ik_llama.cpp": {"threads": threads, "flash_attention": ("on", "off")},
         "openvino-genai": {"threads": threads, "precision": ("default", "f32")},
     }
     lookup: dict[str, Axes] = {
@@ -67,11 +68,18 @@ def contestants(
             "ngram": (3, 5, None),
             "max_tokens": (8, 4, 16, None),
         },
+        "ik_llama.cpp": {
+            "type": ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
+            "ngram": (3, 5, None),
+            "max_tokens": (8, 4, 16, None),
+            "autotune": (False, True),
+        },
         "llama-cpp-python": {"num_tokens": (10, 5, 2), "max_ngram": (2, 3)},
         "openvino-genai": {"num_tokens": (5, 3, 8), "max_ngram": (3, 2)},
     }
     draft: dict[str, Axes] = {
         "llama-server": {"max_tokens": (3, 1, 5, 8, 16), "min_probability": (0.0, 0.4, 0.75, 0.9)},
+        "ik_llama.cpp": {"max_tokens": (3, 1, 5, 8, 16), "min_probability": (0.0, 0.4, 0.75, 0.9)},
         "openvino-genai": {"num_tokens": (5, 3, 8)},
     }
     made = [Contestant("edgespec", setting, "edgespec") for setting in own]

@@ -1,8 +1,7 @@
-"""Runtimes that a child process loads as libraries: edgespec itself, llama-cpp-python, ik_llama.cpp."""
+"""Runtimes that a child process loads as libraries: edgespec itself and llama-cpp-python."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from time import perf_counter
@@ -108,71 +107,3 @@ class LlamaCppPython(Runtime):
                         return
 
         return timed(tokens(), perf_counter())
-
-
-class IkLlama(Runtime):
-    """ik_llama.cpp's library with repacked weights; the wheel has no speculation, and its loop is written here.
-
-    Sweeps `threads`, `flash_attention`.
-    """
-
-    def open(self, files: Files, settings: Settings) -> str:
-        import numpy
-
-        self._api, title = library("ik_llama_cpp._ctypes_api", "ik-llama-cpp-python")
-        self._numpy, api = numpy, self._api
-        api.llama_backend_init()
-        params = api.llama_model_default_params()
-        params.use_mmap, params.repack_tensors = False, True
-        self._model = api.llama_model_load_from_file(files["target"].encode(), params)
-        if not self._model:
-            raise Refusal("ik_llama.cpp cannot load this file")
-        params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = int(files["context"]), 512, 512
-        params.n_threads = params.n_threads_batch = settings["threads"]
-        params.flash_attn = settings["flash_attention"]
-        self._context = api.llama_init_from_model(self._model, params)
-        self._batch = api.llama_batch_init(512, 0, 1)
-        self._vocabulary_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
-        return title
-
-    def ask(self, question: Question) -> list[Answer]:
-        prompt, draw = only_prompt(question), self._numpy.random.default_rng(question.seed)
-
-        def tokens() -> Iterator[int]:
-            self._api.llama_kv_cache_clear(self._context)
-            for start in range(0, len(prompt), 512):
-                self._decode(prompt[start : start + 512], start)
-            for position in range(len(prompt), len(prompt) + question.max_tokens):
-                token_id = self._pick(question.temperature, draw)
-                if self._api.llama_token_is_eog(self._model, token_id):
-                    return
-                yield token_id
-                if position + 1 < len(prompt) + question.max_tokens:
-                    self._decode([token_id], position)
-
-        return timed(tokens(), perf_counter())
-
-    def _decode(self, token_ids: Sequence[int], start: int) -> None:
-        batch = self._batch
-        batch.n_tokens = len(token_ids)
-        for row, token_id in enumerate(token_ids):
-            batch.token[row], batch.pos[row] = token_id, start + row
-            batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, 0, row + 1 == len(token_ids)
-        if self._api.llama_decode(self._context, batch):
-            raise RuntimeError("ik_llama.cpp cannot decode")
-
-    def _pick(self, temperature: float, draw: Any) -> int:
-        """The most probable token, or one drawn as llama.cpp's filters leave it: top k, top p, min p, temperature."""
-        numpy = self._numpy
-        pointer = ctypes.cast(self._api.llama_get_logits_ith(self._context, -1), ctypes.POINTER(ctypes.c_float))
-        logits = numpy.ctypeslib.as_array(pointer, (self._vocabulary_size,))
-        if not temperature:
-            return int(logits.argmax())
-        kept = numpy.argpartition(logits, -TOP_K)[-TOP_K:]
-        kept = kept[numpy.argsort(-logits[kept])]
-        odds = numpy.exp(logits[kept] - logits[kept[0]])
-        shares = odds / odds.sum()
-        count = min(int((shares.cumsum() < TOP_P).sum()) + 1, int((odds >= MIN_P).sum()))
-        odds = odds[:count] ** (1 / temperature)
-        return int(kept[draw.choice(count, p=odds / odds.sum())])

@@ -1,4 +1,4 @@
-"""Servers on this machine, asked by as many clients as there are prompts: llama.cpp's, and edgespec's in its form."""
+"""Servers on this machine, asked by as many clients as there are prompts: edgespec's and two in llama.cpp's form."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -117,9 +118,15 @@ class ServerRuntime(Runtime):
                     told: Mapping[str, Any] = json.loads(line[6:])
                     if "error" in told:
                         raise RuntimeError(f"the server answered {told['error']}")
-                    token_ids += told["tokens"]
-                    times_s += [perf_counter() - started_s] * len(told["tokens"])
+                    made = self.tokens_of(told)
+                    token_ids += made
+                    times_s += [perf_counter() - started_s] * len(made)
         return Answer(token_ids, times_s)
+
+    def tokens_of(self, told: Mapping[str, Any]) -> Sequence[int]:
+        """The token ids in one message of a stream."""
+        tokens: Sequence[int] = told["tokens"]
+        return tokens
 
 
 class LlamaServer(ServerRuntime):
@@ -137,15 +144,20 @@ class LlamaServer(ServerRuntime):
         if settings["setting"] == "draft" and (complaint := self.complaint()):
             self.close()
             raise Refusal(complaint)
-        told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-        lines = [line for line in (told.stderr + told.stdout).splitlines() if line.startswith("version")]
-        return f"llama.cpp's server {lines[0].removeprefix('version:').strip()}" if lines else "llama.cpp's server"
+        return titled("llama.cpp's server", program)
 
     def complaint(self) -> str:
         """Why it would run without its draft; empty: it has one, or was asked for none."""
         if "failed to initialize speculative" not in self._log.read_text("utf-8", "replace"):
             return ""
         return f"llama-server would run without its draft: {self.last_words('speculative')}"
+
+
+def titled(name: str, program: str) -> str:
+    """With the version that it tells."""
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    lines = [line for line in (told.stderr + told.stdout).splitlines() if line.startswith("version")]
+    return f"{name} {lines[0].removeprefix('version:').strip()}" if lines else name
 
 
 def arguments(files: Files, settings: Settings) -> list[str]:
@@ -176,6 +188,35 @@ def arguments(files: Files, settings: Settings) -> list[str]:
 LOOKUP_FLAGS = {kind: (f"--spec-{kind}-size-n", f"--spec-{kind}-size-m") for kind in ("ngram-simple", "ngram-map-k")}
 LOOKUP_FLAGS["ngram-map-k4v"] = ("--spec-ngram-map-k4v-size-n", "--spec-ngram-map-k4v-size-m")
 LOOKUP_FLAGS["ngram-mod"] = ("--spec-ngram-mod-n-match", "--spec-ngram-mod-n-max")
+
+
+class IkServer(ServerRuntime):
+    """ik_llama.cpp's server with weights repacked as it loads: plain, with a draft model, and with its n-gram lookups.
+
+    Sweeps what `LlamaServer` sweeps, and of lookup `autotune`. It streams no token ids, only the text of each, whose
+    checksum stands for it; the tokens of one character come as one.
+    """
+
+    def open(self, files: Files, settings: Settings) -> str:
+        program = shutil.which(files.get("program", ""))
+        if program is None:
+            raise Refusal("no server of ik_llama.cpp is given: build it and give --ik-server PATH")
+        clients, threads = int(files["clients"]), str(settings["threads"])
+        given = ["--model", files["target"], "--ctx-size", str(clients * int(files["context"])), "--run-time-repack"]
+        given += ["--parallel", str(clients), "--threads", threads, "--threads-batch", threads, "--cache-ram", "0"]
+        given += ["--flash-attn", settings["flash_attention"]]
+        if settings["setting"] == "draft":
+            given += ["--model-draft", files["draft"], "--draft-p-min", str(settings["min_probability"])]
+            given += ["--draft-max", str(settings["max_tokens"])]
+        elif settings["setting"] == "lookup":
+            given += ["--spec-type", settings["type"], *(["--spec-autotune"] if settings["autotune"] else ())]
+            flags = {"--spec-ngram-size-n": settings["ngram"], "--draft-max": settings["max_tokens"]}
+            given += [part for flag, value in flags.items() if value for part in (flag, str(value))]
+        self.start([program, *given], Path(files["log"]))
+        return titled("ik_llama.cpp's server", program)
+
+    def tokens_of(self, told: Mapping[str, Any]) -> Sequence[int]:
+        return [zlib.crc32(told["content"].encode())] if told["content"] else []
 
 
 class EdgespecServer(ServerRuntime):

@@ -1,0 +1,172 @@
+"""Architectures that run on our kernels only: the logits of llama.cpp and of transformers, always the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="tiny models are written by the package gguf: scripts/run.py install export")
+
+import edgespec
+from edgespec import GenerateOptions, Sampling
+from edgespec.engines.base import Engine
+from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.model_use import ModelUse
+from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
+from edgespec.errors import CapabilityError, ConfigError
+from edgespec.formats.gguf.model import KINDS
+from edgespec.formats.onnx.llama_config import WRITABLE
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
+from edgespec.types import Batch, Logits, packed
+from tiled import bits
+from tiny_architectures import CASES, LONG, hub_model, with_halves, write
+from tiny_graphs import mean_kl
+
+pytestmark = pytest.mark.skipif(
+    library_path() is None, reason="the kernels are not built: scripts/run.py test builds them"
+)
+NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="compares with llama.cpp, which is not installed")
+IDS = np.random.default_rng(5).integers(3, 250, 400).tolist()
+SHORT = 64  # Ministral's attention is scaled behind it
+# Phi's factors of longer contexts than it was trained for have names of their own.
+NAMES = [*CASES, "phi4-long"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    made = {name: write(folder / f"{name}.gguf", case) for name, case in CASES.items()}
+    return lambda name: made[name.removesuffix("-long")]
+
+
+def use(name: str) -> dict[str, Any]:
+    return {"threads": 1, "context_length": 512 if name.endswith("-long") else SHORT}
+
+
+def scored(engine: Engine, ids: list[int], step: int) -> Logits:
+    """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
+    engine.rollback(0)
+    return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
+
+
+def test_all_that_run_are_compared() -> None:
+    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", "qwen35", "qwen35moe", "lfm2", *WRITABLE}
+    assert set(KINDS) == others | {case.kind for case in CASES.values()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose attention is over keys and values in half precision, too."""
+    torch = pytest.importorskip("torch", reason="compares with transformers, which needs torch")
+    pytest.importorskip("transformers", reason="compares with transformers")
+    ids = IDS if name.endswith("-long") else IDS[:40]
+    model = hub_model(CASES[name.removesuffix("-long")])
+    module = import_module(type(model).__module__)
+    monkeypatch.setattr(module, "eager_attention_forward", with_halves(module.eager_attention_forward))
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    with OnnxEngine.load(tiny(name), **use(name)) as engine:
+        found = scored(engine, ids, len(ids))
+    layers = CASES[name.removesuffix("-long")].layers
+    assert np.sqrt(np.square(found - wanted).mean()) < (1e-4 if layers < 64 else 4e-4) * wanted.std()
+
+
+@NEEDS_LLAMA
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_llama_cpp(name: str, tiny, tmp_path: Path) -> None:
+    """But for queries in half precision there; with weights of 4 bits for activations, which both round."""
+    four = write(tmp_path / "four.gguf", CASES[name.removesuffix("-long")], "Q4_0")
+    for path, limit in ((tiny(name), 1e-3), (four, 0.04)):
+        with (
+            OnnxEngine.load(path, **use(name)) as ours,
+            LlamaCppEngine.load(path, **use(name), reproducible=False, flash_attention=False) as theirs,
+        ):
+            wanted, found = scored(theirs, IDS[:40], 40), scored(ours, IDS[:40], 40)
+        assert np.sqrt(np.square(found - wanted).mean()) < limit * wanted.std()
+        assert mean_kl(found, wanted) < limit
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_has_the_same_bits_at_all_widths_in_trees_and_beside_others(name: str, tiny) -> None:
+    path, ids = tiny(name), IDS[:50]
+    with OnnxEngine.load(path, **use(name)) as engine:
+        wanted = scored(engine, ids, 50)
+        for step in (1, 2, 3, 7, 16):
+            assert np.array_equal(bits(scored(engine, ids, step)), bits(wanted)), step
+        engine.rollback(20)
+        parents, zeros = np.array([-1, 0, 1, 0, 3, 4], np.int32), np.zeros(6, np.int32)
+        rows = [*ids[20:23], *ids[21:24]]
+        tree = engine.forward(Batch(np.array(rows, np.int32), parents, zeros, zeros == 0)).copy()
+        assert np.array_equal(bits(tree), bits(wanted[[20, 21, 22, 21, 22, 23]]))
+    others = [np.random.default_rng(seed).integers(3, 250, 20).tolist() for seed in range(3)]
+    with OnnxEngine.load(path, **use(name) | {"threads": 2}, max_sequences=4) as engine:
+        texts = [ids[:20], *others]
+        together = engine.forward(packed([Batch.chain(text, sequence=at) for at, text in enumerate(texts)])).copy()
+    assert np.array_equal(bits(together[:20]), bits(wanted[:20]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_what_was_planned(name: str, tiny) -> None:
+    given = use(name)
+    planned = footprint(tiny(name), ModelUse(**given))
+    with OnnxEngine.load(tiny(name), **given) as engine:
+        arrays = engine.source.arrays(given["context_length"]).values()
+        assert planned.cache == engine._cache._chunks.nbytes
+        # Padding of tiles to 16 outputs, and vectors that lie in the graph.
+        held = sum(each.nbytes for each in arrays)
+        assert abs(planned.packed - SESSION_BYTES - held) < 0.03 * held + 20_000
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo3", "phi4", "gemma2", "exaone4-32b", "glm4"])
+def test_drafts_change_no_token_and_no_log_probability(name: str, tiny) -> None:
+    with edgespec.load(tiny(name), draft=tiny(name), threads=1, context_length=128) as model:
+        assert model.target.facts.name == "onnx"
+
+        def answer(drafter: str, length: int) -> tuple[Any, ...]:
+            options = GenerateOptions(
+                max_tokens=32, ignore_eos=True, drafter=drafter, draft_length=length, logprobs=True
+            )
+            result = model.generate("abab baba abab baba", Sampling(temperature=0.9, seed=11), options)
+            return result.token_ids, result.logprobs, result.stats
+
+        plain = answer("none", 0)[:2]
+        for drafter, length in (("model", 5), ("ngram", 4), ("suffix", 8)):
+            *found, stats = answer(drafter, length)
+            assert tuple(found) == plain, drafter
+            assert drafter != "model" or stats.accepted_tokens
+
+
+def test_other_factors_of_rotary_frequencies_belong_to_a_longer_context(tiny) -> None:
+    found = {}
+    for length in (100, LONG, LONG + 1):
+        with OnnxEngine.load(tiny("phi4"), threads=1, context_length=length) as engine:
+            found[length] = scored(engine, IDS[:20], 20)
+    assert np.array_equal(found[100], found[LONG])
+    assert np.abs(found[LONG + 1] - found[LONG]).max() > 0.1
+    with pytest.raises(ConfigError, match="a context of 65 tokens was asked for, this model allows 64"):
+        OnnxEngine.load(tiny("mistral3"), threads=1, context_length=65)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("granite", {"residual_scale": None}, "granite.residual_scale is missing"),
+        ("granite", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0 is not known"),
+        ("gemma2", {"attention.sliding_window": None}, "gemma2.attention.sliding_window is missing"),
+        ("olmo3", {"rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor is 2.0; 1.20794 is that of its factor 8"),
+        ("olmo3", {"attention.sliding_window_pattern": [True]}, "its pattern of windows is for 1 layers, it has 4"),
+        ("phi4", {"rope.dimension_count": 26}, "rope_factors_short.weight is F32 (12,), F32 (13,) is needed"),
+    ],
+)
+def test_what_the_kernels_lack_is_told(name: str, change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", CASES[name], metadata=change)
+    with pytest.raises(CapabilityError) as told:
+        OnnxEngine.load(path)
+    assert reason in str(told.value)
