@@ -60,8 +60,8 @@ def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str
 
 def test_help_is_a_word() -> None:
     for words, same in ((["help"], ["--help"]), (["help", "run"], ["run", "--help"])):
-        helped = CliRunner().invoke(cli, words)
-        assert helped.exit_code == 0 and helped.output == CliRunner().invoke(cli, same).output
+        helped = run(*words)
+        assert helped.exit_code == 0 and helped.output == run(*same).output
 
 
 def test_the_words_are_no_names_of_ours() -> None:
