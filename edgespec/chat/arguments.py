@@ -7,14 +7,13 @@ tool's schema says which value a text without marks is.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from edgespec.chat.marks import begun
-from edgespec.chat.messages import no_constant
+from edgespec.chat.messages import finite, no_constant
 
 if TYPE_CHECKING:
     from edgespec.chat.tools import ToolCall
@@ -60,14 +59,11 @@ def dumped(value: object) -> str:
     return text
 
 
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError("too large")
-    return value
+def _float(text: str) -> float:
+    return float(finite(text))  # without its spelling, which the text of a call keeps
 
 
-_JSON = json.JSONDecoder(parse_constant=no_constant, parse_float=_finite)
+_JSON = json.JSONDecoder(parse_constant=no_constant, parse_float=_float)
 _WITH_LINE_ENDS = json.JSONDecoder(strict=False)
 
 

@@ -19,10 +19,9 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
-from edgespec.errors import CapabilityError, EdgespecError, PromptError, shown
+from edgespec.errors import CapabilityError, PromptError, shown
 
 MAX_DEPTH = 64  # levels of arguments that templates can show
 _NONCE, _DIGITS = f"written{secrets.token_hex(8)}", f"{10**6 + secrets.randbelow(9 * 10**6)}"
@@ -55,7 +54,8 @@ def no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _number(text: str) -> float:
+def finite(text: str) -> float:
+    """For `parse_float`: a number that is none to JSON is refused."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("a number is too large")
@@ -74,7 +74,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _EXACT = json.JSONDecoder(
-    parse_float=_number, parse_int=_whole_number, parse_constant=no_constant, object_pairs_hook=_without_repeats
+    parse_float=finite, parse_int=_whole_number, parse_constant=no_constant, object_pairs_hook=_without_repeats
 )
 
 
@@ -93,18 +93,9 @@ def read_arguments(given: Any) -> Mapping[str, Any] | Unread:
     return value if isinstance(value, dict) and not _is_deep(value) else Unread(text)
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            below
-            for each in level
-            if isinstance(each, dict | list)
-            for below in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return False
-    return True
+def _is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deep(each, levels - 1) for each in below)
 
 
 class _StandIns:
@@ -159,8 +150,6 @@ def as_written(value: Any, write: Callable[[Any], str]) -> str:
 
 
 Message = dict[str, Any]
-_TYPE = re.compile(r"""\[['"]type['"]\]|\.type\b""")
-_PROBE = "What is it?"
 
 
 def other_forms(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -186,23 +175,6 @@ def _with_text(call: Any) -> Any:
 def in_parts(message: Message) -> Message:
     """A message whose content is a list of typed parts."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]} if message.get("content") else message
-
-
-def takes_parts_only(source: str, render: Callable[[Message], str]) -> bool:
-    """Whether a template leaves out content that is no list of parts, as those of models that see pictures may.
-
-    `render`: what it makes of a message.
-    """
-    if _TYPE.search(source) is None:
-        return False
-
-    def says(message: Message) -> bool:
-        with suppress(EdgespecError):  # said where a conversation is rendered
-            return _PROBE in render(message)
-        return False
-
-    probe: Message = {"role": "user", "content": _PROBE}
-    return not says(probe) and says(in_parts(probe))
 
 
 ROLES = ("system", "user", "assistant", "tool")

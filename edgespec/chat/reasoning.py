@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from edgespec.chat.marks import ANSWER_HEADER, ChannelSplitter, Marks, begun, control_text, reasoning_marks
 from edgespec.chat.tool_forms import call_form
@@ -14,24 +14,6 @@ from edgespec.errors import CapabilityError, PromptError
 from edgespec.vocabulary import IncrementalDecoder, Vocabulary
 
 _LAST_TOKENS = 24  # of a prompt, among which a mark may be spelled; one token each in most vocabularies
-
-
-class Splitter(Protocol):
-    """Splits the text of one answer, as it comes, into reasoning and answer."""
-
-    @property
-    def is_answering(self) -> bool:
-        """Whether the answer itself has begun."""
-
-    @property
-    def has_reasoned(self) -> bool:
-        """Whether the text is known to begin with reasoning."""
-
-    def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, answer) that are certain after `text`."""
-
-    def finish(self, *, is_cut: bool = False) -> tuple[str, str]:
-        """The rest, at the end of the text, which a limit may have cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +45,7 @@ class Reasoning:
             return None
         return cls(marks, end.endswith(marks.opening.encode()))
 
-    def splitter(self, parser: ToolParser | None = None) -> Splitter:
+    def splitter(self, parser: ToolParser | None = None) -> ChannelSplitter | ReasoningSplitter:
         """A splitter of one answer; `parser`: of its calls."""
         if self.marks.has_channels:
             return ChannelSplitter(is_open=self.is_open, is_answering=self.is_answering)

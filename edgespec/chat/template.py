@@ -170,22 +170,28 @@ def encode_messages(
     `ending` says otherwise. Raises PromptError if there is no template or it leaves that text out, and the errors of
     `render_chat`.
     """
-    if vocabulary.chat_template is None:
-        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
-    bos, eos = (
-        "" if token_id is None else vocabulary.token_name(token_id)
-        for token_id in (vocabulary.bos_id, vocabulary.eos_id)
-    )
     source = vocabulary.chat_template
-    short = with_short_ids if wants_short_ids(source) else None
-
-    def render(given: Sequence[Message], **others: Any) -> str:
-        return render_chat(source, short(given) if short else given, bos_token=bos, eos_token=eos, **others)
-
-    ids = encode_rendered(vocabulary, render, messages, tools, arguments, ending)
+    if source is None:
+        raise PromptError(f"model {model_name!r} has no chat template: use --no-chat-template, or generate()")
+    ids = encode_rendered(vocabulary, _renderer(vocabulary, source), messages, tools, arguments, ending)
     if vocabulary.adds_bos and vocabulary.bos_id is not None and ids[:1] != [vocabulary.bos_id]:
         ids.insert(0, vocabulary.bos_id)
     return ids
+
+
+def _renderer(vocabulary: Vocabulary, source: str) -> Callable[..., str]:
+    """`render_chat` with the template `source`, as the vocabulary needs it."""
+    bos, eos = (_name_of(vocabulary, token_id) for token_id in (vocabulary.bos_id, vocabulary.eos_id))
+    short = with_short_ids if wants_short_ids(source) else None
+
+    def render(messages: Sequence[Message], **others: Any) -> str:
+        return render_chat(source, short(messages) if short else messages, bos_token=bos, eos_token=eos, **others)
+
+    return render
+
+
+def _name_of(vocabulary: Vocabulary, token_id: int | None) -> str:
+    return "" if token_id is None else vocabulary.token_name(token_id)
 
 
 def num_characters(*values: Any) -> int:
@@ -210,11 +216,6 @@ def answer_opening(vocabulary: Vocabulary) -> tuple[int, ...]:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
     opening = [*takewhile(lambda token_id: token_id not in vocabulary.end_ids, (token_id for token_id, _ in same))]
     return tuple(dropwhile(vocabulary.piece, reversed(opening)))
-
-
-def printed_marks(vocabulary: Vocabulary) -> list[str]:
-    """Tokens that have the form of a mark of turns and print themselves, as DeepSeek R1's do."""
-    return [name for name in vocabulary.printed_names if _MARK.fullmatch(name)]
 
 
 def as_text(vocabulary: Vocabulary, mark: str) -> list[int]:
@@ -272,24 +273,19 @@ def encode_rendered(
     `add_generation_prompt` False where an assistant's text at the end is to be continued. Raises its errors, and
     PromptError for messages that are not valid or a text that is not shown.
     """
-    given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
+    given = _given(messages, tools, arguments)
     has_begun = ending.is_begun(given["messages"][-1])
-    given |= {"tools": list(tools)} if tools else {}
-    given |= {"arguments": dict(arguments)} if arguments else {}
     try:
         everything = "\0".join(texts(given))
-        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *printed_marks(vocabulary)))
+        printed = filter(_MARK.fullmatch, vocabulary.printed_names)  # marks of turns, as DeepSeek R1's are
+        names = dict.fromkeys((*vocabulary.control_names, *PRINTED_MARKS, *printed))
         marks = [name for name in names if name in everything]
         end, *stand_ins = unused_characters(len(marks) + 1, everything)
         originals = dict(zip(stand_ins, sorted(marks, key=len, reverse=True), strict=True))
         escaped = replaced(given, {mark: stand_in for stand_in, mark in originals.items()}) if marks else given
     except RecursionError as exc:
         raise PromptError(_TOO_DEEP) from exc
-    turns = escaped.pop("messages")
-    if has_begun:
-        text = cut_at(render(marked(turns, end), add_generation_prompt=False, **escaped), end)
-    else:
-        text = render(turns, **({} if ending.opens else {"add_generation_prompt": False}), **escaped)
+    text = _ended(render, end, ending, has_begun, **escaped)
     if not marks:
         return vocabulary.encode(text, parse_special=True)
     ids: list[int] = []
@@ -299,6 +295,26 @@ def encode_rendered(
         elif piece:
             ids += vocabulary.encode(piece, parse_special=True)
     return ids
+
+
+def _given(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    arguments: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a conversation is rendered of, checked."""
+    given: dict[str, Any] = {"messages": without_empty_end(checked_messages(messages))}
+    given |= {"tools": list(tools)} if tools else {}
+    return given | ({"arguments": dict(arguments)} if arguments else {})
+
+
+def _ended(
+    render: Callable[..., str], end: str, ending: Ending, has_begun: bool, messages: Sequence[Message], **others: Any
+) -> str:
+    """The rendered conversation; where the answer `has_begun`, up to the end of it, where the mark `end` is put."""
+    if has_begun:
+        return cut_at(render(marked(messages, end), add_generation_prompt=False, **others), end)
+    return render(messages, **({} if ending.opens else {"add_generation_prompt": False}), **others)
 
 
 def answer_prefix(messages: Sequence[Mapping[str, Any]], ending: Ending = USUAL_ENDING) -> str:
@@ -326,19 +342,11 @@ def chat_text(
     source = vocabulary.chat_template
     if source is None:
         raise PromptError("this model has no chat template")
-    bos, eos = (
-        "" if token_id is None else vocabulary.token_name(token_id)
-        for token_id in (vocabulary.bos_id, vocabulary.eos_id)
-    )
-    given = without_empty_end(checked_messages(messages))
-    given = with_short_ids(given) if wants_short_ids(source) else given
-    render = partial(render_chat, source, tools=tools, bos_token=bos, eos_token=eos, arguments=arguments)
-    if ending.is_begun(given[-1]):
-        (end,) = unused_characters(1, "\0".join(texts([given, list(tools or ()), dict(arguments or {})])))
-        text = cut_at(render(marked(given, end), add_generation_prompt=False), end)
-    else:
-        text = render(given, add_generation_prompt=ending.opens)
-    return text.removeprefix(bos) if vocabulary.adds_bos else text
+    given = _given(messages, tools, arguments)
+    (end,) = unused_characters(1, "\0".join(texts(given)))
+    has_begun = ending.is_begun(given["messages"][-1])
+    text = _ended(_renderer(vocabulary, source), end, ending, has_begun, **given)
+    return text.removeprefix(_name_of(vocabulary, vocabulary.bos_id)) if vocabulary.adds_bos else text
 
 
 def read_template(path: Path | None) -> str | None:

@@ -281,7 +281,6 @@ def call_form(template: str | None) -> Form | None:
 _OWN_NAME = re.compile(r"(?<![.'\"\w])tools\b")
 _RESULTS = "tool_responses"
 _TOOL_ROLE = re.compile(r"[=!]=\s*['\"]tool['\"]")
-_DEEPSEEK = "<\uff5ctool▁sep\uff5c>"
 _TOLD = "You can call these functions:\n{functions}\n\nA call is written like this:\n{call}"
 _OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[.tools.\])")
 
@@ -321,7 +320,7 @@ def with_tools(
 def _with_calls(template: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls or "tool_calls" in template:
-        shows_empty = calls and not message.get("content") and _DEEPSEEK in template and " none" in template
+        shows_empty = calls and not message.get("content") and _SEP in template and " none" in template
         return message | {"content": None} if shows_empty else message
     form = call_form(template) or PLAIN_FORMS[0]  # of another model, which this conversation began with
     functions = [call.get("function") or {} for call in calls]

@@ -23,7 +23,7 @@ from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Entry, entries, entry_called
-from edgespec.loading.model_facts import FileFacts, model_facts, size_label
+from edgespec.loading.model_facts import ModelFacts, size_label
 from edgespec.loading.own_models import (
     Listed,
     drafted_from,
@@ -140,8 +140,7 @@ def _show_here(name: str) -> int:
 def card(options: LoadOptions, pair: ModelPair) -> list[tuple[str, str]]:
     """What `ollama show` tells of a model, and the memory it takes: labels and texts."""
     with keeping_headers():
-        files = FileFacts.read(pair)
-        facts = model_facts(pair, files)
+        facts = ModelFacts.read(pair)
         used, engine = 0, ""
         try:
             pair, room = resolve_pair(options, check_hashes=False), Room.now(None)
@@ -150,17 +149,17 @@ def card(options: LoadOptions, pair: ModelPair) -> list[tuple[str, str]]:
             memory = f"{as_size(plan.total_bytes)}, fits" if verdict.fit == "fits" else str(verdict)
         except EdgespecError:  # heads, say, which are no model of their own
             memory = _fit_of(pair_bytes(pair), has_draft=bool(drafted_from(pair)))
-    switch = ", --no-thinking turns it off" if "enable_thinking" in files.chat_template else ""
-    trained = facts.metadata.get(f"{files.architecture}.context_length")
+    switch = ", --no-thinking turns it off" if "enable_thinking" in facts.chat_template else ""
+    trained = facts.metadata.get(f"{facts.architecture}.context_length")
     more = f", up to {trained} with -c" if used and trained and trained != used else ""
     rows = {
-        "architecture": files.architecture,
+        "architecture": facts.architecture,
         "parameters": size_label(facts.num_parameters),
         "quantisation": facts.quantization,
         "context": f"{used or trained} tokens{more}" if used or trained else "",
-        "template": "yes" if files.chat_template else "none, as usual for base models: it continues text",
-        "thinking": f"yes{switch}" if "thinking" in files.capabilities else "no",
-        "tools": "yes" if "tools" in files.capabilities else "no",
+        "template": "yes" if facts.chat_template else "none, as usual for base models: it continues text",
+        "thinking": f"yes{switch}" if "thinking" in facts.capabilities else "no",
+        "tools": "yes" if "tools" in facts.capabilities else "no",
         "heads": ", ".join(pair.heads),
         "licence": pair.licence or str(facts.metadata.get("general.license", "")) or "not said in the file",
         "source": pair.source,

@@ -41,7 +41,6 @@ Without either the reference is the float32 graph of the same weights, which sho
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,9 +52,9 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
 from edgespec.errors import EdgespecError
-from edgespec.export.reference import PROBE_TEXTS, Reference, probe_ids
+from edgespec.export.reference import PROBE_TEXTS, Reference, probe_ids, rows_per_compared
 from edgespec.export.request import Format
-from edgespec.export.room import PROGRAM_BYTES, free_bytes, human, logits_bytes, rows_per_compared
+from edgespec.export.room import PROGRAM_BYTES, free_bytes, human, logits_bytes
 from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.platform.memory import free_memory
 from edgespec.types import Batch, Progress, no_progress
@@ -68,7 +67,6 @@ STEPS = 4  # the last two only where the first two differ much
 Rows = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]
 Figures = dict[str, dict[str, float]]
 Logits = Sequence[NDArray[np.float32]]
-Kept = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 class ExportRefused(EdgespecError):
@@ -152,10 +150,10 @@ def compare(reference: Reference, engine: Engine) -> Comparison:
     return compare_logits(reference, logits_of(reference, engine))
 
 
-def logits_of(reference: Reference, engine: Engine, kept: Kept = np.copy) -> Logits:
-    """What an engine makes of the reference's texts; `kept` copies what is to be compared. Raises as `compare`."""
+def logits_of(reference: Reference, engine: Engine) -> Logits:
+    """What an engine makes of the reference's texts, as far as it is compared. Raises as `compare`."""
     check_begin(reference, engine)
-    return [_logits_of(engine, token_ids, kept) for token_ids in reference.token_ids]
+    return [_logits_of(engine, token_ids, reference.step) for token_ids in reference.token_ids]
 
 
 def check_begin(reference: Reference, engine: Engine) -> None:
@@ -253,18 +251,18 @@ class GraphCheck:
 
     def run(self) -> Checked:
         """Raises ExportRefused for a wrong graph, and the errors of the engines."""
-        reference = None if self.transformers is None else self._thinned(self.transformers)
+        reference = self.transformers
         if reference is None and self.gguf is None:
             if room := self._missing_room():
                 return Checked("nothing", {}, f"not compared with its weights in float32: {room}")
             with self._float_graph() as path, self._opened(path) as engine:
-                reference = self._reference(engine, "the float32 graph of the same weights")
+                reference = engine_reference(engine, "the float32 graph of the same weights")
             return self._judged(reference, {}, self._logits(reference))
         if reference is None:
             assert self.gguf is not None
             self.progress(0, STEPS, "llama.cpp on the file")
             with self._opened(self.gguf) as engine:
-                reference = self._reference(engine, "llama.cpp on the same weights")
+                reference = engine_reference(engine, "llama.cpp on the same weights")
         self.progress(1, STEPS, "the graph")
         logits = self._logits(reference)
         found = compare_logits(reference, logits)
@@ -281,14 +279,14 @@ class GraphCheck:
         if self.transformers is None:
             self.progress(2, STEPS, "llama.cpp on the weights as float32")
             with self._float_gguf() as path, self._opened(path) as engine:
-                reference = self._reference(engine, "llama.cpp on the weights as float32")
+                reference = engine_reference(engine, "llama.cpp on the weights as float32")
             figures = {"llamacpp": compare_logits(reference, first.logits).figures()}
         if self.quant == FLOAT:
             _refuse(compare_logits(reference, made).complaint(self._exact_limits()), reference)
             return self._judged(reference, figures, made)
         self.progress(3, STEPS, "the graph in float32")
         with self._float_graph() as path, self._opened(path) as engine:
-            exact = compare_logits(reference, self._rows(reference, engine))
+            exact = compare(reference, engine)
         _refuse(exact.complaint(self._exact_limits()), reference)
         return self._judged(reference, {f"onnx_{FLOAT}": exact.figures(), **figures}, made)
 
@@ -312,20 +310,7 @@ class GraphCheck:
     def _logits(self, reference: Reference) -> Logits:
         """Those of the graph on the texts of `reference`, kept, since a second opening takes as long as the passes."""
         with self._opened(self.graph) as engine:
-            return self._rows(reference, engine)
-
-    def _rows(self, reference: Reference, engine: Engine) -> Logits:
-        return logits_of(reference, engine, self._compared)
-
-    def _reference(self, engine: Engine, name: str) -> Reference:
-        return engine_reference(engine, name, self._compared)
-
-    def _thinned(self, reference: Reference) -> Reference:
-        return dataclasses.replace(reference, logits=tuple(map(self._compared, reference.logits)))
-
-    def _compared(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Of logits, the rows that are compared, copied."""
-        return rows[:: rows_per_compared(self.config.vocab_size)].copy()
+            return logits_of(reference, engine)
 
     @contextmanager
     def _float_gguf(self) -> Iterator[Path]:
@@ -362,18 +347,20 @@ class GraphCheck:
         return ""
 
 
-def engine_reference(engine: Engine, name: str, kept: Kept = np.copy) -> Reference:
-    """What an open engine makes of the probe texts; `kept` copies from some rows of logits what is to be compared."""
+def engine_reference(engine: Engine, name: str) -> Reference:
+    """What an open engine makes of the probe texts, as far as it is compared."""
     vocabulary = engine.vocabulary
     ids = probe_ids([vocabulary.encode(text) for text in PROBE_TEXTS.values()], engine.facts.context_length)
-    logits = tuple(_logits_of(engine, row, kept) for row in ids)
-    return Reference(tuple(ids), logits, vocabulary.bos_id if vocabulary.adds_bos else None, name)
+    step = rows_per_compared(vocabulary.size)
+    logits = tuple(_logits_of(engine, row, step) for row in ids)
+    return Reference(tuple(ids), logits, vocabulary.bos_id if vocabulary.adds_bos else None, name, step)
 
 
-def _logits_of(engine: Engine, token_ids: NDArray[np.int32], kept: Kept) -> NDArray[np.float32]:
+def _logits_of(engine: Engine, token_ids: NDArray[np.int32], step: int) -> NDArray[np.float32]:
+    """One row of logits in `step`, a divisor of BLOCK."""
     engine.rollback(0)
-    starts = range(0, token_ids.size, BLOCK)
-    return np.concatenate([kept(engine.forward(Batch.chain(token_ids[start : start + BLOCK]))) for start in starts])
+    parts = (token_ids[start : start + BLOCK] for start in range(0, token_ids.size, BLOCK))
+    return np.concatenate([engine.forward(Batch.chain(part))[::step].copy() for part in parts])
 
 
 def _refuse(complaint: str, reference: Reference) -> None:

@@ -13,13 +13,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
-from edgespec.errors import ModelFileError, ModelNotFound, SamplingError
-from edgespec.loading.hub import endpoint as hub_endpoint
-from edgespec.loading.hub import library, reason_of
+from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, SamplingError
+from edgespec.loading.hub import Overloaded, cached, describe, endpoint, library, reason_of, transport_errors
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -61,8 +59,8 @@ class Source:
 def find_source(text: str, revision: str | None = None) -> Source:
     """The model that `text` names: a folder if it exists, else a hub id at `revision`.
 
-    Raises ModelNotFound (no folder, unknown id, or hub not reachable and no cached copy), ModelFileError (no
-    safetensors weights) and CapabilityError (huggingface_hub is not installed).
+    Raises ModelNotFound (no folder, unknown id, or hub not reachable and no cached copy) and ModelFileError (no
+    safetensors weights).
     """
     return source_here(text, revision) or hub_source(text, revision or "main")
 
@@ -92,53 +90,48 @@ def local_source(folder: Path) -> Source:
 def hub_source(hub_id: str, revision: str) -> Source:
     """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
     hub = library()
-    endpoint = hub_endpoint()
     try:
-        info = hub.HfApi(endpoint=endpoint).model_info(hub_id, revision=revision, files_metadata=True)
-    except hub.errors.GatedRepoError as error:
-        raise ModelNotFound(
-            f"{hub_id} at {endpoint} is gated: accept its terms on the hub's page and set HF_TOKEN"
-        ) from error
-    except hub.errors.RevisionNotFoundError as error:
-        raise ModelNotFound(
-            f"{hub_id} at {endpoint} has no revision {revision!r}: see its branches on the hub"
-        ) from error
-    except _foreign(hub) as error:
-        return _cached_source(hub, hub_id, revision, endpoint, error)
-    sizes = {file.rfilename: int(file.size or 0) for file in info.siblings or ()}
-    weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint}", list(sizes))}
+        found = describe(hub_id, revision)
+    except (ModelNotFound, DownloadError, Overloaded, ConnectionError) as error:
+        return _cached_source(hub_id, revision, error)
+    sizes = {name: file.bytes for name, file in found.files.items()}
+    weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint()}", list(sizes))}
 
-    def fetch(name: str, at: str = str(info.sha)) -> Path:
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, *transport_errors())
+
+    def fetch(name: str, at: str = found.commit) -> Path:
         try:
-            return Path(hub.hf_hub_download(hub_id, name, revision=at, endpoint=endpoint))
-        except _foreign(hub) as error:
+            return Path(hub.hf_hub_download(hub_id, name, revision=at, endpoint=endpoint()))
+        except failures as error:
             raise ModelNotFound(
-                f"{name} of {hub_id} could not be fetched from {endpoint} ({reason_of(error)}): run the same command "
+                f"{name} of {hub_id} could not be fetched from {endpoint()} ({reason_of(error)}): run the same command "
                 "again, finished files are kept"
             ) from error
 
     if "config.json" not in sizes:
-        raise ModelFileError(f"{hub_id} at {endpoint} has no config.json: it is not a transformers model")
+        raise ModelFileError(f"{hub_id} at {endpoint()} has no config.json: it is not a transformers model")
     folder = fetch("config.json", revision).parent  # by branch name, so that the cache resolves it offline
-    if folder.name != info.sha:
-        raise ModelNotFound(f"{hub_id} changed at {endpoint} while it was fetched: run the same command again")
+    if folder.name != found.commit:
+        raise ModelNotFound(f"{hub_id} changed at {endpoint()} while it was fetched: run the same command again")
     for name in _matching(list(sizes), SMALL_FILES):
         fetch(name)
-    cached = {n for n in weights if isinstance(hub.try_to_load_from_cache(hub_id, n, revision=info.sha), str)}
-    missing = {name: size for name, size in weights.items() if name not in cached}
+    missing = {name: size for name, size in weights.items() if cached(found, name) is None}
     return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
 
 
-def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, error: Exception) -> Source:
+def _cached_source(hub_id: str, revision: str, error: Exception) -> Source:
     """The cached copy of a model, used because of `error`. Raises ModelNotFound if there is none."""
-    is_offline = isinstance(error, hub.errors.OfflineModeIsEnabled)
-    reach = f"the hub {endpoint} is switched off by HF_HUB_OFFLINE" if is_offline else _trouble(hub, endpoint, error)
+    hub, cause = library(), error.__cause__ or error
     config = hub.try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    is_refused = isinstance(cause, (hub.errors.GatedRepoError, hub.errors.RevisionNotFoundError))
+    if isinstance(error, ModelNotFound) and (is_refused or not isinstance(config, str)):
+        raise error
+    reach = f"the hub {endpoint()} cannot be reached ({reason_of(cause)})"
+    if isinstance(cause, hub.errors.OfflineModeIsEnabled):
+        reach = f"the hub {endpoint()} is switched off by HF_HUB_OFFLINE"
+    elif isinstance(cause, hub.errors.HfHubHTTPError):
+        reach = f"the hub {endpoint()} refused ({reason_of(cause)})"
     if not isinstance(config, str):
-        if isinstance(error, hub.errors.RepositoryNotFoundError):
-            raise ModelNotFound(
-                f"{endpoint} has no model {hub_id!r} that this user may read: check the spelling, or set HF_TOKEN"
-            ) from error
         raise ModelNotFound(
             f"{hub_id}: {reach}, and {hub.constants.HF_HUB_CACHE} holds no copy of revision {revision!r}. Fetch it "
             f"once where there is a network (hf download {hub_id}), copy that cache here, or give a local folder"
@@ -148,8 +141,7 @@ def _cached_source(hub: ModuleType, hub_id: str, revision: str, endpoint: str, e
         local = _sizes(folder)
     except ModelFileError as problem:
         raise ModelNotFound(f"{hub_id}: {reach}, and the cached copy {folder} is incomplete: {problem}") from error
-    note = f"{reach}; using the cached copy {folder}"
-    return Source(hub_id.rpartition("/")[2], folder, local, {}, note)
+    return Source(hub_id.rpartition("/")[2], folder, local, note=f"{reach}; using the cached copy {folder}")
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -187,18 +179,6 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _trouble(hub: ModuleType, endpoint: str, error: Exception) -> str:
-    if isinstance(error, hub.errors.HfHubHTTPError):
-        return f"the hub {endpoint} refused ({reason_of(error)})"
-    return f"the hub {endpoint} cannot be reached ({reason_of(error)})"
-
-
-def _foreign(hub: ModuleType) -> tuple[type[Exception], ...]:
-    """The exceptions of huggingface_hub; its HTTP error class differs between releases."""
-    http_error: type[Exception] = getattr(hub.errors, "HTTPError", OSError)
-    return OSError, ValueError, http_error
-
-
 # what a folder says of its model
 
 # name in generation_config.json -> name in a manifest
@@ -213,19 +193,13 @@ SAMPLING_NAMES = {
 
 def card_licence(folder: Path) -> str:
     """The licence named in a model card's front matter; empty if there is none."""
-    path = folder / "README.md"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    matter = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
-    found = {key: _entry(matter.group(1), key) for key in ("license", "license_name")} if matter else {}
-    if found.get("license", "") in ("", "other"):
-        return found.get("license_name", "") or found.get("license", "")
-    return found["license"]
-
-
-def _entry(matter: str, key: str) -> str:
-    """A scalar of YAML front matter, or the first item of a list."""
-    found = re.search(rf"^{key}:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n]*)$", matter, re.MULTILINE)
-    return found.group(1).strip().strip("'\"[]") if found else ""
+    try:
+        card = library().metadata_load(folder / "README.md") or {}
+    except Exception:  # no such file, or what the library's parser raises
+        return ""
+    found = card.get("license")
+    found = found[0] if isinstance(found, list) and found else found
+    return str(card.get("license_name") or found or "") if found in (None, "", "other") else str(found)
 
 
 def recommended_sampling(folder: Path) -> dict[str, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -44,7 +44,7 @@ from edgespec.export.reference import (
     require_packages,
     token_names,
 )
-from edgespec.export.request import DEFAULT_GROUP_SIZES, ExportRequest, Format
+from edgespec.export.request import DEFAULT_GROUP_SIZES, ENGINES, ExportRequest
 from edgespec.export.room import STRAIGHT_GGUF, Facts, check_room, facts_of_gguf, human, needs_of, read_facts
 from edgespec.export.workspace import Artefact, Workspace, check_output, opened, write_manifest
 from edgespec.formats.checkpoint import unsupported
@@ -53,18 +53,15 @@ from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import HEADS, read_pair
-from edgespec.formats.onnx.llama_config import LlamaConfig
 from edgespec.installation import has_engine, install_command, require_engine
 from edgespec.loading.opening import open_models
-from edgespec.platform.files import atomic_file, atomic_folder
-from edgespec.types import Progress
+from edgespec.platform.files import write_errors
+from edgespec.types import Progress, no_progress
 
 if TYPE_CHECKING:
     from edgespec.export.gguf.convert import OutputType
     from edgespec.export.onnx.hub_model import HubModel
 
-ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
-GGUF_PACKAGES = ("gguf", "onnx", "tokenizers")
 EXACT_GGUF = "bf16"  # holds the range of any checkpoint
 OWN_TYPES: dict[str, OutputType] = {"BF16": "bf16", "F16": "f16"}
 HEADS_CONTEXT = 64  # tokens; the probe of a heads file has fewer
@@ -96,22 +93,16 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         from edgespec.export.onnx.writer import open_gguf
 
-        self.model: GgufModel = open_gguf(path)
-        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
+        self._model = open_gguf(path)
+        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self._model)
 
     def token_names(self) -> list[str]:
         """Token text by id."""
-        return [text.decode(errors="replace") for text in self.model.header.tokens]
+        return [text.decode(errors="replace") for text in self._model.header.tokens]
 
-    def config(self) -> LlamaConfig:
+    def opened(self) -> GgufModel:
         """What a graph is written from."""
-        return self.model.config
-
-    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
-        """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
-        from edgespec.export.onnx.writer import convert_gguf
-
-        return convert_gguf(self.model, folder, quant, group_size, progress)
+        return self._model
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -124,8 +115,8 @@ class GgufFile:
         found: dict[str, Any] = {
             "name": request.name or f"{self.name}-{request.quants['onnx']}",  # those of one file can be told apart
             "description": _description(self, kinds, request),
-            "licence": request.licence or str(self.model.header.metadata.get("general.license", "")),
-            "context_length": self.model.config.max_positions,
+            "licence": request.licence or str(self._model.header.metadata.get("general.license", "")),
+            "context_length": self._model.config.max_positions,
         }
         try:  # the manifest beside the file
             pair = read_pair(self.path.parent, check_hashes=False)
@@ -136,7 +127,7 @@ class GgufFile:
         return found
 
 
-class Checkpoint:
+class HubFolder:
     """A Hugging Face folder, or what is known of one before its weights are fetched."""
 
     def __init__(self, source: Source) -> None:
@@ -146,18 +137,10 @@ class Checkpoint:
     def token_names(self) -> list[str]:
         return token_names(self.folder)
 
-    def _opened(self) -> HubModel:
+    def opened(self) -> HubModel:
         from edgespec.export.onnx.hub_model import open_hub
 
         return open_hub(self.folder)
-
-    def config(self) -> LlamaConfig:
-        return self._opened().config
-
-    def write_graph(self, folder: Path, quant: str, group_size: int | None, progress: Progress) -> Path:
-        from edgespec.export.onnx.writer import convert_hub
-
-        return convert_hub(self._opened(), folder, quant, group_size, progress)
 
     @contextmanager
     def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
@@ -168,14 +151,12 @@ class Checkpoint:
         from edgespec.export.gguf.convert import convert
         from edgespec.formats.onnx.forms import EMBEDDING
 
-        model, path = self._opened(), temporary / "reference.gguf"
+        model, path = self.opened(), temporary / "reference.gguf"
         stored = model.checkpoint.tensors[model.tensors[EMBEDDING][0]].dtype
+        with suppress(ModelFileError):
+            convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32"))
         try:
-            found: Path | None = convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32")).path
-        except ModelFileError:
-            found = None
-        try:
-            yield found
+            yield path if path.exists() else None
         finally:
             path.unlink(missing_ok=True)
 
@@ -193,7 +174,18 @@ class Checkpoint:
         return found
 
 
-ModelSource = GgufFile | Checkpoint
+ModelSource = GgufFile | HubFolder
+
+
+def _write_graph(
+    model: ModelSource, folder: Path, quant: str, group_size: int | None = None, progress: Progress = no_progress
+) -> Path:
+    """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
+    from edgespec.export.onnx.writer import convert_gguf, convert_hub
+
+    if isinstance(model, GgufFile):
+        return convert_gguf(model.opened(), folder, quant, group_size, progress)
+    return convert_hub(model.opened(), folder, quant, group_size, progress)
 
 
 def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
@@ -228,8 +220,8 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
 def _require(request: ExportRequest) -> None:
     """Raise the errors of sources that cannot be used, then CapabilityError for what is missing."""
     if request.is_gguf:
-        if missing := [name for name in GGUF_PACKAGES if find_spec(name) is None]:
-            raise CapabilityError(f"converting a GGUF needs {', '.join(missing)}: {install_command('convert')}")
+        if find_spec("gguf") is None:
+            raise CapabilityError(f"converting a GGUF needs gguf: {install_command('convert')}")
         if request.check:
             require_engine("onnx", "checking the conversion")
     else:
@@ -268,7 +260,7 @@ def _gguf(request: ExportRequest, given: str) -> GgufFile:
     return GgufFile(Path(given).expanduser())
 
 
-def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> Checkpoint:
+def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> HubFolder:
     source = find_source(given, request.revision if role == "target" else None)
     if source.note:
         reporter.note(source.note)
@@ -276,7 +268,7 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
         raise ConfigError(f"--output {request.output} is inside the source folder {source.folder}: choose another")
     if (fix := eagle3_fix(source.folder)) is not None:
         raise ConfigError(fix)
-    found = Checkpoint(source)
+    found = HubFolder(source)
     found.token_names()
     check_round_trip(source.folder)
     architecture = found.facts.architecture
@@ -292,7 +284,7 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
         require_quantiser(request.quant_of(role, "onnx"))
         check_config(source.folder)
         if not source.missing:
-            found.config()
+            found.opened()
     return found
 
 
@@ -310,7 +302,7 @@ def check_given_heads(path: Path, target: Facts) -> None:
 
 def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter: Reporter) -> dict[str, ModelSource]:
     """The models with their weights fetched, after checking that disk and memory suffice."""
-    checkpoints = [model for model in models.values() if isinstance(model, Checkpoint)]
+    checkpoints = [model for model in models.values() if isinstance(model, HubFolder)]
     download = sum(model.source.missing_bytes for model in checkpoints)
     needs = needs_of(request, {role: model.facts for role, model in models.items()}, download)
     check_room(needs, request.output, checkpoints[0].folder if checkpoints else None)
@@ -321,9 +313,9 @@ def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter
     )
     complete = dict(models)
     for role, model in models.items():
-        if isinstance(model, Checkpoint) and model.source.missing:
+        if isinstance(model, HubFolder) and model.source.missing:
             model.source.fetch(lambda name, size: reporter.note(f"fetching {name}, {human(size)}"))
-            complete[role] = Checkpoint(dataclasses.replace(model.source, missing={}))
+            complete[role] = HubFolder(dataclasses.replace(model.source, missing={}))
     return complete
 
 
@@ -367,7 +359,7 @@ class _Export:
         from edgespec.export.gguf.convert import export_gguf
 
         request, model = self.request, self.models[role]
-        assert isinstance(model, Checkpoint)
+        assert isinstance(model, HubFolder)
         name = request.name or self.models["target"].name
         export_gguf(
             model.folder,
@@ -382,16 +374,16 @@ class _Export:
     def _onnx(self, role: str, progress: Progress) -> Artefact:
         quant, model = self.request.quant_of(role, "onnx"), self.models[role]
         output = self.workspace.pair / "onnx" / role
-        output.parent.mkdir(exist_ok=True)
-        with atomic_folder(output) as folder:
+        with write_errors(output):
+            output.mkdir(parents=True)
             if self.request.exporter == "optimum":
                 from edgespec.export.onnx.optimum import export_with_optimum
 
-                assert isinstance(model, Checkpoint)
+                assert isinstance(model, HubFolder)
                 size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
-                export_with_optimum(model.folder, folder, quant, size, progress)
+                export_with_optimum(model.folder, output, quant, size, progress)
             else:
-                model.write_graph(folder, quant, self.request.group_size, progress)
+                _write_graph(model, output, quant, self.request.group_size, progress)
         files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
         graph = f"onnx/{role}/model.onnx"
         files.remove(graph)
@@ -399,9 +391,9 @@ class _Export:
 
     def _heads(self, source: Path, kind: str, _progress: Progress) -> Artefact:
         path = self.workspace.pair / HEADS / f"{kind}.npz"
-        path.parent.mkdir(exist_ok=True)
-        with atomic_file(path) as temporary:
-            shutil.copyfile(source, temporary)
+        with write_errors(path):
+            path.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, path)
         return Artefact(self.request.formats[0], kind, "as given", f"{HEADS}/{path.name}")
 
     # checking them
@@ -425,19 +417,18 @@ class _Export:
         """Compare tokenisers with the source's; 'equal', or 'round trip' where only that could be checked."""
         for artefact in artefacts:
             path = self.workspace.pair / artefact.path
-            pairs = []  # (folder with tokenizer.json, GGUF)
             if isinstance(model, GgufFile):
                 check_round_trip(path.parent)
                 if not has_engine("llamacpp"):
                     return "round trip"
-                pairs = [(path.parent, model.path)]
+                folder, gguf = path.parent, model.path
             elif artefact.format == "gguf":
-                assert isinstance(model, Checkpoint)
-                pairs = [(model.folder, path)]
-            for folder, gguf in pairs:
-                from edgespec.export.gguf.tokenizer import check_tokenizer
+                folder, gguf = model.folder, path
+            else:
+                continue
+            from edgespec.export.gguf.tokenizer import check_tokenizer
 
-                check_tokenizer(folder, gguf)
+            check_tokenizer(folder, gguf)
         return "equal"
 
     def _checked(self, model: ModelSource, artefacts: list[Artefact], progress: Progress) -> Checked:
@@ -445,7 +436,7 @@ class _Export:
         others = [one for one in artefacts if one not in graphs]
         if isinstance(model, GgufFile) or (not others and not has_transformers()):
             return self._check_graph(model, graphs[0], None, progress)
-        assert isinstance(model, Checkpoint)
+        assert isinstance(model, HubFolder)
         progress(0, 1 + len(artefacts), "transformers")
         reference = reference_of(model.folder, self.request.threads)
         figures = self._compared(model, others, reference, progress)
@@ -463,9 +454,9 @@ class _Export:
             return GraphCheck(
                 graph=self.workspace.pair / artefact.path,
                 quant=artefact.quant,
-                config=model.config(),
+                config=model.opened().config,
                 num_parameters=model.facts.num_parameters,
-                write_float=lambda folder: model.write_graph(folder, FLOAT, None, lambda *_: None),
+                write_float=lambda folder: _write_graph(model, folder, FLOAT),
                 temporary=temporary,
                 gguf=gguf,
                 transformers=reference,
@@ -474,7 +465,7 @@ class _Export:
             ).run()
 
     def _compared(
-        self, model: Checkpoint, artefacts: list[Artefact], reference: Reference, progress: Progress
+        self, model: HubFolder, artefacts: list[Artefact], reference: Reference, progress: Progress
     ) -> Figures:
         """Figures by format of files that edgespec's ONNX writer has not made.
 
@@ -487,13 +478,13 @@ class _Export:
         for one in rounded:
             progress(1, total, f"{one.role} gguf {EXACT_GGUF}")
             path = self.workspace.temporary / f"{one.role}-{EXACT_GGUF}.gguf"
-            self._write_gguf(one.role, EXACT_GGUF, path, lambda *_: None)
+            self._write_gguf(one.role, EXACT_GGUF, path, no_progress)
             files.append((one, EXACT_GGUF, path))
         context_length = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
         for done, (artefact, quant, path) in enumerate(files, 1 + len(rounded)):
             progress(done, total, f"{artefact.role} {artefact.format} {quant}")
             try:
-                with open_engine(cast(Format, artefact.format), path, context_length, self.request.threads) as engine:
+                with open_engine(artefact.format, path, context_length, self.request.threads) as engine:
                     found = compare(reference, engine)
                 complaint = found.complaint(limits_of(quant))
             except _WRONG as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,21 +31,10 @@ PROBE_TEXTS = {
 
 
 def token_names(folder: Path) -> list[str]:
-    """Token text by id, from tokenizer.json; empty for missing ids. Raises ModelFileError."""
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Unigram: pairs of text and score
-            ids = {index: str(entry[0]) for index, entry in enumerate(vocabulary)}
-        else:
-            ids = {int(index): str(text) for text, index in vocabulary.items()}
-        ids |= {int(added["id"]): str(added["content"]) for added in tokenizer.get("added_tokens") or ()}
-    except FileNotFoundError as error:
-        raise ModelFileError(f"{path} is missing: save the model's fast tokenizer beside it") from error
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ModelFileError(f"{path} is not a tokenizer of the tokenizers library: {error!r}") from error
-    return [ids.get(index, "") for index in range(max(ids, default=-1) + 1)]
+    """Token text by id; empty for missing ids. Raises as `read_tokenizer`."""
+    tokenizer = read_tokenizer(folder)
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return [tokenizer.id_to_token(index) or "" for index in range(size)]
 
 
 def check_same_names(target: Sequence[str], draft: Sequence[str]) -> None:
@@ -60,15 +47,15 @@ def check_same_names(target: Sequence[str], draft: Sequence[str]) -> None:
             )
 
 
-def read_tokenizer(folder: Path) -> Any | None:
-    """The folder's tokenizer; None if the library is not installed. Raises ModelFileError if it cannot be read."""
-    try:
-        import tokenizers
-    except ModuleNotFoundError:
-        return None
+def read_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer. Raises ModelFileError if it cannot be read."""
+    import tokenizers
+
     path = folder / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFileError(f"{path} is missing: save the model's fast tokenizer beside it") from error
     except Exception as error:  # the library raises plain Exception
         raise ModelFileError(f"{path} is not a tokenizer of the tokenizers library: {error}") from error
     tokenizer.no_truncation()
@@ -77,10 +64,8 @@ def read_tokenizer(folder: Path) -> Any | None:
 
 
 def check_round_trip(folder: Path) -> None:
-    """Raise ModelFileError if encoding and decoding changes a probe text. Does nothing without `tokenizers`."""
+    """Raise ModelFileError if encoding and decoding changes a probe text."""
     tokenizer = read_tokenizer(folder)
-    if tokenizer is None:
-        return
     for kind, text in PROBE_TEXTS.items():
         back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
         if back not in (text, f" {text}"):  # SentencePiece tokenizers add a leading space
@@ -95,14 +80,28 @@ def _first_difference(wanted: str, found: str) -> str:
     return f"{wanted[max(at - 8, 0) : at + 12]!r} became {found[max(at - 8, 0) : at + 12]!r}"
 
 
+PROBE_TOKENS = 800  # in all, at most
+MOST_LOGITS = 1 << 27  # 512 MB; of a larger vocabulary every second row of logits is compared, or fewer
+MOST_ROWS_PER_COMPARED = 32
+
+
+def rows_per_compared(vocabulary_size: int) -> int:
+    """One row of logits in how many is compared, a divisor of MOST_ROWS_PER_COMPARED."""
+    step = 1
+    while step < MOST_ROWS_PER_COMPARED and PROBE_TOKENS * vocabulary_size > step * MOST_LOGITS:
+        step *= 2
+    return step
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Per probe text the token ids [n] and transformers' float32 logits [n, vocabulary]."""
+    """Per probe text the token ids [n] and float32 logits [n / step, vocabulary]: one row in `step` is compared."""
 
     token_ids: tuple[NDArray[np.int32], ...]
     logits: tuple[NDArray[np.float32], ...]
     begins_with: int | None
     version: str
+    step: int = 1
 
 
 def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
@@ -110,16 +109,13 @@ def require_packages(formats: tuple[Format, ...], *, torch: bool) -> None:
 
     `torch`: a GGUF is compared with transformers.
     """
-    wanted = ["gguf"] if "gguf" in formats else []
-    if torch and "gguf" in formats:
-        wanted += ["torch", "transformers", "tokenizers", "safetensors"]
-    if "onnx" in formats:
-        wanted += ["onnx", "onnxruntime", "tokenizers"]
+    if "gguf" not in formats:
+        return
+    wanted = ["gguf", *(("torch", "transformers", "safetensors") if torch else ())]
     if missing := [name for name in wanted if find_spec(name) is None]:
         light = "; --to gguf --no-check needs only gguf and llama.cpp, --to onnx none of these" if torch else ""
         raise CapabilityError(f"this export needs {', '.join(missing)}: {install_command('export')}{light}")
-    if "gguf" in formats:
-        require_engine("llamacpp", "writing GGUF")
+    require_engine("llamacpp", "writing GGUF")
 
 
 def has_transformers() -> bool:
@@ -128,22 +124,7 @@ def has_transformers() -> bool:
 
 
 def reference_of(folder: Path, threads: int | None = None) -> Reference:
-    """Run transformers in float32 on the probe texts. Raises CapabilityError and ModelFileError."""
-    tokenizer = read_tokenizer(folder)
-    assert tokenizer is not None
-    texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE_TEXTS.values()]
-    with in_transformers(folder, threads) as (torch, transformers, model):
-        begins_with = _begin_token(transformers, folder)
-        ids = probe_ids(texts, int(getattr(model.config.get_text_config(), "max_position_embeddings", LONG_TOKENS)))
-        logits = [model(torch.from_numpy(row[None].astype(np.int64))).logits[0].float().numpy().copy() for row in ids]
-    del model
-    gc.collect()
-    return Reference(tuple(ids), tuple(logits), begins_with, f"transformers {transformers.__version__}")
-
-
-@contextlib.contextmanager
-def in_transformers(folder: Path, threads: int | None) -> Iterator[tuple[Any, Any, Any]]:
-    """(torch, transformers, the model of `folder` in float32), without log output.
+    """Run transformers in float32 on the probe texts.
 
     Raises CapabilityError if a package is missing, ModelFileError if transformers cannot load the folder.
     """
@@ -154,14 +135,27 @@ def in_transformers(folder: Path, threads: int | None) -> Iterator[tuple[Any, An
         raise CapabilityError(
             f"this export needs {error.name}: {install_command('export')}, or see --no-check"
         ) from error
-    with _quiet(transformers), _torch_threads(torch, threads), torch.inference_mode():
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
-            ).eval()
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelFileError(f"transformers cannot load {folder}: {error}") from error
-        yield torch, transformers, model
+    transformers.utils.logging.set_verbosity_error()  # messages and bars of its own would break our progress display
+    transformers.utils.logging.disable_progress_bar()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    tokenizer = read_tokenizer(folder)
+    texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE_TEXTS.values()]
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+        ).eval()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelFileError(f"transformers cannot load {folder}: {error}") from error
+    ids = probe_ids(texts, int(getattr(model.config.get_text_config(), "max_position_embeddings", LONG_TOKENS)))
+    step = rows_per_compared(int(model.config.get_text_config().vocab_size))
+    with torch.inference_mode():
+        rows = (model(torch.from_numpy(each[None].astype(np.int64))).logits[0] for each in ids)
+        logits = tuple(found[::step].float().numpy().copy() for found in rows)
+    begins_with = _begin_token(transformers, folder)
+    del model
+    gc.collect()
+    return Reference(tuple(ids), logits, begins_with, f"transformers {transformers.__version__}", step)
 
 
 def probe_ids(texts: list[list[int]], longest: int) -> list[NDArray[np.int32]]:
@@ -176,28 +170,3 @@ def _begin_token(transformers: Any, folder: Path) -> int | None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     return int(full[0]) if len(full) > len(plain) and full[0] == tokenizer.bos_token_id else None
-
-
-@contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Suppress transformers' log messages and progress bars, which would break our own progress display."""
-    logging = transformers.utils.logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _torch_threads(torch: Any, threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.config.habits import did_you_mean
+from edgespec.config.values import EngineName
 from edgespec.errors import ConfigError
 
 Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
+ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 TILED = ("q8_0", "q4_k_m")  # ONNX types for our own kernels
 ONNX_QUANTS = ("int4", "int8", "w8a8", *TILED, "fp32")
 OPTIMUM_QUANTS = ("int4", "int8", "fp32")
@@ -102,33 +104,27 @@ class ExportRequest:
         return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
 
 
-def known_quants(wanted: Format) -> tuple[str, ...]:
-    """Names of a format's quantisations. Raises CapabilityError if the package for them is missing."""
-    if wanted == "onnx":
-        return ONNX_QUANTS
-    from edgespec.export.gguf.convert import GGUF_QUANTS
-
-    return GGUF_QUANTS
-
-
 def parse_formats(to: str) -> tuple[Format, ...]:
     """`gguf`, `onnx` or `both`. Raises ConfigError."""
-    if to == "both":
-        return FORMATS
-    for wanted in FORMATS:
-        if to == wanted:
-            return (wanted,)
-    hint = did_you_mean(to, (*FORMATS, "both"))
-    raise ConfigError(f"--to {to!r} is not known; allowed: gguf, onnx, both{hint}")
+    wanted = FORMATS if to == "both" else tuple(each for each in FORMATS if each == to)
+    if not wanted:
+        hint = did_you_mean(to, (*FORMATS, "both"))
+        raise ConfigError(f"--to {to!r} is not known; allowed: gguf, onnx, both{hint}")
+    return wanted
 
 
 def parse_quants(flag: str, given: Sequence[str], formats: Sequence[Format]) -> dict[Format, str]:
     """Quantisation by format, from values such as `q4_k_m` or `onnx=int8`; formats without a value are absent.
 
     Raises ConfigError for an unknown name (suggests the closest one), a format that is not exported, and a second
-    value for a format. A name that both formats have is GGUF's, a second one then ONNX's.
+    value for a format, CapabilityError without the package gguf. A name that both formats have is GGUF's, a second one
+    then ONNX's.
     """
-    known = {wanted: known_quants(wanted) for wanted in formats}
+    known: dict[Format, tuple[str, ...]] = {"onnx": ONNX_QUANTS} if "onnx" in formats else {}
+    if "gguf" in formats:
+        from edgespec.export.gguf.convert import GGUF_QUANTS
+
+        known = {"gguf": GGUF_QUANTS, **known}
     chosen: dict[Format, str] = {}
     for text in given:
         prefix, separator, name = text.rpartition("=")

@@ -16,7 +16,7 @@ from typing import Any
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.hub import Source
 from edgespec.export.onnx.weights import kept_in_more
-from edgespec.export.reference import has_transformers
+from edgespec.export.reference import PROBE_TOKENS, has_transformers, rows_per_compared
 from edgespec.export.request import TILED, ExportRequest, Format
 from edgespec.formats.architectures import is_tied
 from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, named_architecture
@@ -36,9 +36,6 @@ BITS = {
 STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
 PROGRAM_BYTES = 400 * 2**20  # the interpreter and its libraries
 TORCH_BYTES = 500 * 2**20
-PROBE_TOKENS = 800
-MOST_LOGITS = 1 << 27  # 512 MB; of a larger vocabulary every second row of logits is compared, or fewer
-MOST_ROWS_PER_COMPARED = 32
 SPARE = 1.05
 _TOKENIZER_BYTES = 130  # of its file, for each token: Gemma 3's takes 128, SmolLM2's 36
 
@@ -237,11 +234,3 @@ def human(num_bytes: float) -> str:
 def logits_bytes(vocabulary_size: int) -> int:
     """Memory for the logits of a check, of which it holds three at a time."""
     return 3 * 4 * PROBE_TOKENS * vocabulary_size // rows_per_compared(vocabulary_size)
-
-
-def rows_per_compared(vocabulary_size: int) -> int:
-    """One row of logits in how many is compared, a divisor of MOST_ROWS_PER_COMPARED."""
-    step = 1
-    while step < MOST_ROWS_PER_COMPARED and PROBE_TOKENS * vocabulary_size > step * MOST_LOGITS:
-        step *= 2
-    return step

@@ -22,10 +22,10 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from edgespec.errors import UsageError
-from edgespec.formats.manifest import HEAD_KINDS, HEADS, MANIFEST, MANIFEST_FORMAT, sha256_of
-from edgespec.platform.files import replace_folder, restore_folder, write_atomically, write_errors
+from edgespec.export.request import ENGINES, Format
+from edgespec.formats.manifest import ENGINE_TABLES, HEAD_KINDS, HEADS, MANIFEST, MANIFEST_FORMAT, sha256_of
+from edgespec.platform.files import write_atomically, write_errors
 
-TABLES = {"gguf": "files", "onnx": "onnx"}
 _FIX = "choose another --output"
 FileFacts = dict[str, dict[str, Any]]  # `bytes` and `sha256` by path
 
@@ -34,7 +34,7 @@ FileFacts = dict[str, dict[str, Any]]  # `bytes` and `sha256` by path
 class Artefact:
     """One role in one format. `path` and `parts`: relative to the pair folder."""
 
-    format: str
+    format: Format
     role: str
     quant: str
     path: str
@@ -44,7 +44,7 @@ class Artefact:
     @property
     def table(self) -> str:
         """Its table in the manifest."""
-        return HEADS if self.role in HEAD_KINDS else TABLES[self.format]
+        return HEADS if self.role in HEAD_KINDS else ENGINE_TABLES[ENGINES[self.format]]
 
     @property
     def label(self) -> str:
@@ -68,12 +68,6 @@ class Workspace:
         self.pair, self.temporary = self.folder / "pair", self.folder / "temporary"
         self.file_facts: FileFacts = {}  # of finished files, by their path relative to `pair`
 
-    def begin(self) -> None:
-        """Make the folders, without what an export that was killed left in them."""
-        self.discard()
-        for folder in (self.pair, self.temporary):
-            folder.mkdir(parents=True)
-
     def finish(self, artefact: Artefact) -> None:
         """Note size and checksum of an artefact's files."""
         for name in (artefact.path, *artefact.parts):
@@ -84,7 +78,12 @@ class Workspace:
         """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""
         if self.output.exists() and any(self.output.iterdir()) and not self._replace:
             raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
-        replace_folder(self.pair, self.output)
+        if self.output.exists():  # it is set aside, and removed behind the other
+            self.output.replace(_replaced(self.output))
+        try:
+            self.pair.replace(self.output)
+        finally:
+            _restore_folder(self.output)
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -107,12 +106,14 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
                 f"another edgespec is writing {output}: wait for it, or choose another --output"
             ) from error
     try:
-        restore_folder(output)
+        _restore_folder(output)
         check_output(output, replace=replace)
         workspace = Workspace(output, replace=replace)
         try:
+            workspace.discard()  # what an export that was killed left
             with write_errors(output, fix=_FIX):
-                workspace.begin()
+                for folder in (workspace.pair, workspace.temporary):
+                    folder.mkdir(parents=True)
             yield workspace
         finally:
             workspace.discard()
@@ -141,3 +142,15 @@ def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
     path = folder / MANIFEST
     write_atomically(path, tomli_w.dumps({"format": MANIFEST_FORMAT, **values}))
     return path
+
+
+def _replaced(output: Path) -> Path:
+    return output.with_name(f".{output.name}.replaced")
+
+
+def _restore_folder(output: Path) -> None:
+    """Finish or undo a `publish` that was interrupted between its two renames. Raises OSError."""
+    replaced = _replaced(output)
+    if replaced.is_dir() and not output.exists():
+        replaced.replace(output)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -162,6 +162,13 @@ class Checkpoint:
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32, copy=False)
 
+    def check_finite(self, name: str, values: Weights) -> None:
+        """Raise ModelFileError where weights of a tensor, or the least and the most of them, are no numbers."""
+        if not np.isfinite(values).all():
+            raise ModelFileError(
+                f"{self.tensors[name].file}: tensor {name} contains infinity or NaN. Download it again"
+            )
+
     def check_type(self, name: str) -> None:
         """Raise ModelFileError unless a tensor is stored as a type that `weights` reads."""
         tensor = self.tensors[name]
@@ -244,9 +251,3 @@ def _stored_tensor(file: Path, size: int, start: int, name: str, entry: Any) -> 
     if start + end > size:
         raise ModelFileError(f"{file} is truncated: tensor {name} ends at byte {start + end} of {size}")
     return StoredTensor(file, dtype, shape, start + begin, end - begin)
-
-
-# EAGLE-3 heads
-
-PREFIXES = ("midlayer.", "layers.0.")
-NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings

@@ -27,24 +27,29 @@ from edgespec.platform.files import is_file, write_errors
 
 
 def was_hashed(file: ModelFile) -> bool:
-    """Whether these contents had the checksum that the manifest says."""
-    return disk_cache.is_marked("hashed", _key(file))
+    """Whether these contents are known to have the checksum that the manifest says."""
+    return bool(disk_cache.get("checksums", _key(file.path), str) == file.sha256)
 
 
 def check_hash(file: ModelFile) -> None:
     """Raise ModelFileError when a file is missing or is not the one described; else it counts as `was_hashed`."""
-    key = _key(file)
+    key = _key(file.path)
     check_file(file, is_large_too=True)
-    disk_cache.mark("hashed", key, file.path)
+    disk_cache.put("checksums", key, file.sha256)
 
 
-def keep_hash(file: ModelFile) -> None:
-    """Remember that the caller has just compared this file's checksum, so that the first load need not."""
-    disk_cache.mark("hashed", _key(file), file.path)
+def known_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, computed once for each version of it."""
+    key = _key(path)
+    found: str | None = disk_cache.get("checksums", key, str)
+    if found is None:
+        found = sha256_of(path)
+        disk_cache.put("checksums", key, found)
+    return found
 
 
-def _key(file: ModelFile) -> str:
-    return key_of("hashed", file_key(file.path), file.sha256)
+def _key(path: Path) -> str:
+    return key_of("sha256", file_key(path))
 
 
 logger = logging.getLogger("edgespec")
@@ -151,7 +156,7 @@ def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:
 def described(path: Path, file: HubFile) -> ModelFile:
     """`path` as a ModelFile with the checksum that every later load compares; its contents were checked."""
     made = ModelFile(path, file.bytes, file.sha256 or sha256_of(path))
-    keep_hash(made)
+    disk_cache.put("checksums", _key(path), made.sha256)  # so that the first load need not compare it
     return made
 
 

@@ -19,10 +19,10 @@ from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.formats.gguf.check import gives_only_embeddings, has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
-from edgespec.formats.manifest import ModelFile, ModelPair, sha256_of
+from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.installation import IMPORT_FAILURES, has_engine, not_importable
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.platform.disk_cache import file_key, get, key_of, put
+from edgespec.loading.download import known_sha256
 from edgespec.platform.files import is_file, shipped_models
 
 KERNEL_CACHE_TYPES = (None, "f16", "q8_0")
@@ -205,17 +205,8 @@ def shipped_heads(source: Path, sha256: str | None = None) -> Path | None:
             sizes = header.metadata.get(f"{header.architecture}.embedding_length"), len(header.tokens)
             if sizes != (manifest.hidden_size, manifest.vocabulary_size):
                 continue
-            if (sha256 or _known_sha256(source)) == manifest.target_sha256:
+            if (sha256 or known_sha256(source)) == manifest.target_sha256:
                 return path
         except (EdgespecError, OSError):  # opening the file says what is wrong with it
             return None
     return None
-
-
-def _known_sha256(path: Path) -> str:
-    key = key_of("sha256", file_key(path))
-    found: str | None = get("checksums", key, str)
-    if found is None:
-        found = sha256_of(path)
-        put("checksums", key, found)
-    return found

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import CapabilityError, ConfigError, DownloadError, ModelFileError, ModelNotFound
+from edgespec.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import SPLIT_NAME
-from edgespec.installation import install_command
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 TRANSIENT = (408, 500, 502, 503, 504)
@@ -56,16 +55,12 @@ class Overloaded(Exception):
 
 
 def library() -> Any:  # a module whose HTTP library differs between releases
-    """huggingface_hub. Raises CapabilityError where it is not installed."""
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ModuleNotFoundError as error:
-        raise CapabilityError(
-            f"a hub id needs the package huggingface_hub: {install_command()}, or give a file or folder"
-        ) from error
+    """huggingface_hub, which takes 100 ms to import."""
+    import huggingface_hub
+    import huggingface_hub.constants
+    import huggingface_hub.errors
+    import huggingface_hub.utils
+
     return huggingface_hub
 
 
@@ -147,7 +142,7 @@ def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
         ) from error
     except errors.HfHubHTTPError as error:
         raise _refusal(error, repo, at) from error
-    except _transport_errors(hub) as error:
+    except transport_errors() as error:
         raise ConnectionError(f"{at}: {reason_of(error)}") from error
     except errors.HFValidationError as error:
         raise ModelNotFound(f"{repo!r} is not a valid repository name ({reason_of(error)}): give ORG/NAME") from error
@@ -172,13 +167,12 @@ def _refusal(error: Any, repo: str, at: str) -> Exception:
     return DownloadError(f"{at} refuses {repo} ({reason_of(error)}): run the same command again later")
 
 
-def _transport_errors(hub: Any) -> tuple[type[Exception], ...]:
+def transport_errors() -> tuple[type[Exception], ...]:
     """What the HTTP library raises; its class differs between releases of huggingface_hub."""
-    http_error: type[Exception] = getattr(hub.errors, "HTTPError", OSError)
-    return http_error, ConnectionError
+    return library().errors.HTTPError, ConnectionError
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """What an exception says, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:160]

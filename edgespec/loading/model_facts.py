@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,9 +31,11 @@ _POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's llama_poo
 
 
 @dataclass(frozen=True, slots=True)
-class FileFacts:
-    """`engine` that runs the target, its `architecture` and `weight_bytes`. `pooling`: of a model that gives embeddings
-    and writes no text, else empty; `fills_gaps`: whether its vocabulary has the tokens for that.
+class ModelFacts:
+    """What the files of a target say of it; empty or 0 where they do not.
+
+    `engine` that runs it; `pooling`: of a model that gives embeddings and writes no text, else empty; `fills_gaps`:
+    whether its vocabulary has the tokens for that; `metadata`: single values of the GGUF header.
     """
 
     engine: str
@@ -40,6 +44,10 @@ class FileFacts:
     chat_template: str
     fills_gaps: bool = False
     pooling: str = ""
+    digest: str = ""
+    quantization: str = ""
+    num_parameters: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def capabilities(self) -> list[str]:
@@ -52,11 +60,15 @@ class FileFacts:
         return [name for name, has_it in found.items() if has_it]
 
     @classmethod
-    def of(cls, target: Engine) -> Self:
+    def of(cls, target: Engine, pair: ModelPair) -> Self:
         """Of a model that is open."""
-        facts, vocabulary = target.facts, target.vocabulary
+        facts, vocabulary, file = target.facts, target.vocabulary, pair.files["target"]
         template, fills_gaps = vocabulary.chat_template or "", vocabulary.fim is not None
-        return cls(facts.name, facts.architecture, facts.weight_bytes, template, fills_gaps, facts.pooling)
+        found = cls(facts.name, facts.architecture, facts.weight_bytes, template, fills_gaps, facts.pooling)
+        more: Mapping[str, Any] = {}
+        with suppress(EdgespecError, OSError):  # moved or replaced while it is served
+            more = _of_headers(pair.paths("target")) if file.is_gguf else {}
+        return replace(found, **{**more, "digest": file.sha256 or more.get("digest", "")})
 
     @classmethod
     def read(cls, pair: ModelPair) -> Self:
@@ -70,11 +82,12 @@ class FileFacts:
 
             folder = target.path.parent
             architecture, graph = ModelConfig.read(folder).architecture, read_graph(open_source(target.path))
-            return cls("onnx", architecture, graph.weight_bytes, read_chat_template(folder) or "")
+            template = read_chat_template(folder) or ""
+            return cls("onnx", architecture, graph.weight_bytes, template, digest=target.sha256 or "")
         headers = [read_header(path) for path in pair.paths("target") if path.suffix == ".gguf"]
-        first = headers[0]
+        first, more = headers[0], _of_headers(pair.paths("target"))
         pooling = first.metadata.get(f"{first.architecture}.pooling_type")
-        return cls(
+        found = cls(
             target.engine,
             first.architecture,
             sum(tensor.num_bytes for header in headers for tensor in header.tensors),
@@ -82,6 +95,7 @@ class FileFacts:
             _fills_gaps(first),
             _POOLINGS.get(pooling, "") if isinstance(pooling, int) else "",
         )
+        return replace(found, **{**more, "digest": target.sha256 or more["digest"]})
 
 
 def _fills_gaps(header: GgufHeader) -> bool:
@@ -92,41 +106,18 @@ def _fills_gaps(header: GgufHeader) -> bool:
     return FimTokens.named(lambda name: ids.get(name.encode())) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a model's files say of it; empty or 0 where they do not. `metadata`: single values of the GGUF header."""
-
-    family: str
-    digest: str = ""
-    quantization: str = ""
-    num_parameters: int = 0
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-def model_facts(pair: ModelPair, files: FileFacts) -> ModelFacts:
-    file = pair.files["target"]
-    if not file.is_gguf:
-        return ModelFacts(files.architecture, file.sha256 or "")
-    try:
-        found = _of_headers(pair.paths("target"))
-    except (EdgespecError, OSError):  # moved or replaced while it is served
-        return ModelFacts(files.architecture, file.sha256 or "")
-    return found if file.sha256 is None else replace(found, digest=file.sha256)
-
-
 @lru_cache(maxsize=16)
-def _of_headers(paths: tuple[Path, ...]) -> ModelFacts:
+def _of_headers(paths: tuple[Path, ...]) -> Mapping[str, Any]:
     """Facts of a GGUF, which may lie in several files. Its digest is that of its header: hashing all takes minutes."""
     headers = [read_header(path) for path in paths if path.suffix == ".gguf"]
     with paths[0].open("rb") as file:
         digest = hashlib.sha256(file.read(headers[0].data_start)).hexdigest()
-    return ModelFacts(
-        headers[0].architecture,
-        digest,
-        _quantization(headers),
-        sum(math.prod(tensor.shape) for header in headers for tensor in header.tensors),
-        {key: value for key, value in headers[0].metadata.items() if _is_shown(key, value)},
-    )
+    return {
+        "digest": digest,
+        "quantization": _quantization(headers),
+        "num_parameters": sum(math.prod(tensor.shape) for header in headers for tensor in header.tensors),
+        "metadata": {key: value for key, value in headers[0].metadata.items() if _is_shown(key, value)},
+    }
 
 
 def _is_shown(key: str, value: object) -> bool:

@@ -121,10 +121,7 @@ def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> Mod
 
 @contextmanager
 def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabulary]]:
-    """The pair that `options` name and its target's vocabulary, without loading the weights where the engine can.
-
-    Raises as `open_models`.
-    """
+    """The pair that `options` name and its target's vocabulary, without its weights. Raises as `open_models`."""
     pair = with_engines(options, resolve(options.model, options.draft, options.engine))
     file = pair.files["target"]
     if file.engine == "llamacpp":
@@ -133,10 +130,12 @@ def open_vocabulary(options: LoadOptions) -> Iterator[tuple[ModelPair, Vocabular
         with VocabularyFile(file.path) as vocabulary:
             yield pair, vocabulary
     else:
-        options = replace(options, context_length=None)  # of any length: no text is read
-        use = replace(target_use(options, Chosen(pair, None, ())), reproducible=False)
-        with open_engine(options, file, use) as engine:
-            yield pair, engine.vocabulary
+        from edgespec.engines.onnx.graph import read_graph
+        from edgespec.engines.onnx.source import open_source
+        from edgespec.engines.onnx.tokenizer import TokenizerFile
+
+        source = open_source(file.path)
+        yield pair, TokenizerFile(source.folder, read_graph(source).vocabulary_size)
 
 
 def has_chat_template(file: ModelFile) -> bool:

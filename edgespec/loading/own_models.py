@@ -35,10 +35,9 @@ from edgespec.formats.manifest import (
     ModelPair,
     read_pair,
     read_table,
-    sha256_of,
 )
 from edgespec.loading.catalogue import Entry, check_name, entries
-from edgespec.loading.download import PART, keep_hash
+from edgespec.loading.download import PART, known_sha256
 from edgespec.loading.hub import library
 from edgespec.loading.registry import folder_of, found_elsewhere, model_in, models_folder, name_in, registered_folders
 from edgespec.platform.files import expanded, is_file, is_folder, resolved, write_atomically, write_errors
@@ -162,7 +161,8 @@ def remove(name: str) -> int:
         if folder.is_symlink():  # what it links to is the user's own
             folder.unlink()
             return 0
-        freed = 0 if "location" in table else folder_bytes(folder)
+        sizes = (path.stat().st_size for path in folder.rglob("*") if path.is_file())  # those of linked files count too
+        freed = 0 if "location" in table else sum(sizes)
         with write_errors(folder, fix="close the program that uses it, or delete the folder by hand"):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed must not load
             try:
@@ -179,11 +179,6 @@ def own_folders() -> dict[str, Path]:
     home = models_folder()
     found = sorted(home.iterdir()) if is_folder(home) else []
     return {path.name: path for path in found if is_folder(path) and not path.name.startswith(".")}
-
-
-def folder_bytes(folder: Path) -> int:
-    """What a folder takes on the disk. Files that another model shares with it count too."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _table_of(folder: Path) -> Mapping[str, Any] | None:
@@ -212,9 +207,7 @@ def _described(path: Path) -> ModelFile:
     """A model file that can be used, with its checksums and those of the files that belong to it."""
     file = files_of(path)
     check_model_files({path: False})
-    made = [ModelFile(each.path, each.path.stat().st_size, sha256_of(each.path)) for each in file.all_files]
-    for each in made:
-        keep_hash(each)
+    made = [ModelFile(each.path, each.path.stat().st_size, known_sha256(each.path)) for each in file.all_files]
     return ModelFile(made[0].path, made[0].bytes, made[0].sha256, tuple(made[1:]))
 
 

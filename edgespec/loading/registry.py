@@ -366,8 +366,7 @@ def _blob_of(root: Path, manifest: Path) -> Path | None:
         if not _DIGEST.fullmatch(digest):
             return None
         blob = root / "blobs" / digest.replace(":", "-")
-        with blob.open("rb") as file:
-            return blob if file.read(4) == b"GGUF" else None
+        return blob if _begins_as_gguf(blob) else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # damaged, or models of several parts
         return None
 

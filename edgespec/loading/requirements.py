@@ -134,9 +134,8 @@ def wanted_drafters(options: LoadOptions, pair: ModelPair, exit_layer: int | Non
     wanted = _taken_by_auto(options, pair, own) if options.drafter == "auto" else _asked_for(options, pair, own)
     if wanted == ("mtp",) and "mtp" not in own:
         return wanted  # these layers come with the target
-    _check_files(wanted, pair, has_exit=exit_layer is not None)
-    _check_kind(wanted, own, pair)
-    _check_engine(wanted, pair)
+    for name in wanted:
+        _check(name, wanted, pair, has_exit=exit_layer is not None)
     return wanted
 
 
@@ -162,46 +161,33 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
     return ("mtp",)
 
 
-def _check_files(wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
-    """Raises CapabilityError for a drafter whose files the pair lacks."""
-    for name in wanted:
-        for need in _needs(name, pair):
-            if need is EXIT and not has_exit:
-                where = "" if pair.files["target"].engine == "onnx" else ", for a target in ONNX"
-                raise CapabilityError(
-                    f"drafter {name!r} needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
-                )
-            by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
-            if not (need is EXIT or by_exit or need.role in pair.files):
-                raise CapabilityError(
-                    f"drafter {name!r} needs {need.what} and {pair.name!r} has none: give {need.flags}, or use "
-                    f"--drafter {FALLBACK}"
-                )
-
-
-def _check_kind(wanted: tuple[DrafterName, ...], own: tuple[DrafterName, ...], pair: ModelPair) -> None:
-    """Raises CapabilityError where a model was asked for and the pair's draft is a head, or the other way."""
-    has = next((HEAD_FILES[name] for name in own if name in HEAD_FILES), DRAFT)
-    for name in wanted:
-        needed = _needs(name, pair)[0]
-        if needed is not EXIT and needed is not has:
+def _check(name: DrafterName, wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
+    """Raises CapabilityError where a file is missing, the draft is of another kind, or the target on another engine."""
+    needs, spec, target, own = _needs(name, pair), SPECS[name], pair.files["target"], _own_drafter(pair)
+    for need in needs:
+        if need is EXIT and not has_exit:
+            where = "" if target.engine == "onnx" else ", for a target in ONNX"
             raise CapabilityError(
-                f"{pair.files['draft'].path.name} is {has.what} and drafter {name!r} needs {needed.what}: give one "
-                f"with {needed.flags}, or use --drafter {own[0]}"
+                f"drafter {name!r} needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
             )
-
-
-def _check_engine(wanted: tuple[DrafterName, ...], pair: ModelPair) -> None:
-    """Raises CapabilityError for a drafter that the target's engine cannot run."""
-    engine = pair.files["target"].engine
-    for name in wanted:
-        spec, need = SPECS[name], _needs(name, pair)[-1]
-        if engine not in spec.engines:
+        by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
+        if not (need is EXIT or by_exit or need.role in pair.files):
             raise CapabilityError(
-                f"{pair.files[need.role or 'target'].path.name} is {need.what}, which needs a target on "
-                f"{' or '.join(spec.engines)}, and this one runs on {engine}: use --engine {spec.engines[0]}, or "
-                "another drafter"
+                f"drafter {name!r} needs {need.what} and {pair.name!r} has none: give {need.flags}, or use "
+                f"--drafter {FALLBACK}"
             )
+    has = next((HEAD_FILES[each] for each in own if each in HEAD_FILES), DRAFT)
+    if needs[0] is not EXIT and needs[0] is not has:
+        raise CapabilityError(
+            f"{pair.files['draft'].path.name} is {has.what} and drafter {name!r} needs {needs[0].what}: give one with "
+            f"{needs[0].flags}, or use --drafter {own[0]}"
+        )
+    if target.engine not in spec.engines:
+        raise CapabilityError(
+            f"{pair.files[needs[-1].role or 'target'].path.name} is {needs[-1].what}, which needs a target on "
+            f"{' or '.join(spec.engines)}, and this one runs on {target.engine}: use --engine {spec.engines[0]}, or "
+            "another drafter"
+        )
 
 
 def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:

@@ -36,6 +36,7 @@ MOST_SEQUENCES = 4  # that nobody asked for
 _DRAFT_CONTEXTS = (1024, 512)
 # What may be given up of one kind, the least of it first; None: nothing is.
 Choices = tuple["GivenUp | None", ...]
+_FLAGS = {"context_length": "-c", "draft_context_length": "-cd", "cache_type_k": "-ctk", "cache_type_v": "-ctv"}
 _SAID = ("context", "cache", "draft context", "draft")
 
 
@@ -43,13 +44,17 @@ _SAID = ("context", "cache", "draft context", "draft")
 class GivenUp:
     """One thing that was given up. `what`: context, cache, draft context or draft; `text`: for people.
 
-    `flags` ask for the same; `changes`: of LoadOptions.
+    `changes`: of LoadOptions.
     """
 
     what: str
     text: str
-    flags: str
     changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> str:
+        """What asks for the same on the command line."""
+        return " ".join(f"{_FLAGS[name]} {value}" for name, value in self.changes.items()) or "--drafter ngram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +99,6 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     if found is None:
         raise CapabilityError(_refusal(whole, rows, room))
     return found
-
-
-def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
-    """`options` with a number of tokens in place of 0 and "auto". Raises as `planned`."""
-    return in_context(options, pair, lambda tried: _fitted(tried, pair, room, {}).verdict.fit == "fits")
 
 
 def with_sequences(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
@@ -151,18 +151,20 @@ def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
     """What may be given up, by kind; the kind that is kept longest comes first."""
     options, plan = whole.options, whole.plan
     contexts: Choices = (None,)
-    if options.context_length is None:
-        contexts = (None, *map(_context, _halves(plan.context_length)))
+    size = plan.context_length // 2
+    while options.context_length is None and size >= LEAST_CONTEXT:
+        contexts = (*contexts, GivenUp("context", f"context {size}", {"context_length": size}))
+        size //= 2
     comfortable = sum(step is not None and step.changes["context_length"] >= COMFORTABLE_CONTEXT for step in contexts)
     draft = next((model for model in plan.models if model.role == "draft"), None)
     drafts: Choices = (None,)
     if len(plan.models) > 1 and options.drafter not in SPECS:
-        none = GivenUp("draft", "no draft model (drafters that need none stay on)", "--drafter ngram")
-        drafts = (None, none)
+        drafts = (None, GivenUp("draft", "no draft model (drafters that need none stay on)"))
     draft_contexts: Choices = (None,)
     if draft is not None and options.draft_context_length is None:
         sizes = (size for size in _DRAFT_CONTEXTS if size < draft.footprint.context_length)
-        draft_contexts = (None, *map(_draft_context, sizes))
+        smaller = (GivenUp("draft context", f"draft context {n}", {"draft_context_length": n}) for n in sizes)
+        draft_contexts = (None, *smaller)
     rows = [
         ("context", contexts[comfortable:]),
         ("draft", drafts),
@@ -173,22 +175,6 @@ def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
     return [(what, found) for what, found in rows if len(found) > 1]
 
 
-def _halves(context_length: int) -> list[int]:
-    sizes = []
-    while context_length // 2 >= LEAST_CONTEXT:
-        context_length //= 2
-        sizes.append(context_length)
-    return sizes
-
-
-def _context(size: int) -> GivenUp:
-    return GivenUp("context", f"context {size}", f"-c {size}", {"context_length": size})
-
-
-def _draft_context(size: int) -> GivenUp:
-    return GivenUp("draft context", f"draft context {size}", f"-cd {size}", {"draft_context_length": size})
-
-
 def _cache_steps(whole: Fitted) -> Choices:
     """Smaller types of the target's keys and values that the engine has for this model and that save memory.
 
@@ -197,24 +183,21 @@ def _cache_steps(whole: Fitted) -> Choices:
     options = whole.options
     if options.reproducible or options.cache_type_k is not None or options.cache_type_v is not None:
         return ()
+    kinds: dict[str, tuple[str, ...]]
     if whole.pair.files["target"].engine == "onnx":
-        steps = [_cache(f"KV cache {kind}", kind, kind) for kind in ("q8_0", "int8")]  # our kernels', its own
+        kinds = {f"KV cache {kind}": (kind, kind) for kind in ("q8_0", "int8")}  # our kernels', its own
     else:
-        steps = [_cache("keys in the cache q8_0", "q8_0", None), _cache("KV cache q8_0", "q8_0", "q8_0")]
+        kinds = {"keys in the cache q8_0": ("q8_0",), "KV cache q8_0": ("q8_0", "q8_0")}
     found: list[GivenUp] = []
     least = whole.plan.models[0].footprint.own
-    for step in steps:
+    for text, types in kinds.items():
+        step = GivenUp("cache", text, dict(zip(("cache_type_k", "cache_type_v"), types, strict=False)))
         with contextlib.suppress(EdgespecError):  # the model has no cache of that type
             size = planned(replace(options, **step.changes), whole.pair).models[0].footprint.own
             if size < least:
                 least = size
                 found.append(step)
     return tuple(found)
-
-
-def _cache(text: str, keys: str, values: str | None) -> GivenUp:
-    changes = {"cache_type_k": keys, **({"cache_type_v": values} if values else {})}
-    return GivenUp("cache", text, f"-ctk {keys}{f' -ctv {values}' if values else ''}", changes)
 
 
 def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> str:
@@ -247,8 +230,8 @@ _MOST_CELLS = 1 << 24  # of all answers at once, llama.cpp's limit
 _USUAL = 4096  # of a model that does not say what it was trained for
 
 
-def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOptions], bool]) -> LoadOptions:
-    """`options` with a number in place of 0 and "auto"; `fits`: whether options do, with nothing given up.
+def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOptions:
+    """`options` with a number of tokens in place of 0 and "auto".
 
     Where no context fits with nothing given up, "auto" is the default, which may be reduced. Raises as `planned`.
     """
@@ -257,9 +240,13 @@ def in_context(options: LoadOptions, pair: ModelPair, fits: Callable[[LoadOption
     most = min(own_context(pair.files["target"]), _MOST_CELLS // options.sequences)
     if options.context_length == 0:
         return replace(options, context_length=most)
+
+    def is_too_large(size: int) -> bool:
+        return _fitted(replace(options, context_length=size), pair, room, {}).verdict.fit != "fits"
+
     sizes = [*range(STEP, most, STEP), most]
-    too_large = bisect_left(sizes, True, key=lambda size: not fits(replace(options, context_length=size)))
-    return replace(options, context_length=sizes[too_large - 1] if too_large else None)
+    num_fitting = bisect_left(sizes, True, key=is_too_large)
+    return replace(options, context_length=sizes[num_fitting - 1] if num_fitting else None)
 
 
 def own_context(file: ModelFile) -> int:

@@ -193,6 +193,11 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
     engines = {pair.files[role].engine for role in roles}
     paths = head_paths(options, pair, is_cut=chosen.is_cut)
     heads, heads_opening = heads_bytes(paths, context, options.sequences)
+    others: tuple[str, ...] = ()
+    if "onnx" in engines and options.provider == "auto":
+        from edgespec.engines.onnx.library import possible_devices
+
+        others = possible_devices()
     return Plan(
         pair.name,
         _without_shared((target, *drafts), pair, roles),
@@ -201,7 +206,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         _process(engines),
         _threads(options, engines, len(roles)),
         _device(options),
-        _other_devices() if "onnx" in engines and options.provider == "auto" else (),
+        others,
         _shares_device(options, engines),
         heads_opening,
     )
@@ -226,12 +231,6 @@ def _shares_device(options: LoadOptions, engines: set[str]) -> bool:
 def _device(options: LoadOptions) -> str | None:
     """Where ONNX models were asked to run; None: on the CPU, or not said."""
     return None if options.provider in ("auto", "cpu") else options.provider
-
-
-def _other_devices() -> tuple[str, ...]:
-    from edgespec.engines.onnx.library import possible_devices
-
-    return possible_devices()
 
 
 def _target_use(options: LoadOptions, chosen: Chosen) -> ModelUse:
@@ -293,10 +292,11 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     from edgespec.engines.onnx.eagle import FIRST_POSITIONS
     from edgespec.formats.head_file import read_head_manifest
 
-    stored = file_bytes(path)
+    stored = 0
     try:
+        stored = expanded(path).stat().st_size
         sizes = read_head_manifest(path)
-    except EdgespecError:  # reading the heads says best what is wrong
+    except (EdgespecError, OSError, ValueError):  # reading the heads says best what is wrong; ValueError: a NUL
         return stored, 0
     opening = 0
     if sizes.kind == "medusa":
@@ -311,14 +311,6 @@ def _bytes_of(path: Path, context_length: int, texts: int) -> tuple[int, int]:
     pairs = 3 * WINDOW * 2 * sizes.kv_heads * sizes.head_dim
     kept = int(weights) + 4 * (texts * (rows * sizes.feature_size + pairs) + FIRST_POSITIONS * sizes.head_dim)
     return kept, opening
-
-
-def file_bytes(path: Path) -> int:
-    """The size of a file; 0 for one that cannot be read, as reading it says best what is wrong."""
-    try:
-        return expanded(path).stat().st_size
-    except (OSError, ValueError):  # ValueError: a name with a zero byte
-        return 0
 
 
 def _threads(options: LoadOptions, engines: set[str], models: int) -> int:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from edgespec.config.values import DrafterName, as_size
 from edgespec.memory.fit import Fitted, GivenUp
 from edgespec.memory.plan import Plan, Room, Verdict
 from edgespec.platform.machine import peak_rss_bytes
-from edgespec.platform.memory import count_plan, drop_plan, least_free, own_bytes, return_freed_memory
+from edgespec.platform.memory import PLANS, least_free, own_bytes, return_freed_memory
 
 if TYPE_CHECKING:  # numpy, which a plan alone does without
     from edgespec.control.base import Controller
@@ -26,7 +25,6 @@ if TYPE_CHECKING:  # numpy, which a plan alone does without
 
 _LOOK_EVERY_S = 1.0
 LEAST_FREE_BYTES = 8 << 20  # with less left, the next allocation may end the process
-_watches: WeakSet[MemoryWatch] = WeakSet()
 
 
 class MemoryWatch:
@@ -53,17 +51,15 @@ class MemoryWatch:
         self.why = ""
         self._is_closed = False
         self._others_before = self._others_bytes()
-        _watches.add(self)
-        count_plan(self)
+        PLANS.add(self)
 
     def _others_bytes(self) -> int:
-        return sum(watch.planned_bytes for watch in list(_watches) if watch is not self)
+        return sum(each.planned_bytes for each in list(PLANS) if each is not self)
 
     def close(self) -> None:
         """The pair was closed: its memory is free for others."""
         self._is_closed = True
-        _watches.discard(self)
-        drop_plan(self)
+        PLANS.discard(self)
 
     def growth_bytes(self, used: int) -> int:
         """What this pair and those loaded since will still take, by their plans."""

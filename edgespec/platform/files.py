@@ -4,8 +4,8 @@ A path that cannot be followed counts as one where nothing is. `pathlib` raises 
 loop of links or an unknown user, OSError for a name that is too long or a folder that may not be entered, ValueError
 for a NUL), in the middle of questions that have a plain answer.
 
-Files and folders are written under a temporary name beside the final one and renamed when they are complete, so an
-interrupted run never leaves half a file under its final name.
+Files are written under a temporary name beside the final one and renamed when they are complete, so an interrupted run
+never leaves half a file under its final name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import monotonic, sleep
@@ -25,7 +24,7 @@ from edgespec.errors import ConfigError, StateError
 MAX_TEXT_BYTES = 256 << 20  # of a file that is read whole; devices never end
 _PIECE_BYTES = 1 << 20
 _IN_USE_S = 2.0 if os.name == "nt" else 0.0
-TEMPORARY, REPLACED = ".tmp", ".replaced"
+TEMPORARY = ".tmp"
 AnyPath = str | os.PathLike[str]
 WRITE_FIX = "free some space, or choose another place"
 _NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)  # where space is of no use
@@ -94,14 +93,7 @@ def user_folder(kind: FolderKind, environ: Mapping[str, str] | None = None) -> P
     home_folder()
     from platformdirs import PlatformDirs  # 10 ms that EDGESPEC_HOME saves
 
-    folders = PlatformDirs("edgespec", appauthor=False)
-    places = {
-        "config": folders.user_config_path,
-        "data": folders.user_data_path,
-        "state": folders.user_state_path,
-        "cache": folders.user_cache_path,
-    }
-    return places[kind]
+    return Path(getattr(PlatformDirs("edgespec", appauthor=False), f"user_{kind}_dir"))
 
 
 def read_text(path: AnyPath) -> str:
@@ -162,14 +154,14 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, *others: type[Exception], fix: str = WRITE_FIX) -> Iterator[Path]:
+def atomic_file(path: Path, *others: type[Exception]) -> Iterator[Path]:
     """Yields the path `NAME.tmp` for the block to write; it becomes `path` at the end, or is removed if that fails.
 
     For large files with one writer at a time: what a killed process left is overwritten by the next one. Raises
     StateError, as `write_errors` does.
     """
     temporary = path.with_name(path.name + TEMPORARY)
-    with write_errors(path, *others, fix=fix):
+    with write_errors(path, *others):
         try:
             yield temporary
             with temporary.open("rb+") as file:  # Windows flushes only what may be written
@@ -187,7 +179,6 @@ def write_atomically(
     parents: bool = False,
     private: bool = False,
     durable: bool = True,
-    fix: str = WRITE_FIX,
 ) -> None:
     """Replace `path` by a file with `contents`, text as UTF-8; several processes may do so at the same time.
 
@@ -199,7 +190,7 @@ def write_atomically(
     except UnicodeEncodeError as exc:
         raise StateError(f"{path} cannot be written: the text is not valid Unicode ({exc.reason})") from exc
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    with write_errors(path, fix=fix):
+    with write_errors(path):
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         mode = 0o600 if private else 0o666
@@ -214,40 +205,3 @@ def write_atomically(
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-
-
-@contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a new folder `NAME.tmp` for the block to fill; it becomes `path` at the end, in place of an older folder.
-
-    It is removed if the block fails. Raises StateError, as `write_errors` does.
-    """
-    temporary = path.with_name(path.name + TEMPORARY)
-    with write_errors(path):
-        restore_folder(path)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-            replace_folder(temporary, path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def replace_folder(new: Path, path: Path) -> None:
-    """Rename `new` to `path`; an older folder there is set aside first and removed afterwards. Raises OSError."""
-    replaced = path.with_name(f".{path.name}{REPLACED}")
-    if path.exists():
-        path.replace(replaced)
-    try:
-        new.replace(path)
-    finally:
-        restore_folder(path)
-
-
-def restore_folder(path: Path) -> None:
-    """Finish or undo a `replace_folder` that was interrupted between its two renames. Raises OSError."""
-    replaced = path.with_name(f".{path.name}{REPLACED}")
-    if replaced.is_dir() and not path.exists():
-        replaced.replace(path)
-    shutil.rmtree(replaced, ignore_errors=True)

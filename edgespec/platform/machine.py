@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from edgespec.platform.memory import allowed_processors
+from edgespec.platform.memory import allowed_processors, sizes
 
 CPUS, INTEL_FAST = Path("/sys/devices/system/cpu"), Path("/sys/devices/cpu_core/cpus")
 _CPUINFO, _STATUS = Path("/proc/cpuinfo"), Path("/proc/self/status")
@@ -33,21 +33,26 @@ def processor() -> str:
     """
     if sys.platform == "darwin":  # platform.processor() is "arm" for all of Apple's
         return _apple_name() or platform.machine()
-    try:
-        lines = [line.partition(":") for line in _CPUINFO.read_text().splitlines()]
-    except OSError:
-        lines = []
-    found: dict[str, list[str]] = {}
-    for name, _, value in lines:
-        kept = found.setdefault(name.strip(), [])
-        if value.strip() not in kept:  # cores of several kinds
-            kept.append(value.strip())
+    found = {name: [*dict.fromkeys(values)] for name, values in _cpuinfo().items()}  # cores may be of several kinds
     if "model name" in found:
         return found["model name"][0]
     if "CPU part" in found:
         parts = [platform.machine(), *(" ".join(found.get(name, ())) for name in _ARM_FIELDS)]
         return " ".join(filter(None, parts))
     return platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> dict[str, list[str]]:
+    """What Linux tells of the processor, one value for each logical one; empty elsewhere."""
+    found: dict[str, list[str]] = {}
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return found
+    for name, colon, value in (line.partition(":") for line in lines):
+        if colon:
+            found.setdefault(name.strip(), []).append(value.strip())
+    return found
 
 
 def _apple_name() -> str:
@@ -83,23 +88,15 @@ def instruction_sets() -> frozenset[str]:
     """
     if not is_x86():
         return frozenset()
-    try:
-        for line in _CPUINFO.read_text().splitlines():
-            if line.startswith("flags"):
-                return frozenset(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return frozenset({"avx2"})
+    flags = _cpuinfo().get("flags")
+    return frozenset(flags[0].split() if flags else {"avx2"})
 
 
 @cache
 def lacks_dot_products() -> bool:
     """Whether an ARM processor is too old for sums of products of bytes, for which llama.cpp reorders weights there."""
-    try:
-        features = [line.split() for line in _CPUINFO.read_text().splitlines() if line.startswith("Features")]
-    except OSError:
-        return False
-    return bool(features) and not all("asimddp" in each for each in features)
+    features = _cpuinfo().get("Features", ())
+    return not all("asimddp" in each.split() for each in features)
 
 
 def products_saturate() -> bool:
@@ -225,13 +222,9 @@ def peak_rss_bytes() -> int:
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
-    try:  # getrusage counts what the program that started this one had, too
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
+    if peak := sizes(_STATUS).get("VmHWM"):  # getrusage counts what the program that started this one had, too
+        return peak
     import resource  # not there on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

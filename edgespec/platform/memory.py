@@ -32,7 +32,9 @@ class Limit:
 
 
 class Planned(Protocol):
-    """A loaded pair, which may not have taken yet what was planned for it."""
+    """A loaded pair, which may not have taken yet the `planned_bytes` that it was planned to take."""
+
+    planned_bytes: int
 
     def growth_bytes(self, used: int) -> int:
         """What it will still take of the process's own memory, of which `used` bytes are in use."""
@@ -41,7 +43,8 @@ class Planned(Protocol):
         """What its budget leaves beyond that; None without one."""
 
 
-_planned: WeakSet[Planned] = WeakSet()
+# The pairs that are open: what they were planned to take, `spare_memory` leaves out.
+PLANS: WeakSet[Planned] = WeakSet()
 
 
 def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
@@ -65,22 +68,12 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return max(min(found), 0) if found else None
 
 
-def count_plan(pair: Planned) -> None:
-    """Make `spare_memory` leave out what `pair` was planned to take, as long as that lives."""
-    _planned.add(pair)
-
-
-def drop_plan(pair: Planned) -> None:
-    """The pair was closed."""
-    _planned.discard(pair)
-
-
 def spare_memory() -> int | None:
     """Bytes that may be taken beyond all plans: without swapping, and within every budget. None where unknown."""
     free, used = free_memory(), own_bytes()
     if free is None or used is None:
         return free
-    pairs = list(_planned)
+    pairs = list(PLANS)
     left = [most for pair in pairs if (most := pair.left_bytes(used)) is not None]
     return max(min([free - max((pair.growth_bytes(used) for pair in pairs), default=0), *left]), 0)
 
@@ -131,7 +124,7 @@ def keep_one_arena() -> None:
 
 
 def _of_machine(root: Path) -> Iterator[Limit]:
-    found = _sizes(root / "proc/meminfo")
+    found = sizes(root / "proc/meminfo")
     if "MemAvailable" in found:
         swap = found.get("SwapFree", 0)
         yield Limit("memory", found["MemAvailable"] + swap, "what the machine has free", swap)
@@ -141,7 +134,7 @@ def _of_machine(root: Path) -> Iterator[Limit]:
         yield Limit("memory", psutil.virtual_memory().available, "what the machine has free")
 
 
-def _sizes(path: Path) -> dict[str, int]:
+def sizes(path: Path) -> dict[str, int]:
     """The sizes listed in a file of /proc, in bytes; none where there is no such file."""
     try:
         lines = path.read_text().splitlines()
@@ -217,7 +210,7 @@ def _of_resources(root: Path) -> Iterator[Limit]:
         return
     import resource
 
-    used = _sizes(root / "proc/self/status")
+    used = sizes(root / "proc/self/status")
     rows: tuple[tuple[Kind, int, str, str], ...] = (
         ("addresses", resource.RLIMIT_AS, "VmSize", "the limit of addresses (ulimit -v)"),
         ("data", resource.RLIMIT_DATA, "VmData", "the limit of data (ulimit -d)"),

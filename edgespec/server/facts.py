@@ -60,7 +60,7 @@ def properties(service: Service) -> dict[str, Any]:
         "model_alias": known.name,
         "build_info": f"edgespec {__version__}",
         "is_sleeping": loaded is None,
-        "chat_template": known.files.chat_template,
+        "chat_template": known.facts.chat_template,
         "default_generation_settings": {"n_ctx": known.context_length, "params": params},
         **known.settings,
         "memory": None if loaded is None else _memory(loaded),
@@ -210,7 +210,7 @@ def entry(known: Known) -> dict[str, Any]:
     return {
         "name": known.name,
         "model": known.name,
-        "size": known.files.weight_bytes,
+        "size": known.facts.weight_bytes,
         "digest": known.facts.digest,
         "details": _details(known),
     }
@@ -221,8 +221,8 @@ def _details(known: Known) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "gguf" if facts.quantization else "onnx",  # only a header says the former
-        "family": facts.family,
-        "families": [facts.family],
+        "family": facts.architecture,
+        "families": [facts.architecture],
         "parameter_size": size_label(facts.num_parameters),
         "quantization_level": facts.quantization,
     }
@@ -247,19 +247,20 @@ def show(service: Service, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(known: Known) -> dict[str, Any]:
-    template, facts = known.files.chat_template, known.facts
-    info = facts.metadata | {
-        "general.architecture": facts.family,
-        f"{facts.family}.context_length": known.context_length,  # what a request may use
+    facts = known.facts
+    info = {
+        **facts.metadata,
+        "general.architecture": facts.architecture,
+        f"{facts.architecture}.context_length": known.context_length,  # what a request may use
     }
     info |= {"general.parameter_count": facts.num_parameters} if facts.num_parameters else {}
     return {
-        "template": template,
+        "template": facts.chat_template,
         "details": _details(known),
         "model_info": info,
         "capabilities": [
             *(["embedding"] if known.embeds else []),
-            *([] if known.files.pooling else ["completion"]),
-            *known.files.capabilities,
+            *([] if known.facts.pooling else ["completion"]),
+            *known.facts.capabilities,
         ],
     }

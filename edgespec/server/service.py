@@ -14,7 +14,7 @@ from edgespec.config.values import POOLINGS, ReasoningFormat
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import keeping_headers
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading.model_facts import FileFacts, ModelFacts, model_facts
+from edgespec.loading.model_facts import ModelFacts
 from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
 from edgespec.runtime import Model
@@ -99,7 +99,6 @@ class Known:
     """
 
     name: str
-    files: FileFacts
     facts: ModelFacts
     context_length: int
     embeds: bool
@@ -111,7 +110,6 @@ class Known:
     def of(cls, loaded: Loaded) -> Self:
         """Of a loaded model; reads its header the first time."""
         model, engine = loaded.model, loaded.model.target.facts
-        files = FileFacts.of(model.target)
         settings = {
             "total_slots": engine.max_sequences,
             "engine": engine.name,
@@ -120,8 +118,8 @@ class Known:
             "verify": model.options.verify,
             "reproducible": model.reproducible,
         }
-        facts, length, most = model_facts(model.pair, files), model.context_length, loaded.options.max_tokens
-        return cls(loaded.name, files, facts, length, _embeds(model), loaded.sampling, most, settings)
+        facts, length, most = ModelFacts.of(model.target, model.pair), model.context_length, loaded.options.max_tokens
+        return cls(loaded.name, facts, length, _embeds(model), loaded.sampling, most, settings)
 
     @classmethod
     def read(
@@ -139,12 +137,12 @@ class Known:
         """
         with keeping_headers():
             length = planned(chosen_context(options, pair, Room.now(options.memory)), pair).context_length
-            files = FileFacts.read(pair)
-            files = files if template is None else replace(files, chat_template=template)
-            embeds = files.engine == "llamacpp" and (bool(options.pooling) or files.pooling in POOLINGS)
+            facts = ModelFacts.read(pair)
+            facts = facts if template is None else replace(facts, chat_template=template)
+            embeds = facts.engine == "llamacpp" and (bool(options.pooling) or facts.pooling in POOLINGS)
         chosen = {name: getattr(options, name) for name in ("drafter", "verify", "reproducible")}
-        settings = {"total_slots": 0, "engine": files.engine, "device": None, **chosen}
-        return cls(name, files, model_facts(pair, files), length, embeds, sampling, max_tokens, settings)
+        settings = {"total_slots": 0, "engine": facts.engine, "device": None, **chosen}
+        return cls(name, facts, length, embeds, sampling, max_tokens, settings)
 
 
 def _embeds(model: Model) -> bool:

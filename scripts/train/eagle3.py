@@ -38,8 +38,6 @@ from edgespec.errors import ConfigError, EdgespecError, ModelFileError
 from edgespec.export.check import Comparison, ExportRefused, Limits, compare_logits, limits_of, open_engine
 from edgespec.export.gguf.convert import (
     OUTPUT_TYPES,
-    About,
-    Conversion,
     Tensors,
     rotary_tensors,
     write_gguf,
@@ -55,11 +53,13 @@ from edgespec.formats.architectures import (
     read_sizes,
     rotary_settings,
 )
-from edgespec.formats.checkpoint import NESTED, PREFIXES, Checkpoint, Config, Weights
+from edgespec.formats.checkpoint import Checkpoint, Config, Weights
 from edgespec.formats.gguf.heads import DRAFTED, EAGLE3, EAGLE3_LAYERS
 from edgespec.formats.head_file import HeadFile, HeadManifest, Matrix, Table, read_head_file, write_head_file
 from edgespec.types import Batch
 
+PREFIXES = ("midlayer.", "layers.0.")
+NESTED = "transformer_layer_config"  # key under which `speculators` checkpoints nest the layer's settings
 PROBE_TOKENS, CHECKED_TOKENS = 12, 96
 CONTEXT = 320
 DRAFT_LENGTH = 5  # tokens of a draft that such heads are trained for
@@ -334,7 +334,7 @@ def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> NDArray[np.f
 HEAD = Architecture(EAGLE3, {}, {})
 
 
-def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "q8_0") -> Conversion:
+def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "q8_0") -> Path:
     """Write the head of `folder` for the target of `target_folder` to `output`, atomically; norms are F32.
 
     Raises the errors of `plan_head`, ConfigError for a `quant` that is not in OUTPUT_TYPES, StateError if `output`
@@ -353,10 +353,9 @@ def convert_head(folder: Path, target_folder: Path, output: Path, quant: str = "
         _write_head(writer, plan)
         write_tokenizer(writer, Checkpoint.open(target_folder), plan.sizes.vocabulary)
 
-    about = About(EAGLE3, folder.name, None, describe)
     tensors |= rotary_tensors(plan.checkpoint, plan.sizes)
     indices = {} if plan.drafted is None else {DRAFTED: plan.drafted}
-    return write_gguf(output, about, tensors, quant, indices=indices)
+    return write_gguf(output, EAGLE3, folder.name, describe, tensors, quant, indices=indices)
 
 
 def _write_head(writer: gguf.GGUFWriter, plan: HeadPlan) -> None:

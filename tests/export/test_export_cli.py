@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from demo import heed_interrupts
+from demo import changed_copy, heed_interrupts
 
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
@@ -50,15 +50,8 @@ def assert_refused(result: Result, *said: str, code: int = 2) -> None:
         assert text in line
 
 
-def copy_of(source: str, folder: Path, **config: object) -> Path:
-    shutil.copytree(source, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | config))
-    return folder
-
-
 def test_a_pair_is_made_and_runs(tmp_path):
-    source = copy_of(TARGET, tmp_path / "Demo-8M")
+    source = changed_copy(tmp_path / "Demo-8M", Path(TARGET))
     (source / "README.md").write_text("---\nlicense: cc-by-sa-4.0\n---\n# Demo\n")
     (source / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
     output = tmp_path / "made" / "pair"
@@ -111,9 +104,9 @@ def test_bad_options_are_one_line(tmp_path, arguments, said):
 
 
 def test_bad_sources_are_one_line(tmp_path):
-    unknown = copy_of(DRAFT, tmp_path / "unknown", architectures=["MambaForCausalLM"])
+    unknown = changed_copy(tmp_path / "unknown", architectures=["MambaForCausalLM"])
     assert_refused(export(unknown, tmp_path / "pair", "--no-check"), "MambaForCausalLM", "LlamaForCausalLM")
-    broken = copy_of(DRAFT, tmp_path / "broken")
+    broken = changed_copy(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert_refused(export(broken, tmp_path / "pair", "--no-check"), "model.safetensors", "truncated")
@@ -124,7 +117,7 @@ def test_bad_sources_are_one_line(tmp_path):
 
 
 def test_a_foreign_draft_is_refused_before_any_weight_is_converted(tmp_path):
-    foreign = copy_of(DRAFT, tmp_path / "foreign")
+    foreign = changed_copy(tmp_path / "foreign")
     text = (foreign / "tokenizer.json").read_text()
     (foreign / "tokenizer.json").write_text(text.replace('"<|im_end|>"', '"<|im_over|>"'))
     result = export(TARGET, tmp_path / "pair", "--draft", str(foreign), "--no-check")

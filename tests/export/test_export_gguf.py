@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,32 +16,14 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="writing test fold
 from gguf.gguf_reader import GGUFReader  # noqa: E402
 
 import llama_reference  # noqa: E402
-from edgespec.engines.llamacpp import LlamaCppEngine  # noqa: E402
+from demo import DEMO, change_json, changed_copy  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.gguf.convert import convert  # noqa: E402
 from edgespec.formats.checkpoint import Checkpoint  # noqa: E402
 from edgespec.installation import install_command  # noqa: E402
-from edgespec.types import Batch  # noqa: E402
+from tiny_graphs import logits  # noqa: E402
 
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TOKEN_IDS = [0, 1, 300, 17, 4095, 2, 900, 900, 31, 5]
-
-
-def break_json(folder: Path, name: str, **changes: Any) -> None:
-    values = json.loads((folder / name).read_text(encoding="utf-8"))
-    (folder / name).write_text(json.dumps(values | changes), encoding="utf-8")
-
-
-def copied(folder: Path, **changes: Any) -> Path:
-    shutil.copytree(DEMO / "hf" / "draft", folder)
-    break_json(folder, "config.json", **changes)
-    return folder
-
-
-def engine_logits(path: Path, token_ids: list[int]) -> np.ndarray:
-    exact: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False}
-    with LlamaCppEngine.load(path, threads=2, reproducible=False, context_length=64, **exact) as engine:
-        return engine.forward(Batch.chain(token_ids)).copy()
 
 
 def test_metadata_of_the_tokenizer(tmp_path: Path):
@@ -63,21 +43,24 @@ def test_metadata_of_the_tokenizer(tmp_path: Path):
         (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
         (lambda f: (f / "config.json").write_text("[]"), r"holds a list, an object was expected"),
-        (lambda f: break_json(f, "config.json", rms_norm_eps="x"), "config.json has an impossible setting: .*'x'"),
-        (lambda f: break_json(f, "config.json", rms_norm_eps=1e99), "a setting that GGUF cannot hold"),
-        (lambda f: break_json(f, "config.json", vocab_size=4000), r"\(4096, 128\), config.json implies \(4000, 128\)"),
+        (lambda f: change_json(f / "config.json", rms_norm_eps="x"), "config.json has an impossible setting: .*'x'"),
+        (lambda f: change_json(f / "config.json", rms_norm_eps=1e99), "a setting that GGUF cannot hold"),
+        (
+            lambda f: change_json(f / "config.json", vocab_size=4000),
+            r"config.json implies \(4000, 128\)",
+        ),
         (lambda f: (f / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
         (
-            lambda f: break_json(f, "tokenizer.json", model={"type": "Unigram"}),
+            lambda f: change_json(f / "tokenizer.json", model={"type": "Unigram"}),
             "holds a Unigram tokenizer; allowed: byte-level BPE",
         ),
-        (lambda f: break_json(f, "tokenizer.json", pre_tokenizer=None), "splits text by None"),
-        (lambda f: break_json(f, "tokenizer_config.json", eos_token="</s>"), "eos_token '</s>', which .* lacks"),
+        (lambda f: change_json(f / "tokenizer.json", pre_tokenizer=None), "splits text by None"),
+        (lambda f: change_json(f / "tokenizer_config.json", eos_token="</s>"), "eos_token '</s>', which .* lacks"),
         (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
     ],
 )
 def test_a_bad_folder_is_refused_and_nothing_is_left(tmp_path: Path, break_it: Any, message: str):
-    folder = copied(tmp_path / "hf")
+    folder = changed_copy(tmp_path / "hf")
     break_it(folder)
     with pytest.raises(ModelFileError, match=message):
         convert(folder, tmp_path / "out.gguf", "f32")
@@ -93,21 +76,8 @@ def test_the_shipped_gguf_is_the_shipped_checkpoint(tmp_path: Path, role: str):
     weights = {name: checkpoint.weights(name).astype("f8") for name in checkpoint.names()}
     wanted = llama_reference.logits(weights, checkpoint.config, TOKEN_IDS)
     convert(folder, tmp_path / "f16.gguf", "f16")
-    assert np.abs(engine_logits(tmp_path / "f16.gguf", TOKEN_IDS) - wanted).max() < 0.02 * wanted.std()
-    assert np.abs(engine_logits(tmp_path / "again.gguf", TOKEN_IDS) - wanted).max() < 0.2 * wanted.std()
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_transformers_agrees_with_the_reference(role: str):
-    torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
-    transformers = pytest.importorskip("transformers", reason="this comparison needs transformers")
-    folder = DEMO / "hf" / role
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        theirs = model(torch.tensor([TOKEN_IDS])).logits[0].numpy()
-    checkpoint = Checkpoint.open(folder)
-    weights = {name: checkpoint.weights(name).astype("f8") for name in checkpoint.names()}
-    assert np.abs(theirs - llama_reference.logits(weights, checkpoint.config, TOKEN_IDS)).max() < 1e-3
+    assert np.abs(logits(tmp_path / "f16.gguf", TOKEN_IDS) - wanted).max() < 0.02 * wanted.std()
+    assert np.abs(logits(tmp_path / "again.gguf", TOKEN_IDS) - wanted).max() < 0.2 * wanted.std()
 
 
 def test_a_missing_package_is_named():

@@ -13,6 +13,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="the comparison needs the 
 
 from gguf.gguf_reader import GGUFReader  # noqa: E402
 
+from demo import DEMO, change_json  # noqa: E402
 from edgespec.engines.llamacpp import VocabularyFile  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.gguf.convert import convert  # noqa: E402
@@ -21,7 +22,6 @@ from tiny_checkpoints import SPECIALS, VOCABULARY, write_checkpoint, write_token
 from tiny_gguf import byte_letters  # noqa: E402
 
 KINDS = ("llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "gpt-4o", "llama-spm", "gemma-spm")
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def folder_with(tmp_path: Path, kind: str) -> Path:
@@ -29,11 +29,6 @@ def folder_with(tmp_path: Path, kind: str) -> Path:
     folder = write_checkpoint(tmp_path / "hf", "qwen2", num_hidden_layers=1)
     write_tokenizer(folder, kind)
     return folder
-
-
-def change(folder: Path, name: str, **values: Any) -> None:
-    found = json.loads((folder / name).read_text(encoding="utf-8")) | values
-    (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
@@ -123,9 +118,9 @@ def test_special_ids_are_written_in_words(tmp_path: Path):
 def test_a_pad_token_behind_the_vocabulary_is_left_out(tmp_path: Path):
     """Fine-tuning adds one to the tokenizer without a row in the model."""
     folder = folder_with(tmp_path, "llama-bpe")
-    change(folder, "tokenizer_config.json", pad_token="[PAD]")
+    change_json(folder / "tokenizer_config.json", pad_token="[PAD]")
     assert "tokenizer.ggml.padding_token_id" not in fields_of(folder)
-    change(folder, "tokenizer_config.json", bos_token="[BOS]")
+    change_json(folder / "tokenizer_config.json", bos_token="[BOS]")
     with pytest.raises(ModelFileError, match=r"bos_token '\[BOS\]', which tokenizer.json lacks"):
         fields_of(folder)
 
@@ -133,15 +128,15 @@ def test_a_pad_token_behind_the_vocabulary_is_left_out(tmp_path: Path):
 def test_a_tokenizer_without_named_ends(tmp_path: Path):
     """Without entries llama.cpp would take id 11 for both."""
     folder = folder_with(tmp_path, "qwen2")
-    change(folder, "tokenizer_config.json", bos_token=None, eos_token=None)
-    change(folder, "config.json", bos_token_id=None, eos_token_id=398)
+    change_json(folder / "tokenizer_config.json", bos_token=None, eos_token=None)
+    change_json(folder / "config.json", bos_token_id=None, eos_token_id=398)
     fields = fields_of(folder)
     assert fields["tokenizer.ggml.bos_token_id"] == fields["tokenizer.ggml.eos_token_id"] == 398
     assert fields["tokenizer.ggml.add_bos_token"] is False
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": SPECIALS[2]}}))
     assert fields_of(folder)["tokenizer.ggml.eos_token_id"] == 399
     (folder / "special_tokens_map.json").unlink()
-    change(folder, "config.json", eos_token_id=None)
+    change_json(folder / "config.json", eos_token_id=None)
     with pytest.raises(ModelFileError, match="name no eos token"):
         fields_of(folder)
 
@@ -150,7 +145,7 @@ def test_a_tokenizer_without_named_ends(tmp_path: Path):
 def test_where_a_chat_template_may_stand(tmp_path: Path, where: str):
     folder = folder_with(tmp_path, "qwen2")
     named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
-    change(folder, "tokenizer_config.json", chat_template={"text": "C", "list": named}.get(where))
+    change_json(folder / "tokenizer_config.json", chat_template={"text": "C", "list": named}.get(where))
     if where == "file":
         (folder / "chat_template.jinja").write_text("F")
     wanted = {"file": "F", "text": "C", "list": "D", "none": None}[where]
@@ -209,7 +204,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_tokenizers_that_llama_cpp_would_not_follow_are_refused(tmp_path: Path, message: str):
     kind, values = REFUSED[message]
     folder = folder_with(tmp_path, kind)
-    change(folder, "tokenizer.json", **values)
+    change_json(folder / "tokenizer.json", **values)
     with pytest.raises(ModelFileError, match=message):
         convert(folder, tmp_path / "out.gguf", "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -218,7 +213,7 @@ def test_tokenizers_that_llama_cpp_would_not_follow_are_refused(tmp_path: Path, 
 def test_merges_ignored_where_llama_cpp_does_not(tmp_path: Path):
     folder = folder_with(tmp_path, "qwen2")
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    change(folder, "tokenizer.json", model=model | {"ignore_merges": True})
+    change_json(folder / "tokenizer.json", model=model | {"ignore_merges": True})
     with pytest.raises(ModelFileError, match=r"sets ignore_merges; llama\.cpp does so for llama-bpe, tekken, not"):
         convert(folder, tmp_path / "out.gguf", "f16")
 
@@ -226,9 +221,9 @@ def test_merges_ignored_where_llama_cpp_does_not(tmp_path: Path):
 def test_metaspace_instead_of_a_normaliser(tmp_path: Path):
     folder = folder_with(tmp_path, "llama-spm")
     scheme = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
-    change(folder, "tokenizer.json", normalizer=None, pre_tokenizer=scheme)
+    change_json(folder / "tokenizer.json", normalizer=None, pre_tokenizer=scheme)
     assert fields_of(folder)["tokenizer.ggml.add_space_prefix"] is True
     assert check_tokenizer(folder, tmp_path / "out.gguf") > 200
-    change(folder, "tokenizer.json", pre_tokenizer=scheme | {"split": True})
+    change_json(folder / "tokenizer.json", pre_tokenizer=scheme | {"split": True})
     with pytest.raises(ModelFileError, match="handles spaces by"):
         fields_of(folder)

@@ -17,36 +17,31 @@ pytest.importorskip(
 
 import gguf
 
+import tiny_graphs
 from demo import DEMO, TEST_THREADS
-from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import ModelFileError
 from edgespec.export.gguf.convert import quantise
-from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.weights import kept_in_more
-from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
+from edgespec.export.onnx.writer import open_gguf
 from edgespec.export.room import facts_of_gguf
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.four_bits import STORED_TYPES, fit, take_apart
 from edgespec.installation import has_engine
-from edgespec.types import Batch
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 from tiny_gguf import Shape, write_model
-from tiny_graphs import mean_kl
+from tiny_graphs import Floats, mean_kl
 
-Floats = NDArray[np.float32]
 Q = gguf.GGMLQuantizationType
 TOKENS = [token % 299 for token in TOKEN_IDS]
 MATRIX = "model.layers.1.mlp.down_proj.weight"
 
 
-def graph(path: Path, folder: Path, quant: str = "int4", group_size: int | None = None) -> Path:
-    folder.mkdir(parents=True)
-    return convert_gguf(open_gguf(path), folder, quant, group_size)
+def graph(source: Path, folder: Path, quant: str = "int4", group_size: int | None = None) -> Path:
+    return tiny_graphs.graph(source, folder, quant, group_size)
 
 
 def logits(path: Path, token_ids: list[int] | None = None) -> Floats:
-    with OnnxEngine.load(path, context_length=128, threads=TEST_THREADS, reproducible=False) as engine:
-        return engine.forward(Batch.chain(token_ids or TOKENS)).copy()
+    return tiny_graphs.logits(path, token_ids or TOKENS)
 
 
 def operators(path: Path) -> Counter[str]:
@@ -157,22 +152,7 @@ def test_rows_that_llama_cpp_cannot_store_in_4_bits_keep_their_5(tmp_path: Path)
     assert mean_kl(logits(graph(path, tmp_path / "made")), exact) < 0.003
 
 
-def hub_graph(source: Path, folder: Path, quant: str) -> Path:
-    folder.mkdir()
-    return convert_hub(open_hub(source), folder, quant)
-
-
 def test_rows_of_a_width_that_blocks_do_not_divide_are_padded(tmp_path: Path):
     source = write_checkpoint(tmp_path / "source", "smollm2", intermediate_size=104)
-    exact, made = (logits(hub_graph(source, tmp_path / quant, quant)) for quant in ("fp32", "int4"))
+    exact, made = (logits(graph(source, tmp_path / quant, quant)) for quant in ("fp32", "int4"))
     assert np.corrcoef(exact.ravel(), made.ravel())[0, 1] > 0.93
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_rows_have_the_bits_that_they_have_in_narrow_passes(kind: str, tmp_path: Path):
-    path = graph(write_model(tmp_path / "tiny.gguf", Shape(weights=Q[kind])), tmp_path / "made")
-    with OnnxEngine.load(path, context_length=64, threads=TEST_THREADS, reproducible=True) as engine:
-        whole = engine.forward(Batch.chain(TOKENS[:8])).copy()
-        engine.rollback(0)
-        parts = [engine.forward(Batch.chain(TOKENS[start : start + 2])).copy() for start in range(0, 8, 2)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)

@@ -9,50 +9,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 pytest.importorskip("gguf", reason="the tiny models need the package gguf: scripts/run.py install export")
 
-from demo import TEST_THREADS
+from demo import TEST_THREADS, change_json
 from edgespec.errors import ModelFileError
 from edgespec.export.check import open_engine
 from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.writer import convert_hub
-from edgespec.formats.checkpoint import INDEX
 from edgespec.formats.onnx import DATA
-from edgespec.types import Batch
 from tiny_checkpoints import (
     COLUMNS,
     LLAMA3_SCALING,
     LOGITS,
-    TOKEN_IDS,
     VARIANTS,
     VOCABULARY,
     read_weights,
+    shard,
     write_checkpoint,
     write_safetensors,
     write_variant,
 )
-
-CASES = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "smollm3", "gemma3")
-IDS = np.array(TOKEN_IDS, np.int32)
-Floats = NDArray[np.float32]
+from tiny_graphs import CASES, IDS, difference, graph, logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def graph(source: Path, folder: Path, quant: str = "fp32") -> Path:
-    folder.mkdir(parents=True)
-    return convert_hub(open_hub(source), folder, quant)
-
-
-def logits(path: Path, ids: NDArray[np.int32] = IDS) -> Floats:
-    with open_engine("onnx", path, 128, TEST_THREADS) as engine:
-        return engine.forward(Batch.chain(ids)).copy()
-
-
-def difference(found: Floats, wanted: Floats) -> float:
-    return float(np.abs(found - wanted).max() / wanted.std())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,25 +62,14 @@ def test_every_type_of_weights_is_read(dtype: str, tmp_path: Path):
 def test_a_whole_file_outranks_an_old_index(tmp_path: Path, has_shards: bool):
     """transformers' save_pretrained leaves the index of a model that was in several files, and reads the whole file."""
     whole = write_checkpoint(tmp_path / "whole", "llama", seed=1)
-    folder = split(write_checkpoint(tmp_path / "old", "llama"), tmp_path / "both")
+    folder = write_checkpoint(tmp_path / "both", "llama")
+    shard(folder)
     if not has_shards:
         for path in folder.glob("model-*.safetensors"):
             path.unlink()
     shutil.copy(whole / "model.safetensors", folder)
     ours, theirs = (graph(each, tmp_path / f"made-{each.name}", "w8a8") for each in (folder, whole))
     assert (ours.parent / DATA).read_bytes() == (theirs.parent / DATA).read_bytes()
-
-
-def split(source: Path, folder: Path) -> Path:
-    """The same checkpoint in two files and an index."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    weights, listed = read_weights(source), dict[str, str]()
-    for number in (0, 1):
-        name, own = f"model-{number + 1:05d}-of-00002.safetensors", list(weights)[number::2]
-        write_safetensors(folder / name, {key: weights[key] for key in own}, "F32")
-        listed |= dict.fromkeys(own, name)
-    (folder / INDEX).write_text(json.dumps({"weight_map": listed}))
-    return folder
 
 
 def test_a_window_is_kept(tmp_path: Path):
@@ -116,8 +84,7 @@ def test_a_window_is_kept(tmp_path: Path):
 
 def test_the_folders_own_files_come_along(tmp_path: Path):
     source = write_checkpoint(tmp_path / "q", "qwen3")
-    settings = json.loads((source / "tokenizer_config.json").read_text())
-    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages }}"}))
+    change_json(source / "tokenizer_config.json", chat_template="{{ messages }}")
     (source / "generation_config.json").write_text('{"eos_token_id": [398, 397]}')
     made = graph(source, tmp_path / "made").parent
     for name in ("tokenizer.json", "generation_config.json", "config.json"):
@@ -138,8 +105,7 @@ def test_a_tag_that_llama_cpp_takes_for_a_control_token_is_one_in_the_graphs_tok
     ids["</s>"] = ids.pop(plain)
     tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if plain not in str(pair)]
     path.write_text(json.dumps(tokenizer))
-    (tmp_path / "out").mkdir()
-    convert_hub(open_hub(source), tmp_path / "out", "fp32")
+    graph(source, tmp_path / "out")
     (added,) = [
         token
         for token in json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"]

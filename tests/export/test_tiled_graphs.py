@@ -23,7 +23,6 @@ from edgespec.export.gguf.convert import export_gguf
 from edgespec.export.onnx import writer
 from edgespec.export.onnx.hub_model import open_hub
 from edgespec.export.onnx.weights import mixed_kind
-from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
 from edgespec.formats.manifest import read_pair
 from edgespec.formats.onnx import DATA
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
@@ -34,7 +33,7 @@ from edgespec.kernels.library import library_path
 from edgespec.types import Batch
 from gguf_conversions import answer, export
 from tiny_checkpoints import write_checkpoint
-from tiny_graphs import IDS, Floats, mean_kl
+from tiny_graphs import IDS, Floats, graph, mean_kl
 
 TARGET, CHECKPOINT = DEMO / "demo-target-q8_0.gguf", DEMO / "hf" / "target"
 NEEDS_LLAMA = pytest.mark.skipif(not has_engine("llamacpp"), reason="llama.cpp, which is not installed, quantises")
@@ -43,13 +42,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(library_path() is None, reason="the kernels have not been built"),
 ]
-
-
-def graph(source: Path, folder: Path, quant: str) -> Path:
-    folder.mkdir()
-    if source.is_dir():
-        return convert_hub(open_hub(source), folder, quant)
-    return convert_gguf(open_gguf(source), folder, quant)
 
 
 def logits(path: Path) -> Floats:

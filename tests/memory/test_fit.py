@@ -82,13 +82,6 @@ def test_a_reproducible_text_keeps_its_cache_whether_there_is_room_for_a_draft_o
     assert all("cache" not in whats(found) for found in budgets(engine="llamacpp", reproducible=True))
 
 
-def test_an_onnx_pair_gives_up_the_same() -> None:
-    found = budgets(engine="onnx")
-    assert {what for each in found for what in whats(each)} == {"context", "cache", "draft context", "draft"}
-    assert found[-1].pair.draft is None and found[-1].options.context_length == 512
-    assert any(each.options.cache_type_k == "int8" for each in found)
-
-
 def test_without_a_budget_only_the_draft_gives_way() -> None:
     whole = fitted(None, engine="llamacpp")
     alone = fitted(None, engine="llamacpp", drafter="none")
@@ -173,16 +166,6 @@ def test_the_command_prints_parts_and_verdict() -> None:
     assert sum(part["own"] for part in found["parts"]) == found["own_bytes"]
     assert "--memory" in run_plan("--help")[1]
     assert run_plan("demo", "--memory", "much")[0] == 2
-
-
-def test_a_plan_loads_no_engine() -> None:
-    code = (
-        "import sys\nfrom edgespec.cli.main import cli\n"
-        "try: cli.main(['plan', 'demo', '--json'])\nexcept SystemExit as exc: assert exc.code == 0\n"
-        "sys.exit(','.join(m for m in ('llama_cpp', 'onnxruntime') if m in sys.modules) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 # the context

@@ -1,11 +1,10 @@
-"""Files and folders appear complete or not at all, a failure names the file and the fix; where a user's files lie."""
+"""Files appear complete or not at all, a failure names the file and the fix; where a user's files lie."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,9 +13,7 @@ import pytest
 
 from edgespec.errors import ConfigError, StateError
 from edgespec.loading.registry import models_folder
-from edgespec.platform.files import atomic_file, atomic_folder, home_folder, user_folder, write_atomically, write_errors
-
-REPOSITORY = Path(__file__).parents[2]
+from edgespec.platform.files import atomic_file, home_folder, user_folder, write_atomically, write_errors
 
 
 def names(folder: Path) -> list[str]:
@@ -82,7 +79,7 @@ def test_what_a_block_raises_leaves_the_old_file(tmp_path: Path, error: type[Bas
 def test_a_failure_names_the_file_the_reason_and_the_fix(tmp_path: Path) -> None:
     with (
         pytest.raises(StateError, match=r"a cannot be written: No space left on device; try again$"),
-        atomic_file(tmp_path / "a", fix="try again"),
+        write_errors(tmp_path / "a", fix="try again"),
     ):
         raise OSError(28, "No space left on device")
     with (
@@ -98,77 +95,6 @@ def test_a_failure_names_the_file_the_reason_and_the_fix(tmp_path: Path) -> None
 def test_space_is_of_use_only_where_one_may_write(tmp_path: Path, number: int, fix: str) -> None:
     with pytest.raises(StateError, match=rf"cannot be written: .*; {fix}"), write_errors(tmp_path):
         raise OSError(number, os.strerror(number))
-
-
-# folders
-
-
-def test_a_folder_appears_only_complete(tmp_path: Path) -> None:
-    output = tmp_path / "model"
-    with pytest.raises(RuntimeError, match="half-way"), atomic_folder(output) as folder:
-        (folder / "a").write_text("half")
-        raise RuntimeError("half-way")
-    assert names(tmp_path) == []
-    for content in ("first", "second"):
-        with atomic_folder(output) as folder:
-            (folder / "a").write_text(content)
-            assert not output.exists() or (output / "a").read_text() == "first"
-        assert (output / "a").read_text() == content
-    assert names(tmp_path) == ["model"]
-
-
-def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path: Path) -> None:
-    (tmp_path / ".model.replaced").mkdir()
-    (tmp_path / ".model.replaced" / "a").write_text("old")
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "model"):
-        raise RuntimeError
-    assert (tmp_path / "model" / "a").read_text() == "old"
-    assert names(tmp_path) == ["model"]
-
-
-def test_a_replacement_that_fails_between_its_renames_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "a").write_text("old")
-    rename = Path.replace
-
-    def refuse(self: Path, target: Path) -> Path:
-        if self.suffix == ".tmp":
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(StateError, match="Input/output error"), atomic_folder(tmp_path / "model") as folder:
-        (folder / "a").write_text("new")
-    assert (tmp_path / "model" / "a").read_text() == "old"
-    assert names(tmp_path) == ["model"]
-
-
-HOLD_OPEN = """
-import sys
-from pathlib import Path
-from edgespec.platform.files import atomic_folder
-with atomic_folder(Path(sys.argv[1])) as folder:
-    (folder / "a").write_text("half")
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_killed_process_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    output = tmp_path / "model"
-    command = [sys.executable, "-c", HOLD_OPEN, str(output)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.kill()
-    assert names(tmp_path) == ["model.tmp"]
-    with atomic_folder(output) as folder:
-        assert names(folder) == []
-        (folder / "a").write_text("whole")
-    assert (output / "a").read_text() == "whole"
-    assert names(tmp_path) == ["model"]
 
 
 # a user's own folders

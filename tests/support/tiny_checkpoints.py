@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from edgespec.formats.architectures import ARCHITECTURES, Architecture, Sizes
-from edgespec.formats.checkpoint import Checkpoint
+from edgespec.formats.checkpoint import INDEX, Checkpoint
 from edgespec.formats.gguf.tokenizer import GPT_4O, LLAMA3, QWEN2, SPACE, TEKKEN
 
 VOCABULARY = 400
@@ -225,6 +225,21 @@ def write_safetensors(path: Path, weights: dict[str, NDArray[np.float32]], dtype
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+
+
+def shard(folder: Path, parts: int = 3) -> dict[str, str]:
+    """Cut the weights of `folder` into files as large models come; returns tensor name -> file name."""
+    checkpoint = Checkpoint.open(folder)
+    names = list(checkpoint.names())
+    placed = dict[str, str]()
+    for part in range(parts):
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        mine = names[part::parts]
+        write_safetensors(folder / file, {name: checkpoint.weights(name) for name in mine})
+        placed |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    return placed
 
 
 def _stored(values: NDArray[np.float32], dtype: str) -> bytes:

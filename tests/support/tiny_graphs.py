@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from demo import TEST_THREADS
 from edgespec.export.check import open_engine
 from edgespec.export.gguf.convert import convert
-from edgespec.export.onnx.writer import convert_gguf, open_gguf
+from edgespec.export.onnx.hub_model import open_hub
+from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
 from edgespec.types import Batch
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 
@@ -33,12 +34,15 @@ def tiny_files(folder: Path) -> Callable[[str], Path]:
     return make
 
 
-def graph(path: Path, folder: Path, quant: str = "fp32", group_size: int | None = None) -> Path:
+def graph(source: Path, folder: Path, quant: str = "fp32", group_size: int | None = None) -> Path:
+    """Of a GGUF or a checkpoint."""
     folder.mkdir(parents=True)
-    return convert_gguf(open_gguf(path), folder, quant, group_size)
+    if source.is_dir():
+        return convert_hub(open_hub(source), folder, quant, group_size)
+    return convert_gguf(open_gguf(source), folder, quant, group_size)
 
 
-def logits(path: Path, ids: NDArray[np.int32] = IDS) -> Floats:
+def logits(path: Path, ids: Sequence[int] | NDArray[np.int32] = IDS) -> Floats:
     with open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, 128, TEST_THREADS) as engine:
         return engine.forward(Batch.chain(ids)).copy()
 

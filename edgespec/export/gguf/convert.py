@@ -11,9 +11,8 @@ import math
 import os
 import re
 import struct
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +44,6 @@ from edgespec.formats.architectures import (
 )
 from edgespec.formats.checkpoint import Checkpoint, Weights, settings_of
 from edgespec.formats.gguf.check import check_gguf
-from edgespec.formats.gguf.header import read_header
 from edgespec.platform.files import atomic_file
 from edgespec.platform.machine import physical_cores
 from edgespec.types import Progress, no_progress
@@ -59,27 +57,8 @@ OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileTy
 }
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """The result. `types`: number of tensors by stored type; rows that are not a multiple of the block are f16."""
-
-    path: Path
-    architecture: str
-    types: dict[str, int] = field(default_factory=dict)
-
-
 Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Weights]]]
 """GGUF name -> (shape, function that returns the weights)."""
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """A file's metadata; `describe` writes that of architecture and tokenizer."""
-
-    architecture: str
-    name: str
-    licence: str | None
-    describe: Callable[[gguf.GGUFWriter], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +78,7 @@ def convert(
     name: str | None = None,
     licence: str | None = None,
     progress: Progress = no_progress,
-) -> Conversion:
+) -> Path:
     """Write a model (its folder or an opened checkpoint) to `output` as GGUF, atomically; norms are F32.
 
     Raises ModelFileError if the folder is incomplete or not supported, StateError if `output` cannot be written.
@@ -110,68 +89,71 @@ def convert(
         sizes = found.sizes(checkpoint)
         plan = plan_tensors(checkpoint, found, sizes)
         attention_factor(checkpoint, found, sizes)  # which may be impossible: found before anything is written
-    tensors: Tensors = {
-        tensor: (planned.shape, partial(_weights, checkpoint, found, sizes, planned))
-        for tensor, planned in plan.items()
-    }
+        tensors: Tensors = {
+            tensor: (planned.shape, partial(_weights, checkpoint, found, sizes, planned))
+            for tensor, planned in plan.items()
+        }
+        tensors |= rotary_tensors(checkpoint, sizes)
 
     def describe(writer: gguf.GGUFWriter) -> None:
         with settings_of(checkpoint.folder):
             write_hyperparameters(writer, checkpoint, found, sizes)
         write_tokenizer(writer, checkpoint, sizes.vocabulary)
 
-    about = About(found.name, name or checkpoint.folder.name, licence, describe)
-    with settings_of(checkpoint.folder):
-        tensors |= rotary_tensors(checkpoint, sizes)
-    return write_gguf(output, about, tensors, output_type, progress=progress)
+    called = name or checkpoint.folder.name
+    return write_gguf(output, found.name, called, describe, tensors, output_type, licence=licence, progress=progress)
 
 
 def write_gguf(
     output: Path,
-    about: About,
+    architecture: str,
+    name: str,
+    describe: Callable[[gguf.GGUFWriter], None],
     tensors: Tensors,
     output_type: OutputType,
     *,
+    licence: str | None = None,
     indices: Mapping[str, NDArray[np.int64]] = MappingProxyType({}),
     progress: Progress = no_progress,
-) -> Conversion:
+) -> Path:
     """Write the header with all tensor infos, then stream the data, one tensor in memory at a time.
 
-    `indices` are stored unchanged, after the `tensors`. Raises StateError if `output` cannot be written.
+    `name`: of the model; `describe` writes the metadata of architecture and tokenizer; `indices` are stored unchanged,
+    after the `tensors`. Raises StateError if `output` cannot be written.
     """
     wanted, file_type = OUTPUT_TYPES[output_type]
-    stored = {name: stored_type(shape, wanted) for name, (shape, _) in tensors.items()}
+    stored = {tensor: stored_type(shape, wanted) for tensor, (shape, _) in tensors.items()}
     with atomic_file(output) as temporary:
-        writer = gguf.GGUFWriter(temporary, about.architecture)
+        writer = gguf.GGUFWriter(temporary, architecture)
         try:
-            writer.add_name(about.name)
-            if about.licence is not None:
-                writer.add_license(about.licence)
+            writer.add_name(name)
+            if licence is not None:
+                writer.add_license(licence)
             writer.add_file_type(file_type)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            about.describe(writer)
-            for name, (shape, _) in tensors.items():
-                block, block_bytes = gguf.GGML_QUANT_SIZES[stored[name]]
+            describe(writer)
+            for tensor, (shape, _) in tensors.items():
+                block, block_bytes = gguf.GGML_QUANT_SIZES[stored[tensor]]
                 size = math.prod(shape) // block * block_bytes
-                writer.add_tensor_info(name, shape, np.dtype(np.float32), size, stored[name])
-            for name, array in indices.items():
+                writer.add_tensor_info(tensor, shape, np.dtype(np.float32), size, stored[tensor])
+            for tensor, array in indices.items():
                 kind = gguf.GGMLQuantizationType.I64
-                writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
+                writer.add_tensor_info(tensor, array.shape, array.dtype, array.nbytes, kind)
             writer.write_header_to_file()
             try:
                 writer.write_kv_data_to_file()
             except (OverflowError, struct.error) as exc:
-                raise ModelFileError(f"{about.name} has a setting that GGUF cannot hold: {exc}") from exc
+                raise ModelFileError(f"{name} has a setting that GGUF cannot hold: {exc}") from exc
             writer.write_ti_data_to_file()
-            for done, (name, (_, load)) in enumerate(tensors.items()):
-                progress(done, len(tensors), name)
-                writer.write_tensor_data(_quantised(load(), stored[name], name))
+            for done, (tensor, (_, load)) in enumerate(tensors.items()):
+                progress(done, len(tensors), tensor)
+                writer.write_tensor_data(_quantised(load(), stored[tensor], tensor))
             for array in indices.values():
                 writer.write_tensor_data(array)
             progress(len(tensors), len(tensors), "done")
         finally:
             writer.close()
-    return Conversion(output, about.architecture, dict(Counter(kind.name for kind in stored.values())))
+    return output
 
 
 def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> dict[str, Planned]:
@@ -204,9 +186,7 @@ def stored_type(shape: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gg
 
 def _weights(checkpoint: Checkpoint, found: Architecture, sizes: Sizes, planned: Planned) -> Weights:
     weights = checkpoint.weights(planned.source)
-    if not np.isfinite(_extremes(weights)).all():
-        file = checkpoint.tensors[planned.source].file
-        raise ModelFileError(f"{file}: tensor {planned.source} contains infinity or NaN. Download it again")
+    checkpoint.check_finite(planned.source, _extremes(weights))
     return apply(planned.tensor.change, weights, checkpoint, found, sizes)
 
 
@@ -308,24 +288,23 @@ def export_gguf(
     name: str | None = None,
     licence: str | None = None,
     threads: int | None = None,
-    progress: Progress | None = None,
-) -> Conversion:
+    progress: Progress = no_progress,
+) -> None:
     """Convert the Hugging Face model of `folder` to `output`, quantised to one of GGUF_QUANTS.
 
     A temporary file in the checkpoint's precision is written beside `output`. Raises the errors of `convert` and
     `quantise`.
     """
-    report = progress or no_progress
     check_quant(quant)
     if quant in OUTPUT_TYPES:
-        return convert(folder, output, quant, name=name, licence=licence, progress=report)
+        convert(folder, output, quant, name=name, licence=licence, progress=progress)
+        return
     between = output.with_name(f"{output.name}.source.tmp")
     try:
-        source = convert(folder, between, _own_precision(folder), name=name, licence=licence, progress=report)
-        types = quantise(between, output, quant, threads=threads, progress=report)
+        convert(folder, between, _own_precision(folder), name=name, licence=licence, progress=progress)
+        quantise(between, output, quant, threads=threads, progress=progress)
     finally:
         between.unlink(missing_ok=True)
-    return Conversion(output, source.architecture, types)
 
 
 def check_quant(quant: str) -> None:
@@ -348,17 +327,13 @@ def quantise(
     *,
     threads: int | None = None,
     may_requantise: bool = False,
-    progress: Progress | None = None,
-) -> dict[str, int]:
-    """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES. Returns the number of tensors by stored type.
+    progress: Progress = no_progress,
+) -> None:
+    """Quantise a GGUF of f32, f16 or bf16 to one of FILE_TYPES; rows that its blocks do not divide get another type.
 
-    `may_requantise`: the source may be quantised, too, such as to write its weights as f32.
-
-    The types are read from the written file: llama.cpp silently uses another type for rows that are not a multiple of
-    its block (256 values for the k types). Raises ModelFileError with llama.cpp's message, ConfigError for an unknown
-    type, StateError if the disk is full.
+    `may_requantise`: the source may be quantised, too, such as to write its weights as f32. Raises ModelFileError with
+    llama.cpp's message, StateError if the disk is full.
     """
-    check_quant(quant)
     check_gguf(source)
     llama = library()
     params = llama.llama_model_quantize_default_params()
@@ -366,8 +341,7 @@ def quantise(
     params.nthread = threads or physical_cores()
     params.allow_requantize = may_requantise
     with atomic_file(output) as temporary:
-        _run(llama, source, temporary, params, progress or no_progress)
-    return dict(Counter(tensor.kind for tensor in read_header(output).tensors))
+        _run(llama, source, temporary, params, progress)
 
 
 def _run(llama: Any, source: Path, temporary: Path, params: Any, progress: Progress) -> None:

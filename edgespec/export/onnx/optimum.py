@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -105,8 +104,7 @@ def _take_over(made: Path, output: Path) -> None:
 
 def run_command(command: list[str], what: str) -> None:
     """Run a command to its end; `what` names the work in errors, which are as in `export_with_optimum`."""
-    said: deque[str] = deque(maxlen=LINES_KEPT)
-    with subprocess.Popen(
+    done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -114,16 +112,12 @@ def run_command(command: list[str], what: str) -> None:
         text=True,
         encoding="utf-8",
         errors="replace",
-        env=child_environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", PYTHONUNBUFFERED="1"),
-    ) as process:
-        assert process.stdout is not None
-        try:
-            said.extend(line.strip() for line in process.stdout if line.strip())
-        finally:
-            if sys.exc_info()[0] is not None:
-                process.kill()
-    if process.returncode:
-        raise failure(process.returncode, list(said), what)
+        env=child_environment(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error"),
+        check=False,
+    )
+    if done.returncode:
+        said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        raise failure(done.returncode, said[-LINES_KEPT:], what)
 
 
 def failure(returncode: int, said: list[str], what: str) -> CapabilityError | ModelFileError:

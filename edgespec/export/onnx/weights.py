@@ -135,7 +135,8 @@ class HubWeights:
 
     def vector(self, name: str) -> Weights:
         stored, row = self._tensors[name]
-        found = self._checked(self._checkpoint.weights(stored), stored)
+        found = self._checkpoint.weights(stored)
+        self._checkpoint.check_finite(stored, found)
         return found + np.float32(1) if row.change in ONE_MORE else found
 
     def shape(self, name: str) -> tuple[int, int]:
@@ -147,16 +148,12 @@ class HubWeights:
         outputs, inputs = self._checkpoint.shape(stored)
         step = max(HUB_WEIGHTS_AT_ONCE // inputs, 1)
         for start in range(0, outputs, step):
-            yield self._checked(self._checkpoint.rows_of(stored, start, min(start + step, outputs)), stored)
+            found = self._checkpoint.rows_of(stored, start, min(start + step, outputs))
+            self._checkpoint.check_finite(stored, found)
+            yield found
 
     def _stored(self, name: str) -> str:
         return self._tensors[EMBEDDING if name == HEAD and self.is_tied else name][0]
-
-    def _checked(self, values: Weights, name: str) -> Weights:
-        if not np.isfinite(values).all():
-            file = self._checkpoint.tensors[name].file
-            raise ModelFileError(f"{file}: tensor {name} contains infinity or NaN. Download it again")
-        return values
 
 
 # tiles

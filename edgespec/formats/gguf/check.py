@@ -50,12 +50,6 @@ _NEVER_CAUSAL = ("gemma-embedding", "llama-embed")  # whose files need not say s
 _ENCODERS = ("t5", "t5encoder")  # that do not say so under attention.causal
 
 
-def require_text_model(path: Path, header: GgufHeader) -> None:
-    """Raises as `require_language_model`, but for an encoder whose embeddings can be given."""
-    if not gives_only_embeddings(header):
-        require_language_model(path, header)
-
-
 def gives_only_embeddings(header: GgufHeader) -> bool:
     """Whether a model reads a whole text at once, and its file says which of the states are the text's embedding."""
     return _is_encoder(header) and header.metadata.get(f"{header.architecture}.pooling_type") in _POOLINGS
@@ -100,7 +94,7 @@ def _has_only_mtp(header: GgufHeader) -> bool:
 def has_mtp(header: GgufHeader) -> bool:
     """Whether a model has a multi-token prediction layer that can draft for it."""
     count = header.metadata.get(f"{header.architecture}.nextn_predict_layers")
-    return may_have_mtp(header) and isinstance(count, int) and count > 0
+    return header.architecture in _WITH_MTP and isinstance(count, int) and count > 0
 
 
 def main_layers(header: GgufHeader) -> int:
@@ -108,11 +102,6 @@ def main_layers(header: GgufHeader) -> int:
     counts = (header.metadata.get(f"{header.architecture}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
     all_layers, further = (count if isinstance(count, int) else 0 for count in counts)
     return all_layers - further
-
-
-def may_have_mtp(header: GgufHeader) -> bool:
-    """Whether models of this architecture are published with such a layer, which most files of them lack."""
-    return header.architecture in _WITH_MTP
 
 
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -216,7 +205,8 @@ def check_gguf(path: Path) -> GgufHeader:
 
 def _checked(path: Path) -> GgufHeader:
     header = with_shards(path, read_header(path))
-    require_text_model(path, header)
+    if not gives_only_embeddings(header):
+        require_language_model(path, header)
     for reason in _faults(header):
         raise ModelFileError(f"{path} is not a usable model: {reason}. Download or export it again")
     return header

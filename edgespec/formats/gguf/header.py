@@ -56,7 +56,6 @@ TENSOR_TYPES = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-NUMBER_OF_TYPE = {name: number for number, (name, *_) in TENSOR_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

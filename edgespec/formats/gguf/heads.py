@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.gguf.check import HeadKind, check_gguf, head_kind, is_gemma4_drafter, main_layers
@@ -178,9 +178,16 @@ class _Reader:
             raise self._wrong(f"it is a {self._header.architecture!r}, and a draft head is needed")
         return readers[self._form]()
 
-    @property
-    def _weight_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self._header.tensors)
+    def _sizes(self, form: HeadForm, *, num_drafted: int = 0, **others: Any) -> HeadSizes:
+        """With the sizes that heads of every form tell alike."""
+        return HeadSizes(
+            form=form,
+            vocabulary_size=self._vocabulary_size,
+            num_drafted=num_drafted or self._vocabulary_size,
+            context_length=self._count("context_length"),
+            weight_bytes=sum(tensor.num_bytes for tensor in self._header.tensors),
+            **others,
+        )
 
     # -- the forms
 
@@ -201,16 +208,13 @@ class _Reader:
         if self._value("norm_before_fc") is True:
             self._check_shapes({"enc.output_norm.weight": (len(layers) * target_width,)})
         self._check_ends(width, num_drafted)
-        return HeadSizes(
-            form="eagle3",
+        return self._sizes(
+            "eagle3",
             width=width,
             target_width=target_width,
             layers=layers,
-            vocabulary_size=self._vocabulary_size,
             num_drafted=num_drafted,
-            context_length=self._count("context_length"),
             shares_weights=EMBEDDINGS not in self._tensors or OUTPUT not in self._tensors,
-            weight_bytes=self._weight_bytes,
             kv_bytes_per_token=2 * kv_heads * size * HALF_BYTES,
         )
 
@@ -218,15 +222,11 @@ class _Reader:
         """llama.cpp checks the shapes."""
         width = self._count("embedding_length")
         self._check_shapes({EMBEDDINGS: (width, self._vocabulary_size)})
-        return HeadSizes(
-            form="mtp",
+        return self._sizes(
+            "mtp",
             width=width,
             target_width=width,
             target_layers=main_layers(self._header),
-            vocabulary_size=self._vocabulary_size,
-            num_drafted=self._vocabulary_size,
-            context_length=self._count("context_length"),
-            weight_bytes=self._weight_bytes,
             kv_bytes_per_token=2 * width * HALF_BYTES,  # at most: keys and values as wide as the model
         )
 
@@ -242,15 +242,11 @@ class _Reader:
                 self._check_rotated(rotated, size)
         self._check_shapes({EMBEDDINGS: (self._count("embedding_length"), self._vocabulary_size)})
         width = self._count("embedding_length_out")  # of the states that it reads and gives: its target's
-        return HeadSizes(
-            form="gemma4",
+        return self._sizes(
+            "gemma4",
             width=width,
             target_width=width,
-            vocabulary_size=self._vocabulary_size,
-            num_drafted=self._vocabulary_size,
-            context_length=self._count("context_length"),
             shares_weights=True,
-            weight_bytes=self._weight_bytes,
         )
 
     def _dflash(self) -> HeadSizes:
@@ -273,12 +269,11 @@ class _Reader:
         self._check_ends(width, num_drafted)
         has_markov, has_confidence = self._markov(width, num_drafted)
         has_table, has_output = EMBEDDINGS in self._tensors, OUTPUT in self._tensors
-        return HeadSizes(
-            form="dflash",
+        return self._sizes(
+            "dflash",
             width=width,
             target_width=width,
             layers=layers,
-            vocabulary_size=self._vocabulary_size,
             num_drafted=num_drafted,
             mask_id=self._mask_id(),
             block_size=self._block_size(num_layers, has_markov=has_markov),
@@ -288,8 +283,6 @@ class _Reader:
             has_confidence=has_confidence,
             shares_weights=not has_table or (DRAFTED in self._tensors and not has_output),
             inner_width=self._count("feed_forward_length"),
-            context_length=self._count("context_length"),
-            weight_bytes=self._weight_bytes,
             kv_bytes_per_token=2 * num_layers * kv_width * HALF_BYTES,
         )
 
