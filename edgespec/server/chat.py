@@ -133,7 +133,8 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     require_writer(model.target.facts)
     template = vocabulary.chat_template
     if template is None:
-        raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")
+        needs = "use /v1/completions, or start the server with --chat-template-file"
+        raise bad_request(f"this model has no chat template, as usual for base models: {needs}", "messages")
     sampling = sampling_of(chat, loaded, chat.logit_bias)
     limit = chat.token_limit
     options = options_of(chat, loaded, limit, chat.num_logprobs)
