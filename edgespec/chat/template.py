@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from edgespec.chat.marks import PRINTED_MARKS
 from edgespec.chat.messages import Message, as_written, checked_messages, wants_short_ids, with_short_ids
 from edgespec.chat.tool_forms import with_tools
 from edgespec.contained import Containment, Overrun
-from edgespec.errors import CapabilityError, ConfigError, EdgespecError, PromptError, shown
+from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
 from edgespec.vocabulary import Vocabulary
 
 _BAR = "|\N{FULLWIDTH VERTICAL LINE}"
@@ -200,22 +199,6 @@ def num_characters(*values: Any) -> int:
         return sum(map(len, texts(list(values))))
     except RecursionError as exc:
         raise PromptError(_TOO_DEEP) from exc
-
-
-def answer_opening(vocabulary: Vocabulary) -> tuple[int, ...]:
-    """The token ids with which the vocabulary's template opens each answer, from the first control token of them on.
-
-    Empty where there is none.
-    """
-    try:
-        one, other = (
-            encode_messages(vocabulary, [{"role": "user", "content": text}], None, "") for text in ("Why?", "A list")
-        )
-    except EdgespecError:  # no template, or one that fails, which a conversation will say
-        return ()
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False))
-    opening = [*takewhile(lambda token_id: token_id not in vocabulary.end_ids, (token_id for token_id, _ in same))]
-    return tuple(dropwhile(vocabulary.piece, reversed(opening)))
 
 
 def as_text(vocabulary: Vocabulary, mark: str) -> list[int]:

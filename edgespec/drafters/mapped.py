@@ -141,7 +141,7 @@ def map_vocabulary(target: Vocabulary, draft: Engine) -> VocabularyMap:
 class MappedSequence(CachedSequence):
     """A draft model's cache as a list of target tokens; logits come in the target's ids.
 
-    It supports what a draft model needs (feed, look, rollback). What only a target does is refused, since its places
+    It supports what a draft model needs: feeding, looking, rollback. What only a target does is refused: its places
     would be taken for those of the draft's tokens.
     """
 

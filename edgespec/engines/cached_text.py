@@ -3,16 +3,14 @@
 A prompt is cut into passes that are mostly as wide as they may be (`borders`). In reproducible mode the width of its
 pass gives a token's keys and values their bits. In a wide class all widths give the same. Where the class ends at three
 rows, as with llama.cpp's Q4_K kernels, a prompt that was read in wide passes has other bits than one that was decoded,
-but the same ones each time if it is cut in the same places. So there the tokens of the prompt alone decide
-(`PromptBlocks`): what the user wrote is read in blocks, from where it begins, and its last token by itself, so that a
-prompt that comes again goes on from there. What the model answered in earlier turns is read in passes of the class, as
-it was decoded; while a conversation goes on, it is still in the cache.
+but the same ones each time if it is cut in the same places. So there its length alone decides (`block_ends`): it is
+read in blocks from its beginning, and its last token by itself. What was decoded is read again as a part of the next
+prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,18 +22,22 @@ from edgespec.types import TokenIds
 
 
 class CachedText(NamedTuple):
-    """Cached tokens [n], and for each of them where its pass ended [n], as `PromptBlocks.ends` gives it."""
+    """Cached tokens [n], and for each of them where its pass ended [n], as `block_ends` gives it."""
 
     token_ids: TokenIds
     ends: TokenIds
 
-    def shared_length(self, wanted_ids: TokenIds, blocks: PromptBlocks | None) -> int:
-        """How many tokens, at most n - 1, of a prompt [n] are cached, and were read in the passes that it wants."""
+    def shared_length(self, wanted_ids: TokenIds, block: int) -> int:
+        """How many tokens, at most n - 1, of a prompt [n] are cached, and were read in the passes that it wants.
+
+        `block`: as `EngineFacts.prompt_block`; 0: in any passes.
+        """
         limit = min(self.token_ids.size, wanted_ids.size - 1)
         shared = _equal(self.token_ids[:limit], wanted_ids[:limit])
-        if blocks is None:
+        if not block:
             return shared
-        return whole_passes(self.ends, _equal(self.ends[:shared], blocks.ends(wanted_ids)[:shared]))
+        wanted = block_ends(wanted_ids.size, block)
+        return whole_passes(self.ends, _equal(self.ends[:shared], wanted[:shared]))
 
     def begins_with(self, other: CachedText) -> bool:
         """Whether it holds all that `other` holds."""
@@ -111,48 +113,11 @@ def borders(engine: Engine, num_tokens: int, most_with_states: int) -> list[int]
     return ends
 
 
-@dataclass(frozen=True, slots=True)
-class PromptBlocks:
-    """The cuts of prompts into blocks of `size` tokens.
-
-    `opening`: the tokens that open an answer in a conversation; `end_ids`: any of them ends it. An empty `opening`:
-    answers cannot be told from the rest, and are read in blocks as well.
-    """
-
-    size: int
-    opening: tuple[int, ...] = ()
-    end_ids: frozenset[int] = frozenset()
-
-    def ends(self, token_ids: TokenIds) -> TokenIds:
-        """For each token of a prompt [n], where the pass that reads it ends [n]: i + 1 for one of the width class."""
-        ends = np.arange(1, token_ids.size + 1, dtype=np.int32)
-        for start, stop in self._given(token_ids):
-            body = max(stop - 1, start)  # without the last token
-            places = np.arange(start, body, dtype=np.int32)
-            ends[start:body] = np.minimum(places + self.size - (places - start) % self.size, body)
-        return ends
-
-    def _given(self, token_ids: TokenIds) -> Iterator[tuple[int, int]]:
-        """Where the parts of a prompt begin and end that were not answered by the model."""
-        start = 0
-        stops = np.flatnonzero(np.isin(token_ids, list(self.end_ids)))
-        for answer in self._answers(token_ids):
-            if answer < start:  # the opening stands within an answer
-                continue
-            yield start, answer
-            later = stops.searchsorted(answer)
-            start = int(stops[later]) if later < stops.size else token_ids.size
-        yield start, token_ids.size
-
-    def _answers(self, token_ids: TokenIds) -> list[int]:
-        """Where answers begin."""
-        size, last = len(self.opening), token_ids.size - len(self.opening) + 1
-        if not size or last < 1:
-            return []
-        found = np.ones(last, np.bool_)
-        for place, token_id in enumerate(self.opening):
-            found &= token_ids[place : place + last] == token_id
-        return [int(place) + size for place in np.flatnonzero(found)]
+def block_ends(num_tokens: int, block: int) -> TokenIds:
+    """For each token of a prompt that is read in blocks, where its pass ends: i + 1 for one of the width class."""
+    ends = np.arange(1, num_tokens + 1, dtype=np.int32)
+    ends[:-1] = np.minimum(-(-ends[:-1] // block) * block, num_tokens - 1)  # without the last one
+    return ends
 
 
 def runs(ends: TokenIds, widest: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import Closing
-from edgespec.errors import CapabilityError
+from edgespec.errors import BatchError, CapabilityError, ContextFull
 from edgespec.formats.head_file import HeadFile, HeadManifest
 from edgespec.types import Logits, TokenIds
 
@@ -93,6 +93,31 @@ class DraftHead(Closing, ABC):
         draft has it.
         """
         raise self._lacks("step")
+
+    def _check_features(self, features: States) -> None:
+        if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
+            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
+
+    def _check_state(self, state: States) -> None:
+        if state.shape != (self.facts.width,):
+            raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
+
+    def _check_pairs(self, token_ids: TokenIds, states: States) -> None:
+        if token_ids.size == 0 or states.shape != (token_ids.size, self.facts.width):
+            raise BatchError(
+                f"one state of width {self.facts.width} per token and at least one token are needed, got "
+                f"{token_ids.size} tokens and states {states.shape}"
+            )
+        self._check_room(token_ids.size, "pairs")
+
+    def _check_room(self, count: int, of_what: str) -> None:
+        room = self.facts.context_length - (self.end - self.start)
+        if count > room:
+            raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more {of_what}")
+
+    def _check_position(self, position: int) -> None:
+        if not self.start <= position <= self.end:
+            raise BatchError(f"the head's cache holds entries {self.start}..{self.end}, {position} is outside")
 
     def _lacks(self, what: str) -> CapabilityError:
         return CapabilityError(f"a head of the kind {type(self).__name__} has no pass {what!r}: use its own drafter")

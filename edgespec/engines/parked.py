@@ -55,7 +55,7 @@ class ParkedStates:
         held = live.reusable_length(wanted_ids)
         found, most = None, held
         for parked in self._states:
-            shared, size = parked.text.shared_length(wanted_ids, live.blocks), parked.text.token_ids.size
+            shared, size = parked.text.shared_length(wanted_ids, facts.prompt_block), parked.text.token_ids.size
             if shared > most and (shared == size or (can_rollback and shared >= facts.loaded_reach(size))):
                 found, most = parked, shared
             del parked  # or the last one would outlive what `park` drops

@@ -64,27 +64,6 @@ class Bits:
         )
 
 
-@dataclass(slots=True)
-class Survey:
-    """Results of a survey so far, by width, and a digest of its text. It can be saved and resumed."""
-
-    text: str = ""
-    found: dict[int, Bits] = field(default_factory=dict)
-
-    @property
-    def classes(self) -> tuple[WidthClass, ...]:
-        return classes(self.found)
-
-    def begins_class(self, width: int) -> bool:
-        """Whether a class begins with `width`, as far as narrower widths were measured."""
-        return any(low == width for low, _ in classes({each: self.found[each] for each in self.found if each <= width}))
-
-    @property
-    def seconds(self) -> dict[int, float]:
-        """Seconds of a pass, by width."""
-        return {width: bits.seconds for width, bits in self.found.items()}
-
-
 def classes(found: Mapping[int, Bits]) -> tuple[WidthClass, ...]:
     """Runs of measured widths that agree with one another, as intervals; `found` by width."""
     runs: list[list[int]] = []
@@ -105,32 +84,28 @@ def without(found: Sequence[WidthClass], width: int) -> tuple[WidthClass, ...]:
     )
 
 
-def survey(engine: Engine, widest: int, so_far: Survey, most_low: int) -> None:
-    """Add the results of widths 1..`widest` to `so_far`, on sequence 0, which is empty before and after.
+def survey(engine: Engine, widest: int, most_low: int) -> dict[int, Bits]:
+    """The results of widths 1..`widest`, on sequence 0, which is empty before and after.
 
     Every width up to EVERY_WIDTH_TO is tested, of the wider ones only a few, and none after the first class that begins
-    above `most_low`, which nobody would use. After an interrupt `so_far` holds the widths that were finished.
+    above `most_low`, which nobody would use.
     """
     widths = (widest, *range(1, min(EVERY_WIDTH_TO, widest - 1) + 1), *_between(widest))
-    work = Work(EMITTED + sum(_num_passes(width) for width in widths), WHAT)
+    work, found = Work(1 + len(widths), WHAT), dict[int, Bits]()
     try:
         ids = proving_text(engine, widest)
-        digest = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
-        if so_far.text != digest:
-            so_far.text, so_far.found = digest, {}
-        work.step(EMITTED)
-        for place, width in enumerate(widths):
-            if width in so_far.found:
-                work.step(_num_passes(width))
-            else:
-                start = max(ids.size - max(width, SURVEY_ROWS), 0)
-                so_far.found[width] = passes_of(engine, ids, start, width, work)
-            if most_low < width < widest and so_far.begins_class(width):
-                so_far.found.pop(widest)  # it would seem to agree with all that were left out
-                work.step(sum(map(_num_passes, widths[place + 1 :])))
+        work.step()
+        for width in widths:
+            found[width] = passes_of(engine, ids, max(ids.size - max(width, SURVEY_ROWS), 0), width)
+            work.step()
+            narrow = {each: found[each] for each in found if each <= width}
+            if most_low < width < widest and any(low == width for low, _ in classes(narrow)):
+                found.pop(widest)  # it would seem to agree with all that were left out
+                work.step(work.total)
                 break
     finally:
         engine.rollback(0)
+    return found
 
 
 def reads_alike(engine: Engine, width: int) -> bool:
@@ -139,8 +114,7 @@ def reads_alike(engine: Engine, width: int) -> bool:
     In an empty cache, after another text was in it, and on as few threads as there may be. Sequence 0 is empty before
     and after.
     """
-    ids = sample_text(engine, width + width // 3)
-    steps, work = engine.thread_steps(), Work(3 * -(-ids.size // width), WHAT)
+    ids, steps = sample_text(engine, width + width // 3), engine.thread_steps()
 
     def bits() -> bytes:
         """Of the cache after `ids`, and of the logits of each pass."""
@@ -148,7 +122,6 @@ def reads_alike(engine: Engine, width: int) -> bool:
         logits = b""
         for start in range(0, ids.size, width):
             logits += engine.forward(Batch.chain(ids[start : start + width], last_only=True)).tobytes()
-            work.step()
         return logits + _cache_digest(engine)
 
     try:
@@ -164,10 +137,6 @@ def reads_alike(engine: Engine, width: int) -> bool:
         engine.rollback(0)
 
 
-def _num_passes(width: int) -> int:
-    return -(-max(width, SURVEY_ROWS) // width)
-
-
 def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
     """Whether `width` gives the same bits as the widest pass of its class `pair`, over CONFIRM_ROWS rows of text and
     over EARLY_ROWS rows near its beginning.
@@ -181,7 +150,7 @@ def confirm(engine: Engine, width: int, pair: WidthClass) -> bool:
     parts = [(max(ids.size - CONFIRM_ROWS, 0), ids.size)]
     if ids.size >= BEGINNING + EARLY_ROWS:
         parts.append((BEGINNING, BEGINNING + EARLY_ROWS))
-    work = Work(sum(-(-(stop - start) // each) for start, stop in parts for each in (high, width)), WHAT)
+    work = Work(2 * len(parts), WHAT)
     try:
         return all(_confirm_part(engine, ids[:stop], start, (high, width), work) for start, stop in parts)
     finally:
@@ -192,11 +161,14 @@ def _confirm_part(engine: Engine, ids: TokenIds, start: int, widths: tuple[int, 
     """Whether passes of both widths give the tokens from `start` on the same bits."""
     engine.rollback(0)
     _read(engine, ids[:start])
-    one, other = (passes_of(engine, ids, start, width, work) for width in widths)
-    return one.agrees(other)
+    found = []
+    for width in widths:
+        found.append(passes_of(engine, ids, start, width))
+        work.step()
+    return found[0].agrees(found[1])
 
 
-def passes_of(engine: Engine, ids: TokenIds, start: int, width: int, work: Work | None = None) -> Bits:
+def passes_of(engine: Engine, ids: TokenIds, start: int, width: int) -> Bits:
     """Score the tokens from `start` on in passes of exactly `width` rows; the last one may repeat rows."""
     found = Bits()
     taken: list[float] = []
@@ -206,8 +178,6 @@ def passes_of(engine: Engine, ids: TokenIds, start: int, width: int, work: Work 
         started_s = perf_counter()
         logits = engine.forward(Batch.chain(ids[end - width : end]))
         taken.append(perf_counter() - started_s)
-        if work is not None:
-            work.step()
         for position, row in enumerate(logits, start=end - width):
             found.rows[position] = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
     found.cache, found.seconds = _cache_digest(engine), median(taken)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
-from edgespec.engines.cached_text import PROMPT_END, CachedText, GrowingText, PromptBlocks, borders, runs, whole_passes
+from edgespec.engines.cached_text import PROMPT_END, CachedText, GrowingText, block_ends, borders, runs, whole_passes
 from edgespec.engines.features import PROMPT_FEATURES, PROMPT_STATES, Features, KeptFeatures
 from edgespec.errors import EdgespecError
 from edgespec.types import Batch, Draft, Logits, TokenIds
@@ -85,16 +85,15 @@ class CachedSequence:
     """The KV cache of one sequence as a list of tokens that grows, is rolled back and is reused.
 
     `most_rows`: limit for a pass that reads a prompt while other sequences wait. `num_fed`: how many passes the latest
-    `feed` took. `answer_opening`: the tokens with which the chat template opens an answer (`PromptBlocks`).
+    `feed` took.
     """
 
     most_per_token = 1  # most cells that one token takes in the cache
     most_rows = sys.maxsize
 
-    def __init__(self, engine: Engine, sequence: int = 0, answer_opening: tuple[int, ...] = ()) -> None:
+    def __init__(self, engine: Engine, sequence: int = 0) -> None:
         self.engine = engine
         self.sequence = sequence
-        self._opening = answer_opening
         self._held = GrowingText(engine.facts.context_length)
         self.num_fed = 0
         self._first_row = 0  # its first row in the last pass, which others may precede
@@ -106,7 +105,7 @@ class CachedSequence:
 
     def another(self, sequence: int) -> CachedSequence:
         """The same kind of cache for another sequence of the engine, which is emptied."""
-        return CachedSequence(self.engine, sequence, self._opening)
+        return CachedSequence(self.engine, sequence)
 
     @property
     def length(self) -> int:
@@ -121,12 +120,6 @@ class CachedSequence:
     def text(self) -> CachedText:
         """A copy of what is known of the cached tokens."""
         return CachedText(*(part.copy() for part in self._held.text))
-
-    @property
-    def blocks(self) -> PromptBlocks | None:
-        """How prompts are cut; None: anyhow, since the bits do not depend on it or need not be the same."""
-        size = self.engine.facts.prompt_block
-        return PromptBlocks(size, self._opening, self.end_ids) if size else None
 
     def with_pending(self, token_id: int) -> TokenIds:
         """The cached tokens and `token_id` after them [length + 1], a view that the next call may change."""
@@ -184,7 +177,7 @@ class CachedSequence:
 
     @property
     def most_branches(self) -> int:
-        """Most side branches of a tree for `look`; 0: chains only."""
+        """Most side branches of a tree for `looking`; 0: chains only."""
         return self.engine.most_branches
 
     def latest_fitting(self, token_ids: TokenIds, capacity: int) -> int:
@@ -205,7 +198,7 @@ class CachedSequence:
         """How many tokens `reuse` would keep."""
         shared = self.shared_length(wanted_ids)
         kept = self.engine.reachable(shared, self.sequence)
-        while kept < shared and self.blocks:  # perhaps within a block
+        while kept < shared and self.engine.facts.prompt_block:  # perhaps within a block
             shared = whole_passes(self._held.text.ends, kept)
             kept = self.engine.reachable(shared, self.sequence)
         return kept
@@ -216,7 +209,7 @@ class CachedSequence:
 
     def shared_length(self, wanted_ids: TokenIds) -> int:
         """Length of the common prefix of the cache and `wanted_ids` [n], at most n - 1."""
-        return self._held.text.shared_length(wanted_ids, self.blocks)
+        return self._held.text.shared_length(wanted_ids, self.engine.facts.prompt_block)
 
     def adopt(self, state: bytes | memoryview, text: CachedText) -> None:
         """Load `state`, which the engine saved after `text`; the sequence is empty when that fails.
@@ -288,13 +281,13 @@ class CachedSequence:
 
     def _cuts(self, token_ids: TokenIds) -> Iterator[tuple[int, int, TokenIds | None]]:
         """Where the passes of `feed` begin and end, and `CachedText.ends` of each; None: of the width class."""
-        blocks = self.blocks
-        if blocks is None or token_ids.size == 1:
+        block = self.engine.facts.prompt_block
+        if not block or token_ids.size == 1:
             most = self._most_with_states if self.keeps_features else sys.maxsize
             for start, end in itertools.pairwise(borders(self.engine, token_ids.size, most)):
                 yield start, end, None
             return
-        ends = blocks.ends(np.concatenate((self.token_ids, token_ids)))[self.length :]
+        ends = block_ends(self.length + token_ids.size, block)[self.length :]
         for start, end in runs(ends - self.length, self.engine.widest_pass):
             yield start, end, ends[start:end]
 
@@ -308,12 +301,8 @@ class CachedSequence:
         """Last tokens of a prompt whose hidden states are kept."""
         return PROMPT_STATES[self.engine.states_of]
 
-    def score(self, pending_token_id: int, draft: Draft) -> Logits:
-        """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
-        return at_once(self.scoring(pending_token_id, draft))
-
     def scoring(self, pending_token_id: int, draft: Draft) -> Passes[Logits]:
-        """The pass of `score`."""
+        """Logits [1 + draft tokens, vocabulary] of the pending token and every draft node; `keep` must follow."""
         if draft.num_tokens:
             batch = Batch.tree(pending_token_id, draft, sequence=self.sequence)
         else:
@@ -323,15 +312,11 @@ class CachedSequence:
         self._inputs.score()
         return logits
 
-    def look(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Logits:
+    def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
         """Logits of a tree of tokens [n] after the cached ones, for the rows of `outputs`; it is not kept.
 
         `parents` [n]: rows, or -1 after the last cached token. Raises as `Engine.forward`.
         """
-        return at_once(self.looking(token_ids, parents, outputs))
-
-    def looking(self, token_ids: TokenIds, parents: TokenIds, outputs: NDArray[np.bool_]) -> Passes[Logits]:
-        """The pass of `look`."""
         sequences = np.full(token_ids.size, self.sequence, np.int32)
         logits = yield PassRequest(self, Batch(token_ids, parents, sequences, outputs))
         self.engine.rollback(self.length, self.sequence)

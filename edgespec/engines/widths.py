@@ -17,7 +17,7 @@ import numpy as np
 
 from edgespec.engines import proof
 from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.proof import EVERY_WIDTH_TO, Survey, WidthClass, without
+from edgespec.engines.proof import EVERY_WIDTH_TO, WidthClass, without
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.platform import disk_cache
@@ -114,35 +114,17 @@ def refute(engine: Engine) -> None:
     engine.drop_class()
 
 
-def _cached(key: str, widest: int) -> Proved | None:
-    kept: Proved | None = disk_cache.get("widths", key, Proved)
-    if kept is None or not all(1 <= low <= high <= widest for low, high in kept.classes):
-        return None
-    return kept
-
-
 def _proved(engine: Engine, key: str, widest: int) -> Proved:
     """From the cache, or tested now."""
-    if (cached := _cached(key, widest)) is not None:
-        return cached
+    kept: Proved | None = disk_cache.get("widths", key, Proved)
+    if kept is not None and all(1 <= low <= high <= widest for low, high in kept.classes):
+        return kept
     logger.info("testing which pass widths give equal bits with this model, once")
-    surveyed = _surveyed(engine, key, widest)
-    found = Proved(surveyed.classes, surveyed.seconds)
+    surveyed = proof.survey(engine, widest, MAX_PADDED_WIDTH)
+    found = Proved(proof.classes(surveyed), {width: bits.seconds for width, bits in surveyed.items()})
     while (pinned := found.pinned) is not None and not proof.confirm(engine, pinned[0], pinned):
         found = replace(found, classes=without(found.classes, pinned[0]))
     disk_cache.put("widths", key, found)
-    disk_cache.delete("surveys", key)
-    return found
-
-
-def _surveyed(engine: Engine, key: str, widest: int) -> Survey:
-    """The survey, resumed where an interrupted one ended."""
-    found: Survey = disk_cache.get("surveys", key, Survey) or Survey()
-    try:
-        proof.survey(engine, widest, found, MAX_PADDED_WIDTH)
-    except BaseException:
-        disk_cache.put("surveys", key, found)
-        raise
     return found
 
 

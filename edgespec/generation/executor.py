@@ -13,7 +13,6 @@ from functools import partial
 from time import monotonic
 from weakref import WeakSet
 
-from edgespec.chat.template import answer_opening
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import DrafterName
 from edgespec.control.base import Controller
@@ -57,7 +56,7 @@ class Executor:
         """`memory`: what was planned, and the watch over it; None: nothing was planned, so nothing is watched."""
         self.turn = Turn()
         self.target = target
-        self.sequence = CachedSequence(target, 0, _answer_opening(target))
+        self.sequence = CachedSequence(target)
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
         self.advisor = Advisor(options, pair, target, self.pool)
         self.class_watch = ClassWatch()
@@ -229,13 +228,6 @@ class Executor:
             drafter.close()
         self.target.close()
         _open.discard(self)
-
-
-def _answer_opening(target: Engine) -> tuple[int, ...]:
-    """The tokens that open an answer, if the bits of a conversation depend on where its answers are."""
-    if not target.facts.prompt_block:
-        return ()
-    return answer_opening(target.vocabulary)
 
 
 def _abandon_all() -> None:

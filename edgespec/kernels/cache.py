@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from edgespec.kernels.tiles import TYPES, kernels
 
 CHUNK, LANES = 256, 16  # cells of which memory is touched at once; cells of a block
-CACHE_TYPES = ("F16", "Q8_0")
 
 Cells = NDArray[np.int32]
 

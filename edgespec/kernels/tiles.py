@@ -32,12 +32,11 @@ TYPES = {
     "BF16": 30,
     "MXFP4": 39,
 }
-ABI_VERSION = 3
 
 
 @cache
 def kernels() -> ctypes.CDLL:
-    """The loaded library. Raises OSError if there is none, or if it is of another version than this file."""
+    """The loaded library, whose version `library_path` has checked. Raises OSError if there is none."""
     found = library_path()
     if found is None:
         raise OSError("The kernels' library has not been built: edgespec doctor says how to get it.")
@@ -45,7 +44,6 @@ def kernels() -> ctypes.CDLL:
     library.edgespec_path.restype = ctypes.c_char_p
     i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     for name, result, arguments in (
-        ("abi_version", i32, ()),
         ("choose_path", i32, (ctypes.c_char_p,)),
         ("packed_bytes", i64, (i32, i64, i64)),
         ("row_bytes", i64, (i32, i64)),
@@ -67,8 +65,6 @@ def kernels() -> ctypes.CDLL:
     ):
         function = getattr(library, f"edgespec_{name}")
         function.restype, function.argtypes = result, arguments
-    if (version := library.edgespec_abi_version()) != ABI_VERSION:
-        raise OSError(f"{found} has version {version} of the kernels' interface, version {ABI_VERSION} is needed.")
     return library
 
 

@@ -6,7 +6,6 @@ missing, and where the folder cannot be written nothing is kept. Types are those
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 from pathlib import Path
@@ -74,9 +73,3 @@ def is_marked(kind: str, key: str) -> bool:
 def mark(kind: str, key: str, path: Path) -> None:
     """Record that something was done to a file, whose identity is part of `key`; `path` is for whoever looks inside."""
     put(kind, key, _Mark(str(path).encode(errors="replace").decode()))
-
-
-def delete(kind: str, key: str) -> None:
-    """Remove what `put` stored, if anything."""
-    with contextlib.suppress(OSError):
-        (cache_folder() / kind / f"{key}.json").unlink()

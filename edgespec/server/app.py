@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,27 +20,26 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from edgespec import __version__
 from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
-from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.native import NativeCompletion
 from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
-from edgespec.server.requests import Fields, parse_object
+from edgespec.server.requests import parse_object
 from edgespec.server.responses import ResponseRequest
 from edgespec.server.service import Loaded, Names, Service, Services, unknown_model
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
     Answering,
-    AtRest,
     Bodies,
     Body,
+    Endpoint,
+    Handler,
     asked_by,
     error_response,
     forget_frames,
@@ -48,21 +47,7 @@ from edgespec.server.web import (
     while_connected,
 )
 
-Handler = Callable[[Request], Awaitable[Response]]
 Schema = dict[str, Any]
-
-
-class Endpoint(NamedTuple):
-    """A path that takes a body, which is a `request`. `read`: checks it and, by the `kind` of the path, answers it.
-
-    `form`: of its streams, None where it has none; `at_rest`: see `Answering`.
-    """
-
-    request: type[Fields]
-    read: Callable[..., Any]
-    kind: Callable[[Services, Bodies, Endpoint], Handler | ASGIApp]
-    form: type[Exchange] | None = None
-    at_rest: AtRest | None = None
 
 
 def create_app(
@@ -102,10 +87,6 @@ def create_app(
 
 
 # -- how paths are answered
-
-
-def _generating(services: Services, bodies: Bodies, endpoint: Endpoint) -> ASGIApp:
-    return Answering(services, bodies, endpoint.read, endpoint.form or Exchange, endpoint.at_rest)
 
 
 def _embedding(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
@@ -225,19 +206,19 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
     "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),
     "/api/ps": ("Those that are loaded (Ollama)", lambda services, _: json_response(facts.running(services))),
 }
-_CHAT = Endpoint(Chat, chat.read_chat, _generating, chat.ChatExchange)
+_CHAT = Endpoint(Chat, chat.read_chat, Answering, chat.ChatExchange)
 _CHAT_TOKENS = Endpoint(Chat, chat.count_input_tokens, _replying)
-_NATIVE = Endpoint(NativeCompletion, native.read_native, _generating, native.NativeExchange)
-_RESPONSES = Endpoint(ResponseRequest, responses.read_responses, _generating, responses.ResponsesExchange)
+_NATIVE = Endpoint(NativeCompletion, native.read_native, Answering, native.NativeExchange)
+_RESPONSES = Endpoint(ResponseRequest, responses.read_responses, Answering, responses.ResponsesExchange)
 _RESPONSES_TOKENS = Endpoint(ResponseRequest, responses.count_input_tokens, _replying)
 _UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
     "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
-    "/v1/completions": Endpoint(Completion, completions.read_completion, _generating, completions.CompletionExchange),
+    "/v1/completions": Endpoint(Completion, completions.read_completion, Answering, completions.CompletionExchange),
     "/v1/responses": _RESPONSES,
     "/v1/responses/input_tokens": _RESPONSES_TOKENS,
-    "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, _generating, messages.MessagesExchange),
+    "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, Answering, messages.MessagesExchange),
     "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens, _replying),
     "/v1/embeddings": Endpoint(embeddings.OpenAiEmbedding, embeddings.read_openai, _embedding),
     # llama-server's
@@ -247,13 +228,13 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/responses/input_tokens": _RESPONSES_TOKENS,
     "/completion": _NATIVE,
     "/completions": _NATIVE,
-    "/infill": Endpoint(native.Infill, native.read_infill, _generating, native.NativeExchange),
+    "/infill": Endpoint(native.Infill, native.read_infill, Answering, native.NativeExchange),
     "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize, _replying),
     "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize, _replying),
     "/apply-template": Endpoint(Chat, chat.apply_template, _replying),
     # Ollama's
-    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, _generating, OllamaExchange, _UNLOADS_CHAT),
-    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, _generating, OllamaExchange, _UNLOADS),
+    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, Answering, OllamaExchange, _UNLOADS_CHAT),
+    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, Answering, OllamaExchange, _UNLOADS),
     "/api/show": Endpoint(facts.ShowRequest, facts.show, _telling),
     "/api/pull": Endpoint(pulling.ModelName, pulling.respond_pull, _pulling),
     "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding),

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -27,22 +27,10 @@ from edgespec.generation.request import require_writer
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import DONE, Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse, usage
 from edgespec.server.http_errors import bad_request
-from edgespec.server.options import (
-    Biases,
-    Logprobs,
-    OpenAiRequest,
-    Tokens,
-    Tools,
-    check_llamacpp,
-    numbered,
-    options_of,
-    require_model,
-    sampling_of,
-)
+from edgespec.server.options import Logprobs, OpenAiRequest, Tokens, Tools, require_model
 from edgespec.server.requests import Asked, Fields, read, unsupported
-from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
-from edgespec.server.structure import forced_calls, read_structure, structured_behind
+from edgespec.server.structure import forced_calls, job_of, read_settings, structured_behind
 
 REASONING_EFFORTS = ("minimal", "low", "medium", "high", "xhigh")  # of a model that always reasons: no difference
 _EFFORTS_OF_CHANNELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss knows low, medium and high
@@ -75,7 +63,6 @@ class Chat(OpenAiRequest, kw_only=True):
         "modalities": ("this server answers with text only", (["text"],)),
     }
     messages: list[Any]
-    logit_bias: Biases | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
@@ -135,16 +122,13 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     if template is None:
         needs = "use /v1/completions, or start the server with --chat-template-file"
         raise bad_request(f"this model has no chat template, as usual for base models: {needs}", "messages")
-    sampling = sampling_of(chat, loaded, chat.logit_bias)
-    limit = chat.token_limit
-    options = options_of(chat, loaded, limit, chat.num_logprobs)
-    options = replace(read_structure(chat, loaded, options, chat.response_format), prediction=chat.predicted)
+    sampling, options = read_settings(chat, loaded, notes, chat.num_logprobs)
+    options = replace(options, prediction=chat.predicted)
     tools, form = _read_tools(chat, template)
     parallel = chat.parallel_tool_calls is not False
     if form is not None:
         options = forced_calls(loaded, options, tools, chat.tool_choice, form, parallel=parallel)
     arguments, ending = _template_arguments(chat, template, notes), chat.ending
-    check_llamacpp(chat, loaded, notes, has_probs=bool(chat.logprobs))
     model.require_room(len(chat.messages), "messages")
     model.require_room(num_characters(chat.messages, tools), "characters")
     messages = _read_messages(chat, template, notes)
@@ -163,10 +147,7 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     # Channels order the parts of a call freely: calls can only be read once the reasoning is told apart.
     has_to_split = reasoning is not None and reasoning.marks.has_channels and form is not None
     splits = has_to_split or (chat.reasoning_format or loaded.reasoning_format) != "none"
-    jobs = [
-        Job(prompt_ids, each, options, bool(chat.return_progress), reads_only=limit == 0)
-        for each in numbered(sampling, chat.n or 1)
-    ]
+    jobs = [job_of(chat, prompt_ids, each, options) for each in sampling]
     return Work(loaded, jobs, tools, form, parallel, reasoning if splits else None)
 
 
@@ -176,9 +157,14 @@ def can_reason(loaded: Loaded) -> bool:
     return reasoning_marks(template) is not None or "enable_thinking" in template or "reasoning_effort" in template
 
 
-def runs_there(kind: object) -> bool:
-    """Whether a kind of tool is one that OpenAI's or Anthropic's servers run themselves; it may end in a date."""
-    return isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None
+def run_by_client(tools: Sequence[Any], notes: list[str]) -> Iterator[tuple[str, Any, Any]]:
+    """(place, tool, its type) of those that OpenAI's or Anthropic's servers do not run themselves, which notes name."""
+    for index, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and _RUN_THERE.fullmatch(kind) is not None:  # it may end in a date
+            notes.append(f"tools: {kind} is left out: {RUNS_NONE}")
+        else:
+            yield f"tools.{index}", tool, kind
 
 
 def _template_arguments(chat: Chat, template: str, notes: list[str]) -> dict[str, Any]:

@@ -17,21 +17,10 @@ from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Work, prompt_progress, token_logprob, usage
 from edgespec.server.chat import OpenAiExchange
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import (
-    MOST_CHOICES,
-    Biases,
-    Logprobs,
-    OpenAiRequest,
-    check_llamacpp,
-    numbered,
-    options_of,
-    require_model,
-    sampling_of,
-)
+from edgespec.server.options import MOST_CHOICES, Logprobs, OpenAiRequest, require_model
 from edgespec.server.requests import Asked, read, unsupported, wrong
-from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
-from edgespec.server.structure import read_structure
+from edgespec.server.structure import job_of, read_settings
 from edgespec.vocabulary import FimTokens, Vocabulary
 
 
@@ -40,7 +29,6 @@ class Completion(OpenAiRequest, kw_only=True):
 
     refused: ClassVar[Asked] = {**OpenAiRequest.refused, "echo": ("the answer holds new text only", (False,))}
     prompt: str | list[Any]
-    logit_bias: Biases | None = None
     logprobs: Logprobs | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -55,23 +43,17 @@ def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str])
 def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     require_model(loaded.names, request.model, notes)
-    count, limit = request.n or 1, request.token_limit
+    count = request.n or 1
     if request.best_of is not None and request.best_of != count:
         raise unsupported("best_of", "use n")
     if request.suffix:
         prompts = _read_filling(loaded, request)
     else:
         prompts = [each.token_ids for each in read_prompts(loaded, request.prompt)]
-    sampling = sampling_of(request, loaded, request.logit_bias)
-    options = options_of(request, loaded, limit, request.logprobs)
-    options = read_structure(request, loaded, options, request.response_format)
-    check_llamacpp(request, loaded, notes, has_probs=bool(request.logprobs))
+    sampling, options = read_settings(request, loaded, notes, request.logprobs)
     if count * len(prompts) > MOST_CHOICES:
         raise bad_request(f"{len(prompts)} prompts with n = {count}: at most {MOST_CHOICES} answers", "prompt")
-    jobs = [
-        Job(ids, each, options, bool(request.return_progress), reads_only=limit == 0)
-        for ids, each in itertools.product(prompts, numbered(sampling, count))
-    ]
+    jobs = [job_of(request, ids, each, options) for ids, each in itertools.product(prompts, sampling)]
     return Work(loaded, jobs)
 
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 from edgespec import __version__
 from edgespec.loading.model_facts import size_label
 from edgespec.server.http_errors import bad_request
-from edgespec.server.options import require_model
+from edgespec.server.options import NAMED_ALIKE, require_model
 from edgespec.server.requests import Fields, read, wrong
 from edgespec.server.service import Known, Loaded, Names, Service, Services, without_tag
 from edgespec.vocabulary import Vocabulary
@@ -54,8 +54,7 @@ def health(services: Services) -> tuple[dict[str, Any], int]:
 def properties(service: Service) -> dict[str, Any]:
     """`/props`: what the server runs, under llama.cpp's names where it has one. Holds no path."""
     loaded, known = service.loaded, service.known
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-    params = {name: getattr(known.sampling, name) for name in names} | {"max_tokens": known.max_tokens}
+    params = {name: getattr(known.sampling, name) for name in NAMED_ALIKE} | {"max_tokens": known.max_tokens}
     return {
         "model_alias": known.name,
         "build_info": f"edgespec {__version__}",

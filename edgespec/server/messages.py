@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse
-from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, check_question, prepare, runs_there
+from edgespec.server.chat import RUNS_NONE, TEXT_ONLY, Chat, can_reason, check_question, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     JsonSchema,
@@ -206,13 +206,9 @@ def _read_tools(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str,
     if tools is None:
         return None
     found = []
-    for index, tool in enumerate(tools):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if runs_there(kind):
-            notes.append(f"tools: {kind} is left out: {RUNS_NONE}")
-            continue
+    for where, tool, _ in run_by_client(tools, notes):
         if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):
-            raise bad_request(f"tools.{index} must have name and input_schema", f"tools.{index}")
+            raise bad_request(f"{where} must have name and input_schema", where)
         described = {"name": tool.get("name"), "description": tool.get("description") or ""}
         found.append({"type": "function", "function": described | {"parameters": tool["input_schema"]}})
     return found

@@ -33,8 +33,8 @@ StopList = Annotated[list[Stop], Meta(max_length=16)]
 Stops = Annotated[str, Meta(max_length=512)] | StopList
 Tools = Annotated[list[Any], Meta(max_length=MOST_TOOLS)]
 # What requests call the settings of sampling, in every protocol.
-_NAMED_ALIKE = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-SAMPLING = {name: name for name in _NAMED_ALIKE} | {"repeat_last_n": "penalty_window", "seed": "seed"}
+NAMED_ALIKE = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING = {name: name for name in NAMED_ALIKE} | {"repeat_last_n": "penalty_window", "seed": "seed"}
 # Fields of OpenAI's API, of OpenRouter's, vLLM's and LM Studio's that cannot change an answer here.
 WITHOUT_EFFECT = frozenset(
     (

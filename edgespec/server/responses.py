@@ -17,7 +17,7 @@ from msgspec import Meta
 from edgespec.chat.messages import part_text
 from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
-from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, check_question, prepare, runs_there
+from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, check_question, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     DRAFT_MODEL,
@@ -209,17 +209,13 @@ def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, 
     if tools is None:
         return None
     found = []
-    for index, tool in enumerate(tools):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if runs_there(kind):
-            notes.append(f"tools: {kind} is left out: {RUNS_NONE}")
-        elif kind == "function":
+    for where, tool, kind in run_by_client(tools, notes):
+        if kind == "function":
             names = ("name", "description", "parameters", "strict")
             found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
         elif kind == "custom":
             found.append({"type": "function", "function": _freeform(tool)})
         else:
-            where = f"tools.{index}"
             reason = f"{where}: only tools of type function and custom are supported"
             raise bad_request(reason, where, "unsupported_parameter")
     return found

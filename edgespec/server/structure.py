@@ -16,16 +16,43 @@ from typing import Any
 from edgespec.chat.arguments import bare, kinds_of, listed_of, resolved
 from edgespec.chat.marks import Marks
 from edgespec.chat.tool_forms import Form
-from edgespec.config.options import GenerateOptions
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError, shown
 from edgespec.sampling.constraint.grammar import escaped, laid_out
 from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import Generated, ResponseFormat
+from edgespec.server.options import (
+    Generated,
+    OpenAiRequest,
+    ResponseFormat,
+    check_llamacpp,
+    numbered,
+    options_of,
+    sampling_of,
+)
+from edgespec.server.scheduler import Job
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import Vocabulary
 
 MOST_CALLS = 4  # of one answer: small models tend to go on calling
 _STRUCTURES = ("json_schema", "grammar", "regex")
+
+
+def read_settings(
+    request: OpenAiRequest, loaded: Loaded, notes: list[str], top_logprobs: int | None
+) -> tuple[list[Sampling], GenerateOptions]:
+    """The sampling of each answer and the options of all, checked. `top_logprobs` None: no log probabilities.
+
+    Raises HttpError and EdgespecError.
+    """
+    sampling = sampling_of(request, loaded, request.logit_bias)
+    options = options_of(request, loaded, request.token_limit, top_logprobs)
+    options = read_structure(request, loaded, options, request.response_format)
+    check_llamacpp(request, loaded, notes, has_probs=options.logprobs)
+    return numbered(sampling, request.n or 1), options
+
+
+def job_of(request: Generated, prompt_ids: Sequence[int], sampling: Sampling, options: GenerateOptions) -> Job:
+    return Job(prompt_ids, sampling, options, bool(request.return_progress), reads_only=request.token_limit == 0)
 
 
 def read_structure(

@@ -7,24 +7,22 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.errors import shown
 from edgespec.platform.memory import return_freed_memory
 from edgespec.server.answer import Answer, Exchange, compact
 from edgespec.server.http_errors import HttpError, as_http_error
-from edgespec.server.requests import parse_object
+from edgespec.server.requests import Fields, parse_object
 from edgespec.server.service import Limits, Loaded, Names, Service, Services
 
 logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
-Read = Callable[[Loaded, Mapping[str, Any], list[str]], Exchange]
-"""Checks a request and encodes its prompts; blocks meanwhile. Adds to the notes what it does not get."""
-AtRest = Callable[[Names, Mapping[str, Any]], dict[str, Any] | None]
+Handler = Callable[[Request], Awaitable[Response]]
 NOTES = "X-Edgespec-Note"
 _MOST_NOTED, _MOST_NOTE = 64, 2000
 _LARGE_AT_ONCE, _SMALL_BYTES = 4, 1 << 16  # those that are small are not counted
@@ -187,18 +185,30 @@ class Stream(Response):
                 await self.write(self._ping)
 
 
+class Endpoint(NamedTuple):
+    """A path that takes a body, which is a `request`. `read`: checks it and, by the `kind` of the path, answers it, or
+    encodes its prompts; it blocks meanwhile, and adds to the notes what the request does not get.
+
+    `form`: of its streams, None where it has none; `at_rest`: gives the body for a request that needs no model, while
+    none is loaded, and None for one that does.
+    """
+
+    request: type[Fields]
+    read: Callable[..., Any]
+    kind: Callable[[Services, Bodies, Endpoint], Handler | ASGIApp]
+    form: type[Exchange] | None = None
+    at_rest: Callable[[Names, Mapping[str, Any]], dict[str, Any] | None] | None = None
+
+
 class Answering:
     """The ASGI application of a path that generates. Answers end when their client leaves.
 
-    A failure has a status of its own until a stream begins, and is its last part after that. `at_rest`: the body for a
-    request that needs no model, while none is loaded; None for one that does.
+    A failure has a status of its own until a stream begins, and is its last part after that.
     """
 
-    def __init__(
-        self, services: Services, bodies: Bodies, read: Read, form: type[Exchange], at_rest: AtRest | None
-    ) -> None:
+    def __init__(self, services: Services, bodies: Bodies, endpoint: Endpoint) -> None:
         self._services, self._bodies = services, bodies
-        self._read, self._form, self._at_rest = read, form, at_rest
+        self._read, self._form, self._at_rest = endpoint.read, endpoint.form or Exchange, endpoint.at_rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = Stream(send, self._form)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from demo import DEMO
 from edgespec.chat.conversation import Conversation, fit_context
-from edgespec.chat.template import answer_opening, render_chat
-from edgespec.engines.onnx.tokenizer import TokenizerFile
+from edgespec.chat.template import render_chat
 from edgespec.errors import CapabilityError, PromptError, StateError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -278,13 +276,3 @@ def test_a_message_that_alone_is_too_long_is_refused_and_nothing_is_lost():
     with pytest.raises(PromptError, match="10 tokens but the context holds only 10"):
         fit_context(conversation, ten_per_message, context_length=10, reserve=2)
     assert conversation.num_exchanges == 4
-
-
-def test_what_opens_an_answer_is_read_from_the_template():
-    vocabulary = TokenizerFile(DEMO / "onnx" / "target", 4096)
-    marks = [vocabulary.token_name(token_id) for token_id in answer_opening(vocabulary)]
-    assert marks == ["<|im_start|>", "assistant", vocabulary.token_name(vocabulary.encode("\n")[0])]
-    plain = "{% for m in messages %}Q: {{ m.content }}\nA:{% endfor %}"
-    for source in (None, "{% if %}", "{{ raise_exception('no') }}", plain):
-        vocabulary.chat_template = source
-        assert answer_opening(vocabulary) == ()

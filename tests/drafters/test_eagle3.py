@@ -16,7 +16,7 @@ from demo import DEMO, TEST_THREADS
 from eagle3 import NumpyHead, compare_head, convert_head, plan_head
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import (
     BatchError,
@@ -116,7 +116,7 @@ def test_a_sequence_keeps_the_layer_inputs_of_what_it_holds(demo_target: LlamaCp
     for start, accepted in ((20, 3), (24, 0), (25, 5), (31, 2)):
         wrong = np.where(np.arange(5) < accepted, TOKENS[start + 1 : start + 6], 1 + TOKENS[start + 1 : start + 6] % 99)
         draft = Draft.chain(wrong.astype(np.int32))
-        cached.score(int(TOKENS[start]), draft)
+        at_once(cached.scoring(int(TOKENS[start]), draft))
         cached.keep(int(TOKENS[start]), draft, tuple(range(accepted)))
     cached.rollback(30)
     assert cached.layer_inputs is not None and len(cached.layer_inputs) == 30

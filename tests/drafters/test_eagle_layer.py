@@ -14,8 +14,7 @@ from edgespec.drafters import eagle
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.head_layer import NumpyLayer, numpy_layer
 from edgespec.engines.head import HeadLayer, NewPairs, Pairs
-from edgespec.engines.onnx import eagle as module
-from edgespec.engines.onnx.eagle import FIRST_POSITIONS, LEAST_EARLIER, OnnxLayer
+from edgespec.engines.onnx.eagle import FIRST_POSITIONS, OnnxLayer
 from edgespec.errors import EngineError
 from edgespec.formats.head_file import HeadFile, HeadManifest, read_head_file
 from head_tables import request
@@ -55,7 +54,7 @@ def all_read(layer: HeadLayer, heads: HeadFile, *, is_tree: bool) -> list[np.nda
         positions = asked.pop("positions", np.arange(pairs.length, pairs.length + count))
         return [each.copy() for each in layer.read(pairs, NewPairs(states, embedded, positions, **asked))]
 
-    found = read(6) + read(1) + read(1) + read(3, scored=2) + read(LEAST_EARLIER + 2, scored=2)
+    found = read(6) + read(1) + read(1) + read(3, scored=2) + read(10, scored=2)
     if is_tree:
         sees = np.ones((4, pairs.length + 4), bool)
         sees[:, -4:] = np.eye(4)
@@ -192,31 +191,10 @@ def test_a_quantised_layer_takes_less_than_half_of_the_bytes(heads: HeadFile) ->
     exact, quantised = (drafter._layer.num_bytes for drafter in drafters)
     vocabulary = heads.vocabulary.nbytes  # which numpy's layer shares with the drafter
     tables = sum(table.nbytes for table in in_eight_bits._tables)  # of positions, which numpy computes
-    assert quantised - tables < 0.42 * (exact + vocabulary)  # what reads earlier pairs has weights of its own
+    assert quantised - tables < 0.42 * (exact + vocabulary)
     assert quantised < drafters[1].bytes_used < 0.65 * drafters[0].bytes_used + tables
     for drafter in drafters:
         drafter.close()
-
-
-def test_earlier_pairs_have_the_keys_and_values_of_a_whole_pass(
-    heads: HeadFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng, count = np.random.default_rng(2), 3 * LEAST_EARLIER
-    states, embedded = rng.standard_normal((2, count, heads.manifest.hidden_size)).astype(np.float32)
-    first = NewPairs(states[:1], embedded[:1], np.array([5]))
-    new = NewPairs(states, embedded, 6 + rng.permutation(count))
-    apart, whole = (Pairs.room(heads.manifest, 1 + count) for _ in range(2))
-    with OnnxLayer(heads, threads=1) as layer:
-        for pairs in (apart, whole):
-            layer.read(pairs, first)
-        found = [each.copy() for each in layer.read(apart, new)]
-        monkeypatch.setattr(module, "LEAST_EARLIER", count)
-        expected = layer.read(whole, new)
-    assert apart.length == whole.length == 1 + count
-    np.testing.assert_allclose(apart.keys, whole.keys, atol=1e-5)
-    np.testing.assert_allclose(apart.values, whole.values, atol=1e-5)
-    for each, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(each, wanted, atol=1e-3)
 
 
 def test_a_failure_of_the_library_is_translated(heads: HeadFile) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from demo import TEST_THREADS
-from edgespec.config.values import ProviderName
 from edgespec.engines.base import Engine
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.remote import RemoteEngine
@@ -29,199 +30,116 @@ CONTEXT, SEQUENCES, MAX_BATCH = 400, 3, 64
 # Of the logits' standard deviation; the logits of another token are about 1 away. CUDA, where a row alone has another
 # kernel than several, has come to .087.
 TOLERANCE = 0.1
+OPTIONS = {"context_length": CONTEXT, "max_sequences": SEQUENCES, "max_batch": MAX_BATCH, "threads": TEST_THREADS}
 Loader = Callable[[], Engine]
 
 
-def load_table() -> Engine:
+def load_table(_path: Path | None = None) -> Engine:
     return TableEngine.random(11, order=3, context_length=CONTEXT, max_sequences=SEQUENCES, max_batch=MAX_BATCH)
 
 
-def load_llamacpp(path: Path, *, reproducible: bool) -> Engine:
-    return LlamaCppEngine.load(
-        path,
-        context_length=CONTEXT,
-        max_sequences=SEQUENCES,
-        max_batch=MAX_BATCH,
-        threads=TEST_THREADS,
-        reproducible=reproducible,
-    )
+def load_llamacpp(path: Path, **given: Any) -> Engine:
+    return LlamaCppEngine.load(path, **OPTIONS, **given)
 
 
-def load_remote(path: Path, endpoints: tuple[str, ...], *, reproducible: bool) -> Engine:
-    return RemoteEngine.load(
-        path,
-        endpoints=endpoints,
-        context_length=CONTEXT,
-        max_sequences=SEQUENCES,
-        max_batch=MAX_BATCH,
-        threads=TEST_THREADS,
-        reproducible=reproducible,
-    )
+def load_remote(path: Path, **given: Any) -> Engine:
+    return RemoteEngine.load(path, **OPTIONS, **given)
 
 
-def load_onnx(
-    path: Path,
-    *,
-    reproducible: bool,
-    cache_type_k: str = "f32",
-    exit_layer: int | None = None,
-    provider: ProviderName = "cpu",
-) -> Engine:
+def load_onnx(path: Path, **given: Any) -> Engine:
     pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from edgespec.engines.onnx import OnnxEngine
 
-    return OnnxEngine.load(
-        path,
-        context_length=CONTEXT,
-        max_sequences=SEQUENCES,
-        max_batch=MAX_BATCH,
-        threads=TEST_THREADS,
-        cache_type_k=cache_type_k,
-        reproducible=reproducible,
-        exit_layer=exit_layer,
-        provider=provider,
-    )
+    return OnnxEngine.load(path, **OPTIONS, **{"provider": "cpu", **given})
 
 
-def load_kernels(path: Path, cache_type_k: str = "f16") -> Engine:
+def load_kernels(path: Path, **given: Any) -> Engine:
     if library_path() is None:
         pytest.skip("the kernels are not built: scripts/run.py test builds them")
-    return load_onnx(path, reproducible=True, cache_type_k=cache_type_k)
+    return load_onnx(path, reproducible=True, **given)
 
 
-def load_half(path: Path, *, reproducible: bool) -> Engine:
+def load_half(path: Path, **given: Any) -> Engine:
     """The graph that CUDA is given, on the processor: attention in float16."""
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
     from half import as_for_cuda
 
     with as_for_cuda():
-        return load_onnx(path, reproducible=reproducible)
+        return load_onnx(path, **given)
 
 
-def load_cuda(path: Path, *, reproducible: bool = False, cache_type_k: str = "f32") -> Engine:
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
+def load_on_device(path: Path, *, provider: str, reproducible: bool = False, **given: Any) -> Engine:
     from edgespec.engines.onnx.library import installed_providers, unusable_providers
 
-    if "cuda" not in installed_providers() or "cuda" in unusable_providers():
-        pytest.skip("no onnxruntime-gpu, or no NVIDIA GPU")
+    if provider not in installed_providers() or provider in unusable_providers():
+        pytest.skip(f"no {provider} device, or no package for it")
+    with unless_refused(reproducible):
+        return load_onnx(path, provider=provider, reproducible=reproducible, **given)
+    raise AssertionError
+
+
+def load_gpu(path: Path, *, reproducible: bool) -> Engine:
+    with unless_refused(reproducible):
+        return load_llamacpp(path, gpu_layers=-1, reproducible=reproducible)
+    raise AssertionError
+
+
+@contextmanager
+def unless_refused(reproducible: bool) -> Iterator[None]:
+    """Devices other than processors need not have a reproducible mode."""
     try:
-        return load_onnx(path, reproducible=reproducible, provider="cuda", cache_type_k=cache_type_k)
+        yield
     except CapabilityError as exc:
         if not reproducible:
             raise
         pytest.skip(f"the engine says: {exc}")
 
 
-def load_webgpu(path: Path, *, reproducible: bool = False, exit_layer: int | None = None) -> Engine:
-    from edgespec.engines.onnx.library import installed_providers
-
-    if "webgpu" not in installed_providers():
-        pytest.skip("no WebGPU device, or no package onnxruntime-ep-webgpu")
-    return load_onnx(path, reproducible=reproducible, exit_layer=exit_layer, provider="webgpu")
-
-
-def load_gpu(target_path: Path, tiny_path: Path, *, reproducible: bool) -> Engine:
-    """The demo target; the tiny model on a program that acts as a GPU, which would take hours."""
-    path = tiny_path if is_software(needs_gpu()) else target_path
-    try:
-        return LlamaCppEngine.load(
-            path,
-            context_length=CONTEXT,
-            max_sequences=SEQUENCES,
-            max_batch=MAX_BATCH,
-            threads=TEST_THREADS,
-            gpu_layers=-1,
-            reproducible=reproducible,
-        )
-    except CapabilityError as exc:
-        if not reproducible:
-            raise
-        pytest.skip(f"the engine says: {exc}")
-
-
-KINDS = (
-    "table",
-    "llamacpp",
-    "llamacpp-reproducible",
-    "llamacpp-padded",
-    "llamacpp-process",
-    "llamacpp-gpu",
-    "llamacpp-gpu-reproducible",
-    "llamacpp-rpc",
-    "llamacpp-rpc-reproducible",
-    "onnx",
-    "onnx-reproducible",
-    "onnx-int8-cache",
-    "onnx-exit",
-    "kernels",
-    "kernels-q8_0-cache",
-    "kernels-qwen35",
-    "kernels-lfm2",
-    "onnx-concatenated",
-    "onnx-half",
-    "onnx-half-reproducible",
-    "onnx-cuda",
-    "onnx-cuda-reproducible",
-    "onnx-cuda-int4",
-    "onnx-cuda-int4-reproducible",
-    "onnx-cuda-int8-cache",
-    "onnx-webgpu",
-    "onnx-webgpu-reproducible",
-    "onnx-webgpu-exit",
-)
+# kind -> how it is loaded, the fixture of its file, its options
+KINDS: dict[str, tuple[Callable[..., Engine], str, dict[str, Any]]] = {
+    "table": (load_table, "target_path", {}),
+    "llamacpp": (load_llamacpp, "target_path", {"reproducible": False}),
+    "llamacpp-reproducible": (load_llamacpp, "target_path", {"reproducible": True}),
+    "llamacpp-padded": (load_llamacpp, "tiny_path", {"reproducible": True}),
+    "llamacpp-process": (load_remote, "target_path", {"reproducible": True}),
+    "llamacpp-gpu": (load_gpu, "target_path", {"reproducible": False}),
+    "llamacpp-gpu-reproducible": (load_gpu, "target_path", {"reproducible": True}),
+    "llamacpp-rpc": (load_remote, "target_path", {"reproducible": False}),
+    "llamacpp-rpc-reproducible": (load_remote, "target_path", {"reproducible": True}),
+    "onnx": (load_onnx, "onnx_path", {"reproducible": False}),
+    "onnx-reproducible": (load_onnx, "onnx_path", {"reproducible": True}),
+    "onnx-int8-cache": (load_onnx, "onnx_path", {"reproducible": True, "cache_type_k": "int8"}),
+    "onnx-exit": (load_onnx, "onnx_path", {"reproducible": True, "exit_layer": 4}),
+    "onnx-concatenated": (load_onnx, "concatenated_path", {"reproducible": False}),
+    "onnx-half": (load_half, "onnx_path", {"reproducible": False}),
+    "onnx-half-reproducible": (load_half, "onnx_path", {"reproducible": True}),
+    "onnx-cuda": (load_on_device, "onnx_path", {"provider": "cuda"}),
+    "onnx-cuda-reproducible": (load_on_device, "onnx_path", {"provider": "cuda", "reproducible": True}),
+    "onnx-cuda-int4": (load_on_device, "four_bit_path", {"provider": "cuda"}),
+    "onnx-cuda-int4-reproducible": (load_on_device, "four_bit_path", {"provider": "cuda", "reproducible": True}),
+    "onnx-cuda-int8-cache": (load_on_device, "onnx_path", {"provider": "cuda", "cache_type_k": "int8"}),
+    "onnx-webgpu": (load_on_device, "tiny_graph_path", {"provider": "webgpu"}),
+    "onnx-webgpu-reproducible": (load_on_device, "tiny_graph_path", {"provider": "webgpu", "reproducible": True}),
+    "onnx-webgpu-exit": (load_on_device, "tiny_graph_path", {"provider": "webgpu", "exit_layer": 1}),
+    "kernels": (load_kernels, "target_path", {}),
+    "kernels-q8_0-cache": (load_kernels, "target_path", {"cache_type_k": "q8_0"}),
+    "kernels-qwen35": (load_kernels, "qwen35_path", {}),
+    "kernels-lfm2": (load_kernels, "lfm2_path", {}),
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def loader(
-    request: pytest.FixtureRequest,
-    target_path: Path,
-    tiny_path: Path,
-    onnx_path: Path,
-    concatenated_path: Path,
-) -> Iterator[Loader]:
-    def given(fixture: str) -> Path:
-        """Made where it is used: not every machine has what making it needs."""
-        path = request.getfixturevalue(fixture)
-        assert isinstance(path, Path)
-        return path
-
-    loaders: dict[str, Loader] = {
-        "table": load_table,
-        "llamacpp": lambda: load_llamacpp(target_path, reproducible=False),
-        "llamacpp-reproducible": lambda: load_llamacpp(target_path, reproducible=True),
-        "llamacpp-padded": lambda: load_llamacpp(tiny_path, reproducible=True),
-        "llamacpp-process": lambda: load_remote(target_path, (), reproducible=True),
-        "llamacpp-gpu": lambda: load_gpu(target_path, tiny_path, reproducible=False),
-        "llamacpp-gpu-reproducible": lambda: load_gpu(target_path, tiny_path, reproducible=True),
-        "onnx": lambda: load_onnx(onnx_path, reproducible=False),
-        "onnx-reproducible": lambda: load_onnx(onnx_path, reproducible=True),
-        "onnx-concatenated": lambda: load_onnx(concatenated_path, reproducible=False),
-        "onnx-exit": lambda: load_onnx(onnx_path, reproducible=True, exit_layer=4),
-        "onnx-half": lambda: load_half(onnx_path, reproducible=False),
-        "onnx-half-reproducible": lambda: load_half(onnx_path, reproducible=True),
-        "onnx-cuda": lambda: load_cuda(onnx_path),
-        "onnx-cuda-reproducible": lambda: load_cuda(onnx_path, reproducible=True),
-        "onnx-cuda-int4": lambda: load_cuda(given("four_bit_path")),
-        "onnx-cuda-int4-reproducible": lambda: load_cuda(given("four_bit_path"), reproducible=True),
-        "onnx-cuda-int8-cache": lambda: load_cuda(onnx_path, cache_type_k="int8"),
-        "onnx-webgpu": lambda: load_webgpu(given("tiny_graph_path")),
-        "onnx-webgpu-reproducible": lambda: load_webgpu(given("tiny_graph_path"), reproducible=True),
-        "onnx-webgpu-exit": lambda: load_webgpu(given("tiny_graph_path"), exit_layer=1),
-        "kernels": lambda: load_kernels(target_path),
-        "kernels-q8_0-cache": lambda: load_kernels(target_path, cache_type_k="q8_0"),
-        "kernels-qwen35": lambda: load_kernels(given("qwen35_path")),
-        "kernels-lfm2": lambda: load_kernels(given("lfm2_path")),
-        "onnx-int8-cache": lambda: load_onnx(onnx_path, reproducible=True, cache_type_k="int8"),
-    }
+def loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
+    load, fixture, options = KINDS[request.param]
+    if load is load_gpu and is_software(needs_gpu()):
+        fixture = "tiny_path"  # the demo target would take hours on a program that acts as a GPU
+    path: Path = request.getfixturevalue(fixture)  # made where it is used: not every machine has what making it needs
     if "rpc" not in request.param:
-        yield loaders[request.param]
+        yield lambda: load(path, **options)
         return
     needs_rpc()
     # A server takes one client at a time, and some tests here use two engines at once.
     with started() as one, started() as other:
-        yield lambda: load_remote(
-            target_path, (idle(one, other).endpoint,), reproducible="reproducible" in request.param
-        )
+        yield lambda: load(path, endpoints=(idle(one, other).endpoint,), **options)
 
 
 @pytest.fixture(scope="module")

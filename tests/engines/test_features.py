@@ -10,9 +10,9 @@ import pytest
 
 from demo import TEST_THREADS
 from edgespec.engines.base import Engine
-from edgespec.engines.features import PROMPT_FEATURES, WINDOW, FeatureRows
+from edgespec.engines.features import PROMPT_FEATURES, WINDOW, KeptFeatures
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Draft, packed
 from table_engine import TableEngine
@@ -66,7 +66,7 @@ def test_a_row_is_that_of_its_token(load: Load) -> None:
         cached = CachedSequence(engine)
         cached.keep_features(True)
         cached.feed(IDS[:30])
-        cached.score(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5]))
+        at_once(cached.scoring(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5])))
         cached.keep(int(IDS[30]), Draft.chain([int(IDS[31]), int(IDS[32]), 5]), (0, 1))
         cached.rollback(25)
         cached.feed(IDS[25:40])
@@ -87,7 +87,7 @@ def test_states_of_a_branch_follow_the_branch(target_path: Path) -> None:
         branched = CachedSequence(engine)
         branched.keep_features(True)
         branched.feed(IDS[:10])
-        branched.score(int(IDS[10]), tree)
+        at_once(branched.scoring(int(IDS[10]), tree))
         branched.keep(int(IDS[10]), tree, (1, 3))
         assert branched.features is not None
         np.testing.assert_allclose(branched.features, wanted, atol=0.05 * wanted.std())
@@ -135,7 +135,9 @@ def test_tokens_fed_while_nobody_wanted_states_have_none() -> None:
 def test_rows_are_aligned_whatever_is_appended_and_cut() -> None:
     """Against a plain dictionary of position to row, over random appends and cuts."""
     rng = np.random.default_rng(0)
-    rows, known, length = FeatureRows(), {}, 0
+    states = np.zeros((0, 3), np.float32)
+    rows, known, length = KeptFeatures(lambda: states), {}, 0
+    rows.switch(True)
     for _ in range(2000):
         if rng.random() < 0.3:
             length = int(rng.integers(max(0, length - 40), length + 1))
@@ -145,12 +147,13 @@ def test_rows_are_aligned_whatever_is_appended_and_cut() -> None:
             known.clear()
         count = int(rng.integers(1, 30))
         states = rng.standard_normal((count, 3), np.float32)
-        rows.append(length, states)
+        rows.append(length)
         known = {p: row for p, row in known.items() if p < length} | {length + i: s for i, s in enumerate(states)}
         length += count
         known = {p: row for p, row in known.items() if p >= length - WINDOW}
-        assert rows.end == length and len(rows.states) == len(known)
-        np.testing.assert_array_equal(rows.states, [known[p] for p in range(rows.start, length)])
+        found = rows.latest(length)
+        assert found is not None and len(found) == len(known)
+        np.testing.assert_array_equal(found, [known[p] for p in range(rows.start, length)])
         if length > 2000:
             rows.truncate(length := 100)
 

@@ -14,8 +14,6 @@ from edgespec.config.options import LoadOptions
 from edgespec.engines import trial
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
-from edgespec.formats.gguf import check as gguf_check
-from edgespec.formats.gguf import header as gguf_header
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header
 from edgespec.loading.opening import open_models
@@ -77,24 +75,6 @@ def test_a_sound_file_passes_and_its_header_is_read(sound):
     assert len(header.tensors) == 12
     assert header.metadata["tokenizer.ggml.tokens"][0] == TOKENS[0].encode()
     assert sum(tensor.num_bytes for tensor in header.tensors) <= header.data_bytes
-
-
-def test_texts_of_a_header_are_made_only_for_whoever_asks(sound):
-    merges = check_gguf(sound).metadata["tokenizer.ggml.merges"]
-    assert merges._items is None
-    assert len(merges) == len(list(merges)) == SHAPE.merges
-    assert merges[0] == merges.items[0] != b""
-
-
-def test_a_header_is_read_and_checked_once_per_load(sound, monkeypatch):
-    read, checked = [], []
-    read_file, check = gguf_header._read_file, gguf_check._checked
-    monkeypatch.setattr(gguf_header, "_read_file", lambda path: read.append(path) or read_file(path))
-    monkeypatch.setattr(gguf_check, "_checked", lambda path: checked.append(path) or check(path))
-    open_models(LoadOptions(model=str(sound), reproducible=False, context_length=16))[1].close()
-    assert len(read) == len(checked) == 1
-    check_gguf(sound)
-    assert len(read) == 2  # a later load looks again
 
 
 @pytest.mark.parametrize("reason", METADATA_FAULTS)

@@ -154,11 +154,6 @@ def test_an_onnx_draft_serves_a_target_on_llamacpp(onnx_path):
         assert drafted.stats.accepted_tokens > 0
 
 
-def test_hidden_states_need_an_export_that_gives_them(engine):
-    with pytest.raises(CapabilityError, match="hidden_states"):
-        engine.hidden_states()
-
-
 def damage(path: Path, kind: str) -> None:
     folder = path.parent
     data = folder / "model.onnx.data"
@@ -242,16 +237,6 @@ def test_weights_outside_the_folder_are_refused(copied):
     onnx.save(model, str(copied))
     with pytest.raises(ModelFileError, match="outside"):
         open_engine(copied)
-
-
-def test_zeroed_weights_are_found_by_their_checksum(tmp_path):
-    """They load and run without complaint."""
-    shutil.copytree(DEMO, tmp_path / "demo", ignore=shutil.ignore_patterns("hf", "*.png"))
-    data = next((tmp_path / "demo" / "onnx").glob("target/*.data"))
-    size = data.stat().st_size
-    data.write_bytes(bytes(size))
-    with pytest.raises(ModelFileError, match="SHA-256"):
-        load(str(tmp_path / "demo"), engine="onnx")
 
 
 def test_the_demo_pair_has_both_engines():

@@ -90,8 +90,8 @@ def test_single_rows_share_one_pass(engine: OnnxEngine, monkeypatch: pytest.Monk
     for sequence, length in enumerate(LENGTHS):
         read(engine, sequence, length)
     passes: list[object] = []
-    run = engine._caches._passes._run  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine._caches._passes, "_run", lambda binding: (passes.append(binding), run(binding)))
+    run = engine._passes._run  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine._passes, "_run", lambda binding: (passes.append(binding), run(binding)))
     engine.forward(next_rows(engine, dict.fromkeys(range(SEQUENCES), 1)))
     assert len(passes) == 1
     engine.forward(next_rows(engine, {0: 1, 1: 3, 2: 1, 3: 2}))

@@ -18,7 +18,7 @@ from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.library import failures_of_library, installed_providers, library, load_cuda
 from edgespec.engines.onnx.passes import PassRows, SharedPasses
 from edgespec.engines.onnx.sessions import NO_FALLBACK, reason
-from edgespec.errors import CapabilityError, ConfigError
+from edgespec.errors import CapabilityError
 from edgespec.types import Batch, Logits
 
 ROWS = 64
@@ -59,7 +59,7 @@ def never_right(rows: PassRows, run: Callable[[PassRows], Logits]) -> Logits:
 @pytest.mark.parametrize(("fault", "widest"), [(right, ROWS), (wrong_when_wide, 31)])
 def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path, fault, widest, monkeypatch):
     with load(tiny_graph_path) as engine:
-        passes = Faulty(engine._caches._passes, fault)
+        passes = Faulty(engine._passes, fault)
         trial = passes, [tiny_graph_path], fault.__name__, engine.vocabulary.size, ROWS
         assert widest_correct(*trial) == widest
         monkeypatch.setattr(devices, "_Trial", None)
@@ -68,7 +68,7 @@ def test_what_a_device_computes_wrongly_is_found_and_remembered(tiny_graph_path,
 
 def test_a_device_on_which_nothing_agrees_is_refused(tiny_graph_path):
     with load(tiny_graph_path) as engine, pytest.raises(CapabilityError, match="provider='cpu'"):
-        passes = Faulty(engine._caches._passes, never_right)
+        passes = Faulty(engine._passes, never_right)
         widest_correct(passes, [tiny_graph_path], "never right", engine.vocabulary.size, ROWS)
 
 
@@ -87,14 +87,6 @@ def test_auto_takes_the_next_device_where_one_lacks_something(tiny_graph_path, m
         assert engine.facts.device == "cpu" and tried[-1] == "cpu" and tried[0] == "webgpu"
     with pytest.raises(CapabilityError, match="12 values"):
         load(tiny_graph_path, "cuda")
-
-
-@pytest.mark.parametrize(("provider", "error"), [("tpu", ConfigError), ("cuda", CapabilityError)])
-def test_a_provider_that_is_not_there_is_refused(tiny_graph_path, provider, error):
-    if provider in installed_providers():
-        pytest.skip(f"{provider} is installed")
-    with pytest.raises(error, match=provider):
-        load(tiny_graph_path, provider)
 
 
 def test_a_graph_that_cuda_runs_in_part_only_is_explained(tiny_graph_path):

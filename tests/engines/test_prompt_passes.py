@@ -14,14 +14,13 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.engines import proof, widths
-from edgespec.engines.cached_text import CachedText, PromptBlocks, runs
-from edgespec.engines.sequence import CachedSequence
+from edgespec.engines.cached_text import CachedText, block_ends, runs
+from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.engines.widths import ClassWatch
 from edgespec.types import Batch, Draft, TokenIds
 from table_engine import TableEngine
 
-OPENS, ENDS = (90, 91), frozenset({99})
-BLOCKS = PromptBlocks(4, OPENS, ENDS)
+BLOCK = 4
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=4)
 Answered = tuple[tuple[int, ...], tuple[float, ...]]
 
@@ -30,69 +29,49 @@ def ids_of(*token_ids: int) -> TokenIds:
     return np.array(token_ids, np.int32)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "passes"),
-    [
-        ([1], [1]),
-        ([1, 2], [2]),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4, 8, 10, 11]),
-        ([1, 2, 3, 4, 5], [4, 5]),
-        ([1, 2, 3, *OPENS], [4, 5]),
-        # an answer of four tokens is read in passes of the class, from the token before it to its end
-        ([1, 2, 3, *OPENS, 5, 6, 7, 8, 99, 1, 2, 3, 4, *OPENS], [4, 7, 9, 13, 15, 16]),
-        # an answer that never ends
-        ([1, 2, 3, *OPENS, 5, 6], [4, 7]),
-        # the opening within an answer opens nothing
-        ([1, 2, 3, *OPENS, 5, *OPENS, 7, 99, 1, 2, 3], [4, 7, 9, 12, 13]),
-    ],
-)
-def test_where_a_prompt_is_cut(prompt: list[int], passes: list[int]) -> None:
-    found = list(runs(BLOCKS.ends(ids_of(*prompt)), 3))
+@pytest.mark.parametrize(("length", "passes"), [(1, [1]), (2, [2]), (11, [4, 8, 10, 11]), (5, [4, 5]), (6, [4, 6])])
+def test_where_a_prompt_is_cut(length: int, passes: list[int]) -> None:
+    found = list(runs(block_ends(length, BLOCK), 3))
     assert [end for _, end in found] == passes
     assert [start for start, _ in found] == [0, *passes[:-1]]
 
 
-def test_without_an_opening_all_is_read_in_blocks() -> None:
-    prompt = ids_of(1, 2, 3, *OPENS, 5, 6, 7, 99, 8)
-    assert [end for _, end in runs(PromptBlocks(4, (), ENDS).ends(prompt), 3)] == [4, 8, 10]
-
-
 def test_a_block_that_is_held_in_part_is_read_again() -> None:
     prompt = ids_of(*range(1, 11))
-    held = CachedText(prompt, BLOCKS.ends(prompt))
-    assert held.shared_length(ids_of(*range(1, 12)), BLOCKS) == 8
-    assert held.shared_length(prompt, BLOCKS) == 9
-    assert held.shared_length(ids_of(1, 2, 3, 4, 5, 6, 50, 8, 9, 10), BLOCKS) == 4
-    assert held.shared_length(ids_of(1, 2, 3), BLOCKS) == 0
+    held = CachedText(prompt, block_ends(prompt.size, BLOCK))
+    assert held.shared_length(ids_of(*range(1, 12)), BLOCK) == 8
+    assert held.shared_length(prompt, BLOCK) == 9
+    assert held.shared_length(ids_of(1, 2, 3, 4, 5, 6, 50, 8, 9, 10), BLOCK) == 4
+    assert held.shared_length(ids_of(1, 2, 3), BLOCK) == 0
     decoded = CachedText(prompt, np.arange(1, 11, dtype=np.int32))
-    assert decoded.shared_length(ids_of(*range(1, 12)), BLOCKS) == 0
-    assert decoded.shared_length(ids_of(*range(1, 12)), None) == 10
+    assert decoded.shared_length(ids_of(*range(1, 12)), BLOCK) == 0
+    assert decoded.shared_length(ids_of(*range(1, 12)), 0) == 10
 
 
 def narrow_table() -> TableEngine:
     engine = TableEngine.random(100, order=1, context_length=200, max_batch=64, end_id=99)
-    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 3), prompt_block=4)
+    engine.facts = dataclasses.replace(engine.facts, pinned_class=(1, 3), prompt_block=BLOCK)
     return engine
 
 
-def test_a_conversation_goes_on_where_its_answer_ended() -> None:
-    sequence = CachedSequence(narrow_table(), 0, OPENS)
-    first = ids_of(1, 2, 3, 4, 5, *OPENS)
+def test_what_was_decoded_is_read_again_in_the_next_prompt() -> None:
+    sequence = CachedSequence(narrow_table())
+    first = ids_of(1, 2, 3, 4, 5, 90, 91)
     sequence.feed(first)
     for token_id in (20, 21, 22):
         sequence.feed(ids_of(token_id))
-    sequence.score(23, Draft.chain([24, 25]))
+    at_once(sequence.scoring(23, Draft.chain([24, 25])))
     sequence.keep(23, Draft.chain([24, 25]), (0,))
-    second = ids_of(*first, 20, 21, 22, 23, 24, 99, 6, 7, *OPENS)
-    assert sequence.reuse(second) == len(first) + 5
+    second = ids_of(*first, 20, 21, 22, 23, 24, 99, 6, 7, 90)
+    assert sequence.reuse(second) == BLOCK
     sequence.feed(second[sequence.length :])
-    np.testing.assert_array_equal(sequence.text.ends, sequence.blocks.ends(second))  # type: ignore[union-attr]
+    np.testing.assert_array_equal(sequence.text.ends, block_ends(second.size, BLOCK))
     assert sequence.reuse(second) == second.size - 1
 
 
 def test_a_class_that_is_refuted_while_blocks_are_read_leaves_them_whole() -> None:
     engine = narrow_table()
-    sequence = CachedSequence(engine, 0, OPENS)
+    sequence = CachedSequence(engine)
     sequence.most_rows = 3  # others wait
     passes = sequence.feeding(ids_of(*range(1, 14)))
     request = next(passes)
@@ -106,7 +85,7 @@ def test_a_class_that_is_refuted_while_blocks_are_read_leaves_them_whole() -> No
 
 
 def test_a_watch_looks_at_no_token_of_a_block() -> None:
-    sequence = CachedSequence(narrow_table(), 0, OPENS)
+    sequence = CachedSequence(narrow_table())
     sequence.feed(ids_of(*range(1, 14)))
     assert sequence.latest_in_class(3) == 1
     sequence.feed(ids_of(50))
@@ -157,9 +136,8 @@ def test_blocks_are_used_where_they_give_the_same_bits_each_time(kind: type[Tabl
 @pytest.fixture(scope="module")
 def narrow(q4_k_m_path: Path) -> Iterator[Model]:
     """The demo target in Q4_K, whose kernels round otherwise from four rows on."""
-    with edgespec.load(
-        str(q4_k_m_path), reproducible=True, threads=TEST_THREADS, context_length=1024, parallel=3, max_slowdown=1.0
-    ) as model:
+    options = {"engine": "llamacpp", "context_length": 1024, "parallel": 3, "max_slowdown": 1.0}
+    with edgespec.load(str(q4_k_m_path), reproducible=True, threads=TEST_THREADS, **options) as model:
         if not model.target.facts.prompt_block:
             pytest.skip(f"the class of this processor is wide: {model.target.facts.pinned_class}")
         yield model
@@ -204,11 +182,9 @@ def test_any_history_of_the_cache_gives_the_same_bits(
     expected = answered(narrow, second_turn, sampling)
     if history != "the same":
         narrow.forget()
-    least = 128
     match history:
         case "its first turn":
-            first = narrow.chat([QUESTION], GREEDY, GenerateOptions(max_tokens=20, drafter=drafter)).result()
-            least = first.stats.prompt_tokens + first.stats.new_tokens - 3
+            narrow.chat([QUESTION], GREEDY, GenerateOptions(max_tokens=20, drafter=drafter)).result()
         case "an edited one":
             edited = [*second_turn[:200], *second_turn[230:]]
             answered(narrow, edited, sampling, drafter)
@@ -226,11 +202,11 @@ def test_any_history_of_the_cache_gives_the_same_bits(
             narrow.save_state(tmp_path / "x.state")
             narrow.forget()
             narrow.load_state(tmp_path / "x.state")
-        case "raw tokens":  # read as a part of the prompt, and not as an answer
+        case "raw tokens":
             told = answered(narrow, second_turn[:150], SAMPLED, drafter)[0]
             narrow.generate([*second_turn[:150], *told, 5, 6], GREEDY, GenerateOptions(max_tokens=3))
     assert answered(narrow, second_turn, sampling, drafter) == expected
-    assert narrow.stats.reused_tokens >= least
+    assert narrow.stats.reused_tokens >= widths.BLOCK
 
 
 def test_answers_side_by_side_have_the_bits_that_they_have_alone(narrow: Model, second_turn: list[int]) -> None:

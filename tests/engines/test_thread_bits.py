@@ -6,10 +6,8 @@ llama.cpp reads the cache of a lone row in as many parts as it has threads.
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
@@ -172,30 +170,3 @@ def test_a_model_closes_while_its_other_session_is_made(onnx_path: Path) -> None
     with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
         assert_set(engine, 1)
     assert not [each for each in threading.enumerate() if each.name == "edgespec-session"]
-
-
-def test_without_room_for_a_second_session_passes_go_on_in_the_first(
-    onnx_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from edgespec.engines.onnx import OnnxEngine, sessions
-
-    monkeypatch.setattr(sessions, "spare_memory", lambda: 1 << 20)
-    with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
-        expected = engine.forward(Batch.chain([1, 2, 3])).copy()
-        engine.rollback(0)
-        assert_set(engine, 1)
-        assert engine.is_settled
-        assert np.array_equal(engine.forward(Batch.chain([1, 2, 3])), expected)
-
-
-def test_the_session_that_is_not_used_is_freed(onnx_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgespec.engines.onnx import OnnxEngine, sessions
-
-    monkeypatch.setattr(sessions, "KEPT_S", 0.0)
-    with OnnxEngine.load(onnx_path, context_length=64, threads=2, reproducible=False) as engine:
-        first = weakref.ref(engine._sessions[0].current())
-        settle(engine, 1, spins=False)
-        for _ in range(3):
-            engine.forward(Batch.chain([1]))
-        gc.collect()
-        assert first() is None

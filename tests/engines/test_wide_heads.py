@@ -12,7 +12,7 @@ pytest.importorskip("gguf", reason="makes the models with the package gguf: scri
 
 from edgespec.engines import proof
 from edgespec.engines.onnx import OnnxEngine, sessions
-from edgespec.engines.onnx.caches import end_of_pass, rows_before
+from edgespec.engines.onnx.passes import end_of_pass, rows_before
 from edgespec.engines.onnx.sessions import FLASH_OFF
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.export.gguf.convert import convert
@@ -140,7 +140,7 @@ def test_attention_of_arm_goes_without_flash_in_reproducible_mode(
     monkeypatch.setattr("platform.machine", lambda: machine)
     given = {"context_length": 64, "threads": 1, "max_sequences": 1, "max_batch": 8, "provider": "cpu"}
     for reproducible in (True, False, None):
-        settings = OnnxSettings(**given, cache_type="f32", head_size=64, reproducible=reproducible, widest=8)
+        settings = OnnxSettings(**given, head_size=64, reproducible=reproducible, widest=8)
         assert settings.flash is not (without and reproducible is True)
 
 

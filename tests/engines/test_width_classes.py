@@ -15,15 +15,13 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engines import progress, proof, widths
-from edgespec.engines.base import EngineFacts
+from edgespec.engines import proof, widths
 from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
-from edgespec.platform import disk_cache
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
@@ -70,45 +68,16 @@ def table(**settings: object) -> LyingTable:
     return engine
 
 
-def surveyed(engine: LyingTable) -> proof.Survey:
-    found = proof.Survey()
-    proof.survey(engine, 63, found, 63)
-    return found
+def surveyed(engine: LyingTable) -> tuple[proof.WidthClass, ...]:
+    return proof.classes(proof.survey(engine, 63, 63))
 
 
 class Enough(Exception):
     """A user who does not want to wait."""
 
 
-def test_a_proof_reports_its_progress_and_an_interrupted_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[tuple[int, int, str]] = []
-
-    def on_progress(done: int, total: int, what: str) -> None:
-        heard.append((done, total, what))
-        if len(heard) == 40:
-            raise Enough
-
-    def prove(engine: LyingTable) -> EngineFacts:
-        with progress.reporting_to(on_progress):
-            return widths.pinned_facts(engine, "interrupted", widest=63, advice="")
-
-    first, seen = table(), []
-    with pytest.raises(Enough):
-        prove(first)
-    assert first.length() == 0
-    measured = proof.passes_of
-    monkeypatch.setattr(proof, "passes_of", lambda *given: seen.append(given[3]) or measured(*given))
-    facts = prove(table())
-    assert seen and 63 not in seen and 1 not in seen  # the first two widths of the survey, which were done
-    assert facts.width_classes == ((1, 1), (2, 63))
-    assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
-    ends = [done for done, total, _ in heard if done == total]
-    assert ends
-    assert disk_cache.get("surveys", "interrupted", proof.Survey) is None
-
-
 @pytest.mark.usefixtures("without_kernels")
-def test_a_load_reports_the_progress_of_its_proof(
+def test_a_load_reports_the_progress_of_its_proof_and_is_interrupted_by_its_listener(
     target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
@@ -124,35 +93,25 @@ def test_a_load_reports_the_progress_of_its_proof(
         edgespec.load(str(target_path), on_progress=on_progress, **options)  # type: ignore[arg-type]
     edgespec.load(str(target_path), on_progress=on_progress, **options).close()  # type: ignore[arg-type]
     assert heard[-1][0] == heard[-1][1] > 0
+    assert all(0 <= done <= total and "same bits" in what for done, total, what in heard)
     count = len(heard)
     edgespec.load(str(target_path), on_progress=on_progress, **options).close()  # type: ignore[arg-type]
     assert len(heard) == count
 
 
-def test_an_interrupted_proof_on_another_text_starts_again() -> None:
-    found = surveyed(table())
-    disk_cache.put("surveys", "kept", found)
-    assert disk_cache.get("surveys", "kept", proof.Survey) == found
-    stale = proof.Survey("00", {63: proof.Bits({0: b"x"})})
-    proof.survey(table(), 63, stale, 63)
-    assert stale.classes == found.classes and stale.text == found.text
-
-
 def test_a_lone_row_that_differs_on_real_tokens_only_is_kept_apart() -> None:
     """Random ids of a padded vocabulary seldom meet a trained token: such a probe joined these widths."""
-    found = surveyed(table()).classes
+    found = surveyed(table())
     assert found == ((1, 1), (2, 63))
 
 
 def test_a_difference_that_shows_only_in_the_cache_is_seen() -> None:
-    found = surveyed(table(in_cache=True)).classes
+    found = surveyed(table(in_cache=True))
     assert found[0] == (1, 1)
 
 
 def test_equal_widths_are_one_class() -> None:
-    found = surveyed(table(is_honest=True))
-    assert found.classes == ((1, 63),)
-    assert min(found.seconds.values()) > 0
+    assert surveyed(table(is_honest=True)) == ((1, 63),)
 
 
 def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from edgespec.export.gguf.tokenizer import check_tokenizer
 from edgespec.export.onnx.weights import GgufWeights
 from edgespec.export.onnx.writer import open_gguf
 from edgespec.export.reference import check_round_trip
-from edgespec.formats.gguf.model import KINDS
+from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
 from edgespec.installation import has_engine
@@ -96,15 +96,15 @@ def test_tokenizers_are_those_of_the_file(kind: str, tmp_path: Path, monkeypatch
 
 
 @NEEDS_LLAMA
-@pytest.mark.parametrize("name", ["smaug-bpe", "dbrx"])
-def test_splitters_of_llama_3_that_apply_merges(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Files of SmolLM3 and OLMo 2 have these names: words are split as Llama 3 does, but a word is always merged."""
+@pytest.mark.parametrize("name", ["smaug-bpe", "dbrx", "chatglm-bpe", "glm4", "seed-coder", "exaone4", "refact"])
+def test_splitters_that_exports_do_not_write(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Files of SmolLM3, OLMo 2, GLM-4, Seed-OSS, EXAONE 4 and Granite have these names."""
     monkeypatch.setitem(SETTINGS, "smollm2", (SETTINGS["smollm2"][0], "llama-bpe"))
     monkeypatch.setattr("edgespec.export.gguf.tokenizer.pre_tokenizer_name", lambda _: name)
     path = tmp_path / "tiny.gguf"
     convert(write_checkpoint(tmp_path / "source", "smollm2"), path, "f32")
     folder = graph(path, tmp_path / "made").parent
-    assert json.loads((folder / "tokenizer.json").read_text())["model"]["ignore_merges"] is False
+    assert json.loads((folder / "tokenizer.json").read_text())["model"]["ignore_merges"] is (name == "glm4")
     assert check_tokenizer(folder, path) > 200
 
 

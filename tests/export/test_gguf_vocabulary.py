@@ -63,6 +63,9 @@ def drawn(rng: random.Random) -> Words:
     rng.shuffle(ordered)
     worst = rng.choice((4, 1000))
     found = {text: (-float(rng.randrange(1, worst)), NORMAL) for text in ordered}
+    if rng.random() < 0.4:  # runs of spaces that score alike, as in Llama 2 and Phi
+        worst = -float(rng.randrange(1, 2000))
+        found |= dict.fromkeys(["\u2581" * count for count in range(1, rng.randrange(3, 7))], (worst, NORMAL))
     if rng.random() < 0.3:
         one = rng.choice(ordered)
         found[one] = found[one][0], rng.choice((CONTROL, USER_DEFINED, UNUSED))
@@ -98,6 +101,7 @@ def test_random_vocabularies_split_text_as_llama_cpp_does(tmp_path: Path) -> Non
             {"ab": (-2.0, NORMAL), "ca": (-2.0, NORMAL), "abc": (-1.0, NORMAL)},
             "2 of its tokens have equal scores, such as 'ab' and 'ca'",
         ),
+        ({"aa": (-1.0, NORMAL), "aaaa": (-1.0, NORMAL)}, "2 of its tokens have equal scores, such as 'aa' and 'aaaa'"),
         ({"ab": (-1.0, UNUSED)}, "its token 'ab' is marked as unused"),
         ({"d": (-1.0, UNUSED)}, "its token 'd' is marked as unused"),
         ({"ad": (-1.0, NORMAL)}, "its token 'ad' has a letter that is no token"),
@@ -118,6 +122,7 @@ def test_what_a_tokenizer_json_cannot_say_is_refused(tmp_path: Path, pieces: Wor
         {"ad": (-1.0, USER_DEFINED), "da": (-1.0, USER_DEFINED)},  # cut out before anything is joined
         {"dd": (-1.0, USER_DEFINED), "ddd": (-1.0, UNUSED), "ddda": (-1.0, NORMAL), "d": (-1.0, NORMAL)},
         {"[PAD7]": (-1.0, UNUSED)},
+        {"\u2581" * count: (-1e9, NORMAL) for count in range(2, 17)},
         {"ab": (-7.0, NORMAL), "bc": (-5.0, NORMAL), "abc": (-1.0, NORMAL)},
     ],
 )
@@ -125,7 +130,7 @@ def test_what_is_equal_is_converted(tmp_path: Path, pieces: Words) -> None:
     path = written(tmp_path, words("abc", **pieces))
     ours = converted(path)
     with VocabularyFile(path) as theirs:
-        for text in ("abc", "cab bc", "abcabcab", "ad da", "aab bbc", "ca bca", "dddab"):
+        for text in ("abc", "cab bc", "abcabcab", "ad da", "aab bbc", "ca bca", "dddab", f"a{' ' * 19}b c{' ' * 7}"):
             assert ours.encode(text) == theirs.encode(text), text
 
 

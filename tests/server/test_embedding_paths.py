@@ -124,7 +124,7 @@ def test_an_encoder(tmp_path: Path):
         assert client.get("/props").status_code == client.get("/api/ps").status_code == 200
 
 
-def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypatch: pytest.MonkeyPatch):
+async def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypatch: pytest.MonkeyPatch):
     """One runs, four wait, a sixth is refused; a cancelled one ends; none is begun when the server stops."""
     queue = embedding_service.require().scheduler.embeddings
     texts = embedding_model.embedder.encode(["x"], truncate=False)
@@ -136,25 +136,21 @@ def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypat
         return embed(*args)
 
     monkeypatch.setattr(embedding_model.target, "embed", slow)
-
-    async def run() -> None:
-        first, *waiting = [asyncio.create_task(queue.embed(texts)) for _ in range(5)]
-        await asyncio.to_thread(begins.wait, 30)
-        with pytest.raises(HttpError) as refused:
-            await queue.embed(texts)
-        assert refused.value.status == 429
-        for each in waiting:
-            each.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        third = asyncio.create_task(queue.embed(texts))
-        await asyncio.sleep(0.05)
-        queue.stop()
-        goes_on.set()
-        assert (await first).shape == (1, 64), "what has begun its last pass ends with it"
-        for late in (third, queue.embed(texts)):
-            with pytest.raises(HttpError) as stopped:
-                await late
-            assert stopped.value.status == 503
-
-    asyncio.run(run())
+    first, *waiting = [asyncio.create_task(queue.embed(texts)) for _ in range(5)]
+    await asyncio.to_thread(begins.wait, 30)
+    with pytest.raises(HttpError) as refused:
+        await queue.embed(texts)
+    assert refused.value.status == 429
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    third = asyncio.create_task(queue.embed(texts))
+    await asyncio.sleep(0.05)
+    queue.stop()
+    goes_on.set()
+    assert (await first).shape == (1, 64), "what has begun its last pass ends with it"
+    for late in (third, queue.embed(texts)):
+        with pytest.raises(HttpError) as stopped:
+            await late
+        assert stopped.value.status == 503
     until(lambda: not queue.thread.open)

@@ -89,44 +89,36 @@ def test_what_needs_no_model_tells_the_truth_and_loads_none(host: Host):
     assert host.num_loads == 1
 
 
-def test_requests_at_once_load_it_once_and_wait(host: Host):
+async def test_requests_at_once_load_it_once_and_wait(host: Host):
     host.unload()
     host.gate.clear()
-
-    async def main() -> None:
-        app = create_app(host.service)
-        clients = [Client(app, max_tokens=4, stream=is_stream) for is_stream in (True, False)]
-        clients.append(Client(app, "/tokenize", messages=None, max_tokens=None, content="hi"))
-        await reached(lambda: host.num_loads == 2)
-        await asyncio.sleep(0.1)
-        assert not any(client.sent for client in clients) and host.client.get("/health").status_code == 200
-        host.gate.set()
-        for client in clients:
-            await client.task
-            assert client.sent[0]["status"] == 200 and b'"error"' not in client.body
-
-    asyncio.run(main())
+    app = create_app(host.service)
+    clients = [Client(app, max_tokens=4, stream=is_stream) for is_stream in (True, False)]
+    clients.append(Client(app, "/tokenize", messages=None, max_tokens=None, content="hi"))
+    await reached(lambda: host.num_loads == 2)
+    await asyncio.sleep(0.1)
+    assert not any(client.sent for client in clients) and host.client.get("/health").status_code == 200
+    host.gate.set()
+    for client in clients:
+        await client.task
+        assert client.sent[0]["status"] == 200 and b'"error"' not in client.body
     assert host.num_loads == 2
 
 
-def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(host: Host, caplog: pytest.LogCaptureFixture):
+async def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(host: Host, caplog: pytest.LogCaptureFixture):
     first = host.ask()
     host.unload()
     host.gate.clear()
     host.failure = CapabilityError("demo needs 9 GiB, /secret/path")
-
-    async def main() -> None:
-        app = create_app(host.service)
-        clients = [Client(app, stream=True), Client(app), Client(app, "/api/chat", max_tokens=None)]
-        await reached(lambda: host.num_loads == 2)
-        await asyncio.sleep(0.1)
-        host.gate.set()
-        for client in clients:
-            await client.task
-            assert client.sent[0]["status"] == 503 and b"cannot be loaded" in client.body
-            assert b"secret" not in client.body
-
-    asyncio.run(main())
+    app = create_app(host.service)
+    clients = [Client(app, stream=True), Client(app), Client(app, "/api/chat", max_tokens=None)]
+    await reached(lambda: host.num_loads == 2)
+    await asyncio.sleep(0.1)
+    host.gate.set()
+    for client in clients:
+        await client.task
+        assert client.sent[0]["status"] == 503 and b"cannot be loaded" in client.body
+        assert b"secret" not in client.body
     assert host.num_loads == 2 and "9 GiB" in caplog.text
     host.failure = None
     assert host.ask() == first and host.num_loads == 3
@@ -155,41 +147,33 @@ def test_streams_begin_while_it_is_loaded(host: Host, hasty: None, path: str):
     assert b"cannot" not in rest and rest.count(b"\n") > 1  # a random answer may be a single word
 
 
-def test_a_stop_during_a_load_ends_it(host: Host):
+async def test_a_stop_during_a_load_ends_it(host: Host):
     host.unload()
     host.gate.clear()
-
-    async def main() -> None:
-        app = create_app(host.service)
-        client = Client(app)
-        await reached(lambda: host.num_loads == 2)
-        host.service.stop()
-        await client.task
-        assert client.sent[0]["status"] == 503 and b"stopping" in client.body
-        late = Client(app)
-        await late.task
-        assert late.sent[0]["status"] == 503
-
-    asyncio.run(main())
+    app = create_app(host.service)
+    client = Client(app)
+    await reached(lambda: host.num_loads == 2)
+    host.service.stop()
+    await client.task
+    assert client.sent[0]["status"] == 503 and b"stopping" in client.body
+    late = Client(app)
+    await late.task
+    assert late.sent[0]["status"] == 503
     host.service.close()  # does not wait for the load
     assert host.service.is_loading
     host.gate.set()
     until(lambda: len(host.opened) == 2 and host.is_closed)
 
 
-def test_nothing_is_unloaded_under_an_answer(hosts: list[Host]):
+async def test_nothing_is_unloaded_under_an_answer(hosts: list[Host]):
     host = Host(idle_s=0.02)
     hosts.append(host)
-
-    async def main() -> None:
-        bias = {str(id): -100 for id in host.service.require().model.target.vocabulary.end_ids}
-        client = Client(create_app(host.service), stream=True, max_tokens=600, logit_bias=bias, speculative=False)
-        await reached(lambda: client.sent)
-        assert host.num_loads <= 2
-        await client.task
-        assert client.body.endswith(b"data: [DONE]\n\n")
-
-    asyncio.run(main())
+    bias = {str(id): -100 for id in host.service.require().model.target.vocabulary.end_ids}
+    client = Client(create_app(host.service), stream=True, max_tokens=600, logit_bias=bias, speculative=False)
+    await reached(lambda: client.sent)
+    assert host.num_loads <= 2
+    await client.task
+    assert client.body.endswith(b"data: [DONE]\n\n")
     until(lambda: host.is_closed)
     assert host.num_loads <= 2
 
@@ -254,114 +238,99 @@ def streamed(service: Service, path: str) -> Client:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_pings_are_sent_until_the_first_part_and_the_stream_is_whole(service: Service, gate: Gate, hasty, path: str):
-    async def main() -> None:
-        client, ping = streamed(service, path), PINGS.get(path, b": ping\n\n")
-        await reached(lambda: len(client.sent) > 2 if ping else client.sent)
-        assert client.sent[0]["status"] == 200 and client.body == ping * (len(client.sent) - 1)
-        if not ping:
-            await asyncio.sleep(0.3)
-            assert len(client.sent) == 1
-        gate.open()
-        await client.task
-        rest = client.body.replace(ping, b"") if ping else client.body
-        assert b"error" not in rest.replace(b'"error":null', b"") and not client.sent[-1]["more_body"]
-        assert rest.count(b"\n") > 2
+async def test_pings_are_sent_until_the_first_part_and_the_stream_is_whole(
+    service: Service, gate: Gate, hasty, path: str
+):
+    client, ping = streamed(service, path), PINGS.get(path, b": ping\n\n")
+    await reached(lambda: len(client.sent) > 2 if ping else client.sent)
+    assert client.sent[0]["status"] == 200 and client.body == ping * (len(client.sent) - 1)
+    if not ping:
+        await asyncio.sleep(0.3)
+        assert len(client.sent) == 1
+    gate.open()
+    await client.task
+    rest = client.body.replace(ping, b"") if ping else client.body
+    assert b"error" not in rest.replace(b'"error":null', b"") and not client.sent[-1]["more_body"]
+    assert rest.count(b"\n") > 2
 
-    asyncio.run(main())
 
-
-def test_a_silence_in_the_middle_is_interrupted_too(service: Service, gate: Gate, hasty):
+async def test_a_silence_in_the_middle_is_interrupted_too(service: Service, gate: Gate, hasty):
     """An answer that turns out to be a tool call has nothing to send until the call is complete."""
-
-    async def main() -> None:
-        gate.open()
-        client = Client(create_app(service), ignore_eos=True, speculative=False, max_tokens=400, stream=True)
-        await reached(lambda: client.sent)
-        gate.shut()
-        await reached(lambda: b": ping" in client.body)
-        gate.open()
-        await client.task
-        parts = [part for part in client.body.decode().split("\n\n") if part != ": ping"]
-        assert len(parts) > 100 and parts[-2:] == ["data: [DONE]", ""]
-        assert all(json.loads(part.removeprefix("data: "))["choices"] for part in parts[:-2])
-
-    asyncio.run(main())
+    gate.open()
+    client = Client(create_app(service), ignore_eos=True, speculative=False, max_tokens=400, stream=True)
+    await reached(lambda: client.sent)
+    gate.shut()
+    await reached(lambda: b": ping" in client.body)
+    gate.open()
+    await client.task
+    parts = [part for part in client.body.decode().split("\n\n") if part != ": ping"]
+    assert len(parts) > 100 and parts[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(part.removeprefix("data: "))["choices"] for part in parts[:-2])
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_failure_after_the_beginning_has_the_form_of_the_protocol(service: Service, gate: Gate, hasty, path: str):
-    async def main() -> None:
-        client = streamed(service, path)
-        await reached(lambda: client.sent)
-        gate.open(EngineError("it broke"))
-        await client.task
-        assert client.sent[0]["status"] == 200 and not client.sent[-1]["more_body"]
-        last = client.sent[-1]["body"].decode()
-        if path == "/api/chat":
-            assert "failed" in json.loads(last)["error"]
-            return
-        event, _, data = last.rpartition("data: ")
-        body = json.loads(data)
-        assert event == {"/v1/messages": "event: error\n", "/v1/responses": "event: error\n"}.get(path, "")
-        assert (body["type"] == "error") if event else body["error"]["code"] == "internal_error"
-
-    asyncio.run(main())
-
-
-def test_a_response_that_has_begun_ends_as_failed(service: Service, gate: Gate):
-    async def main() -> None:
-        gate.open()
-        path = "/v1/responses"
-        client = Client(
-            create_app(service),
-            path,
-            **FIELDS_OF[path] | {"max_output_tokens": 400, "temperature": 5, "seed": 1},
-            stream=True,
-        )
-        await reached(lambda: b"response.created" in client.body)
-        gate.open(EngineError("it broke"))
-        await client.task
-        *_, error, failed = [json.loads(part.split("data: ")[1]) for part in client.body.decode().split("\n\n")[:-1]]
-        assert (error["type"], failed["type"]) == ("error", "response.failed")
-        assert failed["sequence_number"] == error["sequence_number"] + 1
-        assert failed["response"]["status"] == "failed"
-        assert failed["response"]["error"] == {"code": error["code"], "message": error["message"]}
-
-    asyncio.run(main())
+async def test_a_failure_after_the_beginning_has_the_form_of_the_protocol(
+    service: Service, gate: Gate, hasty, path: str
+):
+    client = streamed(service, path)
+    await reached(lambda: client.sent)
+    gate.open(EngineError("it broke"))
+    await client.task
+    assert client.sent[0]["status"] == 200 and not client.sent[-1]["more_body"]
+    last = client.sent[-1]["body"].decode()
+    if path == "/api/chat":
+        assert "failed" in json.loads(last)["error"]
+        return
+    event, _, data = last.rpartition("data: ")
+    body = json.loads(data)
+    assert event == {"/v1/messages": "event: error\n", "/v1/responses": "event: error\n"}.get(path, "")
+    assert (body["type"] == "error") if event else body["error"]["code"] == "internal_error"
 
 
-def test_what_is_known_before_the_prompt_is_read_has_a_status(service: Service, gate: Gate, hasty):
-    async def main() -> None:
-        too_long = [{"role": "user", "content": "x " * 5000}]
-        client = Client(create_app(service), messages=too_long, stream=True)
-        await client.task
-        assert client.sent[0]["status"] == 400
-        waiting = [streamed(service, PATHS[0]) for _ in range(5)]
-        await reached(lambda: all(each.sent for each in waiting))
-        refused = streamed(service, PATHS[0])
-        await refused.task
-        assert refused.sent[0]["status"] == 429
-        for each in waiting:
-            each.leave()
-        gate.open()
-        await asyncio.gather(*(each.task for each in waiting))
+async def test_a_response_that_has_begun_ends_as_failed(service: Service, gate: Gate):
+    gate.open()
+    path = "/v1/responses"
+    client = Client(
+        create_app(service),
+        path,
+        **FIELDS_OF[path] | {"max_output_tokens": 400, "temperature": 5, "seed": 1},
+        stream=True,
+    )
+    await reached(lambda: b"response.created" in client.body)
+    gate.open(EngineError("it broke"))
+    await client.task
+    *_, error, failed = [json.loads(part.split("data: ")[1]) for part in client.body.decode().split("\n\n")[:-1]]
+    assert (error["type"], failed["type"]) == ("error", "response.failed")
+    assert failed["sequence_number"] == error["sequence_number"] + 1
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"] == {"code": error["code"], "message": error["message"]}
 
-    asyncio.run(main())
+
+async def test_what_is_known_before_the_prompt_is_read_has_a_status(service: Service, gate: Gate, hasty):
+    too_long = [{"role": "user", "content": "x " * 5000}]
+    client = Client(create_app(service), messages=too_long, stream=True)
+    await client.task
+    assert client.sent[0]["status"] == 400
+    waiting = [streamed(service, PATHS[0]) for _ in range(5)]
+    await reached(lambda: all(each.sent for each in waiting))
+    refused = streamed(service, PATHS[0])
+    await refused.task
+    assert refused.sent[0]["status"] == 429
+    for each in waiting:
+        each.leave()
+    gate.open()
+    await asyncio.gather(*(each.task for each in waiting))
 
 
-def test_a_client_that_leaves_while_it_gets_pings_ends_its_generation(service: Service, gate: Gate, hasty):
-    async def main() -> None:
-        client = streamed(service, PATHS[0])
-        await reached(lambda: b": ping" in client.body)
-        client.leave()
-        await client.task
-        before = len(client.sent)
-        gate.open()
-        scheduler = service.require().scheduler
-        await reached(lambda: scheduler.num_running == 0)
-        await asyncio.sleep(0.3)
-        assert service.metrics.finished == {"cancelled": 1} and len(client.sent) == before
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+async def test_a_client_that_leaves_while_it_gets_pings_ends_its_generation(service: Service, gate: Gate, hasty):
+    client = streamed(service, PATHS[0])
+    await reached(lambda: b": ping" in client.body)
+    client.leave()
+    await client.task
+    before = len(client.sent)
+    gate.open()
+    scheduler = service.require().scheduler
+    await reached(lambda: scheduler.num_running == 0)
+    await asyncio.sleep(0.3)
+    assert service.metrics.finished == {"cancelled": 1} and len(client.sent) == before
+    assert len(asyncio.all_tasks()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from dataclasses import replace
@@ -14,10 +13,9 @@ from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.reports import RoundRecord, Stats
-from edgespec.server.app import create_app
 from edgespec.server.metrics import Histogram, Metrics, answer_line, why_not
 from edgespec.server.service import Service
-from serving import BASE_URL
+from serving import client_of, post, streamed
 
 COMPLETE = "/v1/completions"
 
@@ -37,11 +35,8 @@ def test_texts_are_continued(client: TestClient, model: Model, greedy: Sampling,
 def test_a_streamed_completion(client: TestClient, model: Model, greedy: Sampling, plain: GenerateOptions):
     expected = model.generate("The capital of", greedy, replace(plain, top_logprobs=2))
     fields = {"prompt": "The capital of", "max_tokens": 24, "temperature": 0, "logprobs": 2, "stream": True}
-    *events, done, _ = client.post(COMPLETE, json=fields | {"stream_options": {"include_usage": True}}).text.split(
-        "\n\n"
-    )
-    *parts, last = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert done == "data: [DONE]" and last["usage"]["completion_tokens"] == len(expected.token_ids)
+    *parts, last = streamed(client, COMPLETE, fields, stream_options={"include_usage": True})
+    assert last["usage"]["completion_tokens"] == len(expected.token_ids)
     choices = [part["choices"][0] for part in parts]
     assert "".join(choice["text"] for choice in choices) == expected.text
     assert choices[-1]["finish_reason"] == expected.finish_reason
@@ -56,11 +51,10 @@ def test_offsets_count_characters_and_not_the_tokens_that_spell_them(client: Tes
     written = "a 😀🚉 bus and a train"  # the demo spells an emoji in bytes; " train" is held for the stop
     fields = {"prompt": "Say", "max_tokens": 60, "regex": written, "stop": "train is late", "logprobs": 1}
     whole = client.post(COMPLETE, json=fields).json()["choices"][0]
-    events = client.post(COMPLETE, json=fields | {"stream": True}).text.split("\n\n")[:-2]
-    parts = [json.loads(event.removeprefix("data: "))["choices"][0]["logprobs"] for event in events]
-    streamed = {name: [each for part in parts if part for each in part[name]] for name in ("tokens", "text_offset")}
+    parts = [part["choices"][0]["logprobs"] for part in streamed(client, COMPLETE, fields)]
+    in_parts = {name: [each for part in parts if part for each in part[name]] for name in ("tokens", "text_offset")}
     assert whole["text"] == written
-    for found in (whole["logprobs"], streamed):
+    for found in (whole["logprobs"], in_parts):
         named = dict(zip(found["text_offset"], found["tokens"], strict=True))
         spelled = {offset: token for offset, token in named.items() if "�" not in token}
         assert spelled and all(written[offset:].startswith(token) for offset, token in spelled.items())
@@ -100,7 +94,7 @@ def test_properties_hold_no_path(client: TestClient, model: Model):
 
 def test_before_the_model_is_loaded(model: Model):
     service = Service("demo")
-    client = TestClient(create_app(service), base_url=BASE_URL)
+    client = client_of(service)
     assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "loading"})
     answered = client.post("/v1/chat/completions", json={"messages": []})
     assert answered.status_code == 503 and answered.headers["retry-after"] == "1"
@@ -137,9 +131,7 @@ DRAFTING = REPEATED | {"speculative": {"drafter": "model", "draft_length": 3}}
 
 
 def complete(client: TestClient, **fields: Any) -> dict[str, Any]:
-    answered = client.post("/v1/completions", json=fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
+    return post(client, COMPLETE, fields)
 
 
 def test_timings_name_the_drafter(client: TestClient):

@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from browser import Browser, find_browser
-from chat_page import COMPLETE, READY, STORED, TEXT, ask, choose, forget, put, set_schema, stored
+from chat_page import COMPLETE, READY, STORED, TEXT, answered, ask, choose, forget, put, reopen, set_schema, stored
 from serving import read_line, served
 from waiting import until
 
@@ -60,8 +60,7 @@ def browser(running: Browser, url: str) -> Iterator[Browser]:
 
 def test_an_answer_comes_as_the_api_gives_it_with_its_drafts_marked(browser: Browser, url: str):
     choose(browser, temperature=0, max_tokens=48)
-    ask(browser, QUESTION)
-    browser.until(COMPLETE)
+    answered(browser, QUESTION)
     fields = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 48}
     whole = httpx.post(url + "/v1/chat/completions", json=fields, timeout=60).json()
     content = whole["choices"][0]["message"]["content"]
@@ -109,9 +108,7 @@ def test_stop_again_edit_and_a_reload(browser: Browser, url: str):
         f"{COMPLETE} && document.querySelector('.user .text').textContent === 'Tell me a long story about a bus'"
     )
     answer = browser.value(TEXT)
-    browser.reload()
-    browser.until(READY)
-    browser.click("#conversations li button")
+    reopen(browser)
     assert browser.value(TEXT) == answer and browser.value("document.querySelectorAll('article').length") == 2
 
 
@@ -140,9 +137,7 @@ def test_what_a_model_writes_is_text(browser: Browser):
         ],
     }
     browser.value(f"localStorage['edgespec.conversation.x'] = {json.dumps(json.dumps(given))}")  # as it once was stored
-    browser.reload()
-    browser.until(READY)
-    browser.click("#conversations li button")
+    reopen(browser)
     count = "document.querySelectorAll('#messages :is({})').length"
     assert browser.value(count.format("img, script, b, i, a[href^=javascript]")) == 0
     assert browser.text(".user .text") == HOSTILE and HOSTILE.split(" [")[0] in browser.value(TEXT)
@@ -165,9 +160,7 @@ LISTED = """1. Install:
 
 def test_code_in_a_list_and_names_with_underscores(browser: Browser):
     put(browser, "Hi", LISTED)
-    browser.reload()
-    browser.until(READY)
-    browser.click("#conversations li button")
+    reopen(browser)
     assert browser.text("pre > code") == "if __name__ == '__main__':\n    print(**x)"
     assert browser.value("[...document.querySelectorAll('.assistant strong')].map(e => e.textContent)") == ["this"]
     assert "foo__bar__baz or foo__bar__baz" in browser.value(TEXT)
@@ -176,15 +169,13 @@ def test_code_in_a_list_and_names_with_underscores(browser: Browser):
 
 def test_common_values_are_taken(browser: Browser):
     choose(browser, temperature=0.72, top_p=0.955, min_p=0.005, repeat_penalty=1.1, max_tokens=4)
-    ask(browser, "Hi")
-    browser.until(COMPLETE)
+    answered(browser, "Hi")
     assert not browser.value("!!document.querySelector('.problem')")
 
 
 def test_what_cannot_be_stored_lasts_until_the_page_is_closed(browser: Browser):
     choose(browser, temperature=0, max_tokens=4)
-    ask(browser, "One")
-    browser.until(COMPLETE)
+    answered(browser, "One")
     browser.value("IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError') }")
     for number, text in enumerate(("Two " * 50, "Three " * 50), start=2):
         ask(browser, text)
@@ -196,9 +187,7 @@ def test_what_cannot_be_stored_lasts_until_the_page_is_closed(browser: Browser):
 
 def test_another_page_that_changes_a_conversation_is_followed(browser: Browser, url: str):
     put(browser, "Hi", "Hello")
-    browser.reload()
-    browser.until(READY)
-    browser.click("#conversations li button")
+    reopen(browser)
     other = json.dumps(stored(browser)[0] | {"head": 3})
     more = '[{role: "user", content: "More?", parent: 1}, {role: "assistant", content: "Yes", parent: 2, runs: []}]'
     change = f"const each = {other}; each.messages.push(...{more}); table.put(each)"
@@ -229,9 +218,7 @@ def test_an_unusable_schema_can_be_left_out(browser: Browser):
 
 def test_a_copy_needs_no_secure_page(browser: Browser):
     put(browser, "Copy this", "Hello")
-    browser.reload()
-    browser.until(READY)
-    browser.click("#conversations li button")
+    reopen(browser)
     browser.value("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
     browser.value(
         "addEventListener('copy', () => document.title = getSelection().toString() || document.activeElement.value)"
@@ -300,7 +287,6 @@ def test_a_key_is_asked_for(running: Browser, private_home: Path):
             running.press("Enter")
             running.until(f"{READY} || document.querySelector('#key-error').textContent")
         running.until(READY)
-        ask(running, "Hi")
-        running.until(COMPLETE)
+        answered(running, "Hi")
         assert not running.text(".problem")
         assert running.value(f"{STORED}.then((all) => !JSON.stringify([all, localStorage]).match('secret'))")

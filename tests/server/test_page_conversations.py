@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from browser import Browser, find_browser
-from chat_page import COMPLETE, READY, TEXT, ask, put, stored
+from chat_page import COMPLETE, TEXT, answered, ask, put, reload, stored
 from edgespec.server.answer import DONE, sse
 from scripted_page import Scripted, part
 from waiting import until
@@ -24,15 +24,9 @@ def answer(text: str) -> list[bytes]:
     return [sse(part(text, finish="stop")), DONE]
 
 
-def reload(tab: Browser) -> None:
-    tab.reload()
-    tab.until(READY)
-
-
 def test_answering_again_and_editing_keep_what_was_there(tab: Browser, scripted: Scripted):
     scripted.parts, scripted.later = answer("one"), [answer("two"), answer("three"), answer("four")]
-    ask(tab, "Hi")
-    tab.until(COMPLETE)
+    answered(tab, "Hi")
     tab.press("r", "KeyR", alt=True)
     tab.until(f"{COMPLETE} && {TEXT} === 'two'")
     assert tab.text(".assistant .versions") == "2/2"
@@ -62,13 +56,11 @@ def test_answering_again_and_editing_keep_what_was_there(tab: Browser, scripted:
 
 def test_a_conversation_has_an_address(tab: Browser, scripted: Scripted):
     scripted.parts = answer("one")
-    ask(tab, "First")
-    tab.until(COMPLETE)
+    answered(tab, "First")
     first = tab.value("location.hash")
     tab.click("[data-do=new]")
     assert tab.value("location.hash") == ""
-    ask(tab, "Second")
-    tab.until(COMPLETE)
+    answered(tab, "Second")
     assert tab.value("location.hash") not in ("", first)
     tab.value("history.go(-2)")
     tab.until(f"location.hash === {json.dumps(first)} && document.querySelector('.user .text').textContent === 'First'")
@@ -162,8 +154,7 @@ STRANGE["messages"] = [
 
 def test_what_is_exported_comes_back_and_other_files_too(tab: Browser, scripted: Scripted, tmp_path: Path):
     scripted.parts, scripted.later = answer("one"), [answer("two")]
-    ask(tab, "Hi")
-    tab.until(COMPLETE)
+    answered(tab, "Hi")
     tab.press("r", "KeyR", alt=True)
     tab.until(f"{COMPLETE} && {TEXT} === 'two'")
     until(lambda: len(stored(tab)[0]["messages"]) == 3)
@@ -229,8 +220,7 @@ def test_the_prompt_is_read_before_thoughts_and_the_answer(tab: Browser, scripte
 def test_thinking_is_switched_where_the_template_can(tab: Browser, scripted: Scripted):
     scripted.parts = answer("one")
     for expected in (True, False):
-        ask(tab, "Hi")
-        tab.until(COMPLETE)
+        answered(tab, "Hi")
         assert scripted.asked[-1]["chat_template_kwargs"] == {"enable_thinking": expected}
         assert "reasoning" not in scripted.asked[-1]["messages"][-1]
         tab.press("t", "KeyT", alt=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from browser import Browser, find_browser
-from chat_page import COMPLETE, READY, TEXT, ask, forget, put
+from chat_page import COMPLETE, READY, TEXT, answered, ask, forget, put
 from edgespec.server.answer import DONE, sse
 from edgespec.server.app import page_routes
 from scripted_page import Scripted, part, scripted_server
@@ -133,8 +133,7 @@ def test_drafted_parts_are_marked_wherever_they_are(tab: Browser, scripted: Scri
 @with_libraries
 def test_a_document_that_grows_ends_as_it_is_drawn_at_once(tab: Browser, scripted: Scripted):
     scripted.parts = [*(sse(part(DOCUMENT[at : at + 7], "ngram")) for at in range(0, len(DOCUMENT), 7)), DONE]
-    ask(tab, "Hi")
-    tab.until(COMPLETE)
+    answered(tab, "Hi")
     drawn = "document.querySelector('.assistant .text').innerHTML"
     grown = tab.value(drawn)
     tab.reload()
@@ -253,8 +252,7 @@ def test_files_are_read_shown_sent_and_kept(tab: Browser, scripted: Scripted, tm
     assert tab.text("#file-text") == "one ```\ntwo é"
     tab.press("Escape")
     scripted.parts = [sse(part("Read.", finish="stop")), DONE]
-    ask(tab, "What is in them?")
-    tab.until(COMPLETE)
+    answered(tab, "What is in them?")
     assert tab.value(CHIPS) == []
     told = [("notes.txt", "one ```\ntwo é", "````"), ("utf16.txt", "wide é", "```"), ("latin.txt", "old é", "```")]
     told.append(("dropped.md", "dropped text", "```"))
@@ -272,6 +270,5 @@ def test_the_text_of_a_pdf_is_read_here(tab: Browser, scripted: Scripted, tmp_pa
     tab.until(f"{CHIPS}.length === 1 && document.querySelector('#status').textContent")
     assert tab.text("#status") == "b.pdf: It cannot be read as a PDF."
     scripted.parts = [sse(part("Read.", finish="stop")), DONE]
-    ask(tab, "The word?")
-    tab.until(COMPLETE)
+    answered(tab, "The word?")
     assert json.dumps("The word is marzipan.")[1:-1] in json.dumps(scripted.asked[0])

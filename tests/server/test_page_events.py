@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from browser import Browser, find_browser
-from chat_page import COMPLETE, READY, TEXT, ask, set_schema, stored
+from chat_page import COMPLETE, READY, TEXT, answered, ask, reload, reopen, set_schema, stored
 from edgespec.server.answer import DONE, sse
 from scripted_page import PING, Scripted, part
 from waiting import until
@@ -46,8 +46,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_events_is_the_same_answer(tab: Browser, scripted: Scripted, name: str):
     scripted.parts = FORMS[name]
-    ask(tab, "Hi")
-    tab.until(COMPLETE)
+    answered(tab, "Hi")
     assert tab.value(TEXT) == "Hello world é!" and not tab.text(".problem")
 
 
@@ -129,9 +128,7 @@ def test_drafters_have_colours_of_their_own_while_an_answer_is_written(tab: Brow
     assert set(tab.value(COLOURS)) == {CLEAR}
     tab.click("#marks")
     assert tab.value(COLOURS) == shown
-    tab.reload()
-    tab.until(READY)
-    tab.click("#conversations li button")
+    reopen(tab)
     assert tab.value(COLOURS) == shown  # asked for, until it is switched off
     tab.click("#marks")
     assert set(tab.value(COLOURS)) == {CLEAR}
@@ -145,16 +142,13 @@ def test_a_schema_belongs_to_its_conversation_and_is_told_at_the_message_field(t
     assert tab.value(chip) and tab.text("#schema-name") == "JSON schema: not valid"
     tab.write("}")
     assert tab.text("#schema-name") == "JSON schema"
-    ask(tab, "With")
-    tab.until(COMPLETE)
+    answered(tab, "With")
     assert scripted.asked[-1]["response_format"]["json_schema"]["schema"] == {"type": "objekt"}
     tab.click("[data-do=new]")
     assert not tab.value(chip)
-    ask(tab, "Without")
-    tab.until(COMPLETE)
+    answered(tab, "Without")
     assert "response_format" not in scripted.asked[-1]
-    tab.reload()
-    tab.until(READY)
+    reload(tab)
     assert not tab.value(chip)
     tab.click("#conversations li:nth-of-type(2) button")
     assert tab.value(chip) and tab.value("document.querySelector('#s-schema').value") == '{"type": "objekt"}'

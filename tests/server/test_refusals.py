@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import json
@@ -35,9 +34,33 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
+BAD = {"type": "string", "pattern": "("}
+BAD_FORM = {"type": "json_schema", "schema": BAD}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+    "/api/chat": {"messages": MESSAGES},
+}
+# Fields, which one is named, and what is said of it: what both of OpenAI's older protocols refuse alike, then each.
+ALIKE: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"mirostat": 2}, "mirostat", "0 turns it off"),
+    ({"typical_p": 0.9}, "typical_p", "1 turns it off"),
+    ({"dry_multiplier": 0.8}, "dry_multiplier", "not built in"),
+    ({"samplers": ["top_k", "temperature"]}, "samplers", "in this order: penalties, temperature"),
+    ({"samplers": "kfypmt"}, "samplers", "must be a list"),
+    ({"samplers": "kt"}, "samplers", "in this order: penalties, temperature"),
+    ({"adaptive_target": 0.5}, "adaptive_target", "-1 turns it off"),
+    ({"id_slot": 1}, "id_slot", "from -1 to 0"),
+    ({"cache_prompt": "yes"}, "cache_prompt", "true or false"),
+    ({"max_tokens": 4, "n_predict": 5}, "max_tokens", "give one"),
+    ({"repeat_last_n": "1"}, "repeat_last_n", "repeat_last_n must be"),
+]
+WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
+    "/v1/completions": ALIKE,
+    CHAT: [
+        *ALIKE,
         ({"messages": None}, "messages", "missing"),
         ({"messages": "hi"}, "messages", "must be a list"),
         ({"messages": []}, None, "empty"),
@@ -79,14 +102,96 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"speculative": {"draft_length": 65}}, "draft_length", "0..64"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"prediction": {"type": "content"}}, "prediction.content", "is missing"),
+        ({"prediction": {"content": "x"}}, "prediction.type", "is missing"),
+        ({"prediction": {"type": "content", "content": 5}}, "prediction.content", "parts of text"),
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "one of content"),
+        ({"prediction": {"type": "content", "content": "x", "n": 1}}, "prediction.n", "unknown field"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content", "of text"),
+        ({"prediction": "x"}, "prediction", "must be an object"),
     ],
-)  # fmt: skip
-def test_a_bad_field_is_named(client: TestClient, fields: dict[str, Any], param: str | None, words: str):
-    answered = client.post(CHAT, json={"messages": MESSAGES} | fields)
-    error = answered.json()["error"]
+    "/v1/responses": [
+        ({}, "input", "missing"),
+        ({"input": 5}, "input", "must be a string or a list"),
+        ({"input": []}, None, "empty"),
+        ({"input": ["x"]}, "input.0", "must be a message"),
+        ({"input": [{"type": "reasoning"}]}, None, "empty"),
+        ({"input": [{"type": "item_reference"}]}, "input.0", "must be a message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "reads text only"),
+        ({"input": [{"role": "king", "content": "x"}]}, None, "allowed: system, user"),
+        ({"input": "x", "previous_response_id": "a"}, "previous_response_id", "stores no responses"),
+        ({"input": "x", "background": True}, "background", "stores no responses"),
+        ({"input": "x", "tools": [{"type": "local_shell"}]}, "tools.0", "function"),
+        ({"input": "x", "tools": [{"type": "custom"}]}, "tools.0.function.name", "letters"),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "nothing further"),
+        ({"input": "x", "text": {"format": 5}}, "text.format", "must be an object"),
+        ({"input": "x", "max_output_tokens": -3}, "max_output_tokens", "from -2 to"),
+        ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema", "must be"),
+        ({"input": "x", "text": {"format": BAD_FORM}}, "text.format.schema", "text.format.schema cannot be used"),
+    ],
+    "/v1/messages": [
+        ({"max_tokens": None}, None, "max_tokens is missing"),
+        ({"messages": None}, None, "messages is missing"),
+        ({"messages": [{"role": "king", "content": "x"}]}, None, "user, assistant or system"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, None, "prompt is too long: the prompt has"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "reads text only"),
+        ({"system": 5}, None, "reads text only"),
+        ({"tools": [{"name": "f"}]}, None, "input_schema"),
+        ({"tool_choice": {"type": "any"}}, None, "no tools are given"),
+        ({"thinking": {"type": "on"}}, None, "adaptive, disabled, enabled"),
+        ({"mcp_servers": [{"type": "url"}]}, None, "runs no tools itself"),
+        ({"thread": {"type": "create"}}, None, "thread is not supported: no conversation is stored"),
+        ({"max_token": 3}, None, "did you mean 'max_tokens'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, None, "output_config.format.schema is missing"),
+        ({"output_config": {"form": {}}}, None, "output_config.form"),
+        ({"stop_sequences": [""]}, None, "stop_sequences must be"),
+    ],
+    "/api/chat": [
+        ({"model": 3}, None, "model must be a string"),
+        ({"format": "xml"}, None, "json or a JSON schema"),
+        ({"think": True}, None, "not supported"),
+        ({"options": {"num_ctx": 10**6, "num_predict": 2047}}, None, "holds only 2048: ask for fewer"),
+        ({"options": {"num_ctx": 10**6}, "messages": [{"role": "user", "content": "x " * 5000}]}, None, "--ctx-size"),
+        ({"options": {"typical_p": 0.5}}, None, "options.typical_p is not supported"),
+        ({"options": {"mirostat": 2}}, None, "options.mirostat is not supported"),
+        ({"options": {"penalize_newline": False}}, None, "options.penalize_newline is not supported"),
+        ({"options": {"tfs_z": 0.5}}, None, "options.tfs_z is not supported: this sampler is not built in; 1 turns it"),
+        ({"options": {"num_predict": "8"}}, None, "options.num_predict must be a whole number"),
+        ({"options": {"num_predict": 2**31}}, None, "options.num_predict must be a whole number"),
+        ({"options": {"xtc_probability": 0}}, None, "unknown field 'options.xtc_probability'"),
+        ({"truncate": 1}, None, "truncate must be true or false"),
+        ({"top_logprobs": 3}, None, "needs logprobs"),
+        ({"options": {"num_predict": 0}}, None, "num_predict must be at least 1"),
+        ({"options": {"temprature": 1}}, None, "did you mean 'temperature'"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, None, "reads text only"),
+        ({"options": {"top_p": 7}}, None, "options.top_p must be"),
+        ({"options": {"repeat_last_n": -2}}, None, "options.repeat_last_n must be"),
+        ({"format": BAD}, None, "format cannot be used"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"), [(path, *case) for path, cases in WRONG.items() for case in cases]
+)
+def test_a_bad_field_is_named_in_the_shape_of_its_protocol(
+    client: TestClient, path: str, fields: dict[str, Any], param: str | None, words: str
+):
+    answered = client.post(path, json=BODIES[path] | fields)
+    body, error = answered.json(), answered.json()["error"]
     assert answered.status_code == 400, error
-    assert error["type"] == "invalid_request_error" and error.keys() == {"message", "type", "param", "code"}
-    assert words in error["message"] and error["param"] == param
+    if path == "/api/chat":
+        assert words in error
+        return
+    assert error["type"] == "invalid_request_error" and words in error["message"]
+    if path == "/v1/messages":
+        assert body["type"] == "error"
+        # At this code Anthropic's SDK (its tool runner) sends whole conversations instead.
+        unthreaded = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert error.get("details") == (unthreaded if "thread" in fields else None)
+    else:
+        assert error.keys() == {"message", "type", "param", "code"} and error["param"] == param
 
 
 def test_null_and_harmless_fields_are_accepted(client: TestClient):
@@ -198,31 +303,27 @@ def test_what_a_refused_request_held_is_let_go(client: TestClient):
     assert not held
 
 
-def test_large_bodies_wait_for_each_other_and_small_ones_do_not(service: Service):
+async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(service: Service):
     service.limits = Limits(max_body_bytes=100_000, body_timeout_s=0.05)
+    bodies = Bodies(service.limits)
 
-    async def main() -> None:
-        bodies = Bodies(service.limits)
+    def body(size: int) -> Any:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
 
-        def body(size: int) -> Any:
-            async def receive() -> Any:
-                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+        headers = [(b"content-length", str(size).encode())]
+        return bodies.read(Request({"type": "http", "method": "POST", "headers": headers}, receive))
 
-            headers = [(b"content-length", str(size).encode())]
-            return bodies.read(Request({"type": "http", "method": "POST", "headers": headers}, receive))
-
-        async with contextlib.AsyncExitStack() as held:
-            first, *_ = [await held.enter_async_context(body(100_000)) for _ in range(4)]
-            with pytest.raises(HttpError) as caught:
-                await held.enter_async_context(body(100_000))
-            assert caught.value.status == 503
-            async with body(1000) as small:
-                assert len(small.data) == 1000
-            first.close()
-            async with body(100_000) as last:
-                assert len(last.data) == 100_000 and not first.data
-
-    asyncio.run(main())
+    async with contextlib.AsyncExitStack() as held:
+        first, *_ = [await held.enter_async_context(body(100_000)) for _ in range(4)]
+        with pytest.raises(HttpError) as caught:
+            await held.enter_async_context(body(100_000))
+        assert caught.value.status == 503
+        async with body(1000) as small:
+            assert len(small.data) == 1000
+        first.close()
+        async with body(100_000) as last:
+            assert len(last.data) == 100_000 and not first.data
 
 
 def test_a_large_body_is_refused(service: Service):

@@ -85,34 +85,6 @@ def test_a_call_and_its_result(client: TestClient):
     assert answer["output"][0]["content"][0]["text"] == translated["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({}, "input", "missing"),
-        ({"input": 5}, "input", "must be a string or a list"),
-        ({"input": []}, None, "empty"),
-        ({"input": ["x"]}, "input.0", "must be a message"),
-        ({"input": [{"type": "reasoning"}]}, None, "empty"),
-        ({"input": [{"type": "item_reference"}]}, "input.0", "must be a message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "reads text only"),
-        ({"input": [{"role": "king", "content": "x"}]}, None, "allowed: system, user"),
-        ({"input": "x", "previous_response_id": "a"}, "previous_response_id", "stores no responses"),
-        ({"input": "x", "background": True}, "background", "stores no responses"),
-        ({"input": "x", "tools": [{"type": "local_shell"}]}, "tools.0", "function"),
-        ({"input": "x", "tools": [{"type": "custom"}]}, "tools.0.function.name", "letters"),
-        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "nothing further"),
-        ({"input": "x", "text": {"format": 5}}, "text.format", "must be an object"),
-        ({"input": "x", "max_output_tokens": -3}, "max_output_tokens", "from -2 to"),
-        ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
-    ],
-)
-def test_refusals(client: TestClient, fields: dict[str, Any], param: str | None, words: str):
-    answered = client.post(PATH, json=fields)
-    assert answered.status_code == 400
-    error = answered.json()["error"]
-    assert words in error["message"] and (param is None or error["param"] == param)
-
-
 def test_control_tokens_of_a_client_stay_text(client: TestClient, model: Model):
     spelt = "<|im_end|><|im_start|>system"
     answer = post(client, PATH, input=spelt, max_output_tokens=1)

@@ -47,57 +47,49 @@ async def begin(scheduler: Scheduler, model: Model) -> Ticket:
     return ticket
 
 
-def test_jobs_are_run_in_order(scheduler: Scheduler, model: Model):
-    async def main() -> None:
-        tickets = [(await scheduler.submit([job(model, text=text)]))[0] for text in ("One", "Two", "Three")]
-        ended: list[int] = []
+async def test_jobs_are_run_in_order(scheduler: Scheduler, model: Model):
+    tickets = [(await scheduler.submit([job(model, text=text)]))[0] for text in ("One", "Two", "Three")]
+    ended: list[int] = []
 
-        async def read(index: int) -> str:
-            text = await text_of(tickets[index])
-            ended.append(index)
-            return text
+    async def read(index: int) -> str:
+        text = await text_of(tickets[index])
+        ended.append(index)
+        return text
 
-        texts = await asyncio.gather(*(read(index) for index in (2, 1, 0)))
-        assert ended == [0, 1, 2]
-        plain = [model.generate(text, Sampling(seed=3), SHORT).text for text in ("Three", "Two", "One")]
-        assert texts == plain
-
-    asyncio.run(main())
+    texts = await asyncio.gather(*(read(index) for index in (2, 1, 0)))
+    assert ended == [0, 1, 2]
+    plain = [model.generate(text, Sampling(seed=3), SHORT).text for text in ("Three", "Two", "One")]
+    assert texts == plain
 
 
-def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Scheduler, model: Model):
-    async def main() -> None:
-        running = await begin(scheduler, model)
-        waiting = await scheduler.submit([job(model)] * 4)
-        with pytest.raises(HttpError) as caught:
-            await scheduler.submit([job(model)])
-        assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
-        waiting[1].cancel()
-        assert scheduler.num_waiting == 3 and await text_of(waiting[1]) == ""
-        (last,) = await scheduler.submit([job(model)])
-        running.cancel()
-        texts = [await text_of(each) for each in (waiting[0], waiting[2], waiting[3], last)]
-        assert len(set(texts)) == 1 and texts[0]
-        await text_of(running)
-        assert running.stats.new_tokens < 1900 and running.finish_reason == "cancelled"
-
-    asyncio.run(main())
+async def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(scheduler: Scheduler, model: Model):
+    running = await begin(scheduler, model)
+    waiting = await scheduler.submit([job(model)] * 4)
+    with pytest.raises(HttpError) as caught:
+        await scheduler.submit([job(model)])
+    assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
+    waiting[1].cancel()
+    assert scheduler.num_waiting == 3 and await text_of(waiting[1]) == ""
+    (last,) = await scheduler.submit([job(model)])
+    running.cancel()
+    texts = [await text_of(each) for each in (waiting[0], waiting[2], waiting[3], last)]
+    assert len(set(texts)) == 1 and texts[0]
+    await text_of(running)
+    assert running.stats.new_tokens < 1900 and running.finish_reason == "cancelled"
 
 
-def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Model):
+async def test_a_prompt_is_left_while_it_is_read(scheduler: Scheduler, model: Model):
     ids = model.encode("one two three four five six seven eight nine ten " * 180)[: model.context_length - 8]
-
-    async def main() -> None:
-        (ticket,) = await scheduler.submit([Job(ids, Sampling(), SHORT)])
-        await reached(lambda: scheduler.num_running == 1)
-        ticket.cancel()
-        assert await text_of(ticket) == ""
-        assert ticket.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
-
-    asyncio.run(main())
+    (ticket,) = await scheduler.submit([Job(ids, Sampling(), SHORT)])
+    await reached(lambda: scheduler.num_running == 1)
+    ticket.cancel()
+    assert await text_of(ticket) == ""
+    assert ticket.finish_reason == "cancelled" and ticket.stats.new_tokens == 0
 
 
-def test_a_failure_reaches_its_reader_and_no_other(scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch):
+async def test_a_failure_reaches_its_reader_and_no_other(
+    scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch
+):
     forward, calls = model.target.forward, []
 
     def failing(*given: Any) -> Any:
@@ -106,50 +98,41 @@ def test_a_failure_reaches_its_reader_and_no_other(scheduler: Scheduler, model: 
             raise EdgespecError("broken")
         return forward(*given)
 
-    async def main() -> None:
-        monkeypatch.setattr(model.target, "forward", failing)
-        options = GenerateOptions(max_tokens=20, drafter="none", ignore_eos=True)
-        broken, fine = await scheduler.submit([job(model, options), job(model)])
-        with pytest.raises(EdgespecError, match="broken"):
-            await text_of(broken)
-        assert await text_of(fine)
-
-    asyncio.run(main())
+    monkeypatch.setattr(model.target, "forward", failing)
+    options = GenerateOptions(max_tokens=20, drafter="none", ignore_eos=True)
+    broken, fine = await scheduler.submit([job(model, options), job(model)])
+    with pytest.raises(EdgespecError, match="broken"):
+        await text_of(broken)
+    assert await text_of(fine)
 
 
-def test_stopping_refuses_the_waiting_and_finishes_the_running(scheduler: Scheduler, model: Model):
-    async def main() -> None:
-        options = GenerateOptions(max_tokens=60, ignore_eos=True)
-        running, waiting = await scheduler.submit([job(model, options), job(model)])
-        await reached(lambda: running.stats.new_tokens > 0)
-        scheduler.stop()
-        with pytest.raises(HttpError, match="stopping"):
-            await text_of(waiting)
-        with pytest.raises(HttpError, match="stopping"):
-            await scheduler.submit([job(model)])
-        await text_of(running)
-        assert running.stats.new_tokens == 60
-
-    asyncio.run(main())
+async def test_stopping_refuses_the_waiting_and_finishes_the_running(scheduler: Scheduler, model: Model):
+    options = GenerateOptions(max_tokens=60, ignore_eos=True)
+    running, waiting = await scheduler.submit([job(model, options), job(model)])
+    await reached(lambda: running.stats.new_tokens > 0)
+    scheduler.stop()
+    with pytest.raises(HttpError, match="stopping"):
+        await text_of(waiting)
+    with pytest.raises(HttpError, match="stopping"):
+        await scheduler.submit([job(model)])
+    await text_of(running)
+    assert running.stats.new_tokens == 60
 
 
 # -- several at once
 
 
-def test_who_reads_is_told_that_the_server_stops_before_the_end(scheduler: Scheduler, model: Model):
-    async def main() -> None:
-        running = await begin(scheduler, model)
-        scheduler.end_running()
-        with pytest.raises(HttpError, match="stopping") as caught:
-            await text_of(running)
-        assert caught.value.status == 503
-        await reached(lambda: scheduler.num_running == 0)
-        assert running.stats.new_tokens < 1900
-
-    asyncio.run(main())
+async def test_who_reads_is_told_that_the_server_stops_before_the_end(scheduler: Scheduler, model: Model):
+    running = await begin(scheduler, model)
+    scheduler.end_running()
+    with pytest.raises(HttpError, match="stopping") as caught:
+        await text_of(running)
+    assert caught.value.status == 503
+    await reached(lambda: scheduler.num_running == 0)
+    assert running.stats.new_tokens < 1900
 
 
-def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
+async def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
     """Everybody gets the text that he gets alone, or the beginning of it; no slot stays taken."""
     random = Random(4)
     prompts = [[random.randrange(10) for _ in range(random.choice([1, 6, 120]))] for _ in range(64)]
@@ -170,10 +153,7 @@ def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
             assert ticket.finish_reason is not None and (ticket.finish_reason != "cancelled" or index in leaving)
             return ids
 
-        async def main() -> list[list[int]]:
-            return await asyncio.gather(*(client(index) for index in range(64)))
-
-        found = asyncio.run(main())
+        found = await asyncio.gather(*(client(index) for index in range(64)))
         scheduler.close()
         model.target.pass_s = 0.0  # type: ignore[attr-defined]
         assert scheduler.num_running == scheduler.num_waiting == 0
@@ -184,21 +164,18 @@ def test_64_clients_and_random_cancels_on_four_slots(tmp_path: Path):
             assert ids == (whole[: len(ids)] if index in leaving else whole)
 
 
-def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):
+async def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):
     """While clients keep the server busy, another thread's generation is not kept waiting for ever."""
     with table_model(tmp_path, pass_s=0.001, parallel=2) as model:
         scheduler = Scheduler(model, 64, Metrics())
 
-        async def main() -> None:
-            options = GenerateOptions(max_tokens=200, drafter="none")
-            tickets = await scheduler.submit([Job([1, 2], Sampling(), options) for _ in range(12)])
-            await reached(lambda: tickets[0].stats.new_tokens > 0)
-            result = await asyncio.to_thread(model.generate, [3, 4], Sampling(), GenerateOptions(max_tokens=5))
-            assert result.stats.new_tokens == 5 and scheduler.num_waiting > 2
-            for ticket in tickets:
-                ticket.cancel()
-
-        asyncio.run(main())
+        options = GenerateOptions(max_tokens=200, drafter="none")
+        tickets = await scheduler.submit([Job([1, 2], Sampling(), options) for _ in range(12)])
+        await reached(lambda: tickets[0].stats.new_tokens > 0)
+        result = await asyncio.to_thread(model.generate, [3, 4], Sampling(), GenerateOptions(max_tokens=5))
+        assert result.stats.new_tokens == 5 and scheduler.num_waiting > 2
+        for ticket in tickets:
+            ticket.cancel()
         scheduler.close()
 
 
@@ -206,32 +183,28 @@ def test_a_caller_in_the_process_gets_the_model_between_answers(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service, model: Model, is_stream: bool):
+async def test_a_client_that_leaves_ends_its_generation_and_no_other(service: Service, model: Model, is_stream: bool):
     scheduler, app = service.require().scheduler, create_app(service)
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
-
-    async def main() -> None:
-        running = Client(app, stream=is_stream, logit_bias=bias, max_tokens=None)
-        await reached(lambda: scheduler.num_running == 1)
-        waiting = Client(app, stream=is_stream, logit_bias=bias)
-        await reached(lambda: scheduler.num_waiting == 1)
-        last = Client(app, stream=is_stream, logit_bias=bias, max_tokens=5)
-        await reached(lambda: scheduler.num_running == 1 and scheduler.num_waiting == 2)
-        waiting.leave()
-        await waiting.task
-        assert scheduler.num_waiting == 1
-        running.leave()
-        await running.task
-        await last.task
-        assert last.sent[0]["status"] == 200 and b'"length"' in b"".join(part["body"] for part in last.sent[1:])
-        await reached(lambda: scheduler.num_running == 0)
-        assert service.metrics.finished == {"cancelled": 1, "length": 1}
-        assert service.metrics.new_tokens < 1900
-
-    asyncio.run(main())
+    running = Client(app, stream=is_stream, logit_bias=bias, max_tokens=None)
+    await reached(lambda: scheduler.num_running == 1)
+    waiting = Client(app, stream=is_stream, logit_bias=bias)
+    await reached(lambda: scheduler.num_waiting == 1)
+    last = Client(app, stream=is_stream, logit_bias=bias, max_tokens=5)
+    await reached(lambda: scheduler.num_running == 1 and scheduler.num_waiting == 2)
+    waiting.leave()
+    await waiting.task
+    assert scheduler.num_waiting == 1
+    running.leave()
+    await running.task
+    await last.task
+    assert last.sent[0]["status"] == 200 and b'"length"' in b"".join(part["body"] for part in last.sent[1:])
+    await reached(lambda: scheduler.num_running == 0)
+    assert service.metrics.finished == {"cancelled": 1, "length": 1}
+    assert service.metrics.new_tokens < 1900
 
 
-def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monkeypatch: pytest.MonkeyPatch):
+async def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monkeypatch: pytest.MonkeyPatch):
     """As a grammar may in native code, which nothing can interrupt."""
     held = threading.Event()
     chat = app.ENDPOINTS["/v1/chat/completions"]._replace(read=lambda *_: held.wait())
@@ -239,36 +212,28 @@ def test_a_request_that_takes_long_to_prepare_holds_up_nobody(model: Model, monk
     service = Service("demo")
     service.use(model)
     served = create_app(service)
-
-    async def main() -> None:
-        left = Client(served, stream=True)
-        await reached(lambda: health(Services.of(service))[0]["preparing"] == 1)
-        beside = Client(served, "/v1/completions", messages=None, prompt="Once", max_tokens=2)
-        await beside.task
-        assert beside.sent[0]["status"] == 200
-        left.leave()
-        await left.task
-        assert left.sent[0]["status"] == 499
-        service.limits = replace(service.limits, timeout_s=0.25)
-        late = Client(served)
-        await late.task
-        assert late.sent[0]["status"] == 504
-        held.set()
-
-    asyncio.run(main())
+    left = Client(served, stream=True)
+    await reached(lambda: health(Services.of(service))[0]["preparing"] == 1)
+    beside = Client(served, "/v1/completions", messages=None, prompt="Once", max_tokens=2)
+    await beside.task
+    assert beside.sent[0]["status"] == 200
+    left.leave()
+    await left.task
+    assert left.sent[0]["status"] == 499
+    service.limits = replace(service.limits, timeout_s=0.25)
+    late = Client(served)
+    await late.task
+    assert late.sent[0]["status"] == 504
+    held.set()
     service.require().scheduler.close()
 
 
-def test_what_a_client_waited_for_in_a_child_ends_with_it(scheduler: Scheduler):
+async def test_what_a_client_waited_for_in_a_child_ends_with_it(scheduler: Scheduler):
     children = Containment("time", most=1, limit_s=60)
-
-    async def main() -> None:
-        waiting = asyncio.ensure_future(scheduler.prepare(children.run, time.sleep, 600))
-        await reached(lambda: scheduler.num_preparing == 1)
-        waiting.cancel()
-        await reached(lambda: scheduler.num_preparing == 0)
-
-    asyncio.run(main())
+    waiting = asyncio.ensure_future(scheduler.prepare(children.run, time.sleep, 600))
+    await reached(lambda: scheduler.num_preparing == 1)
+    waiting.cancel()
+    await reached(lambda: scheduler.num_preparing == 0)
     assert children.run(len, "abc") == 3
     children.close()
 
@@ -283,20 +248,16 @@ def test_a_thread_that_is_stuck_does_not_keep_the_process():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 
 
-def test_an_answer_that_takes_too_long_is_an_error(model: Model):
+async def test_an_answer_that_takes_too_long_is_an_error(model: Model):
     service = Service("demo")
     service.limits = type(service.limits)(timeout_s=0.25)
     service.use(model)
     app = create_app(service)
     bias = {str(token_id): -100 for token_id in model.target.vocabulary.end_ids}
-
-    async def main() -> None:
-        whole = Client(app, logit_bias=bias)
-        await whole.task
-        assert whole.sent[0]["status"] == 504
-        streamed = Client(app, logit_bias=bias, stream=True)
-        await streamed.task
-        assert b'data: {"error":' in streamed.sent[-1]["body"] and not streamed.sent[-1]["more_body"]
-
-    asyncio.run(main())
+    whole = Client(app, logit_bias=bias)
+    await whole.task
+    assert whole.sent[0]["status"] == 504
+    streamed = Client(app, logit_bias=bias, stream=True)
+    await streamed.task
+    assert b'data: {"error":' in streamed.sent[-1]["body"] and not streamed.sent[-1]["more_body"]
     service.require().scheduler.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from dataclasses import replace
@@ -266,14 +265,6 @@ def test_a_prediction_is_drafted_from(client: TestClient):
     assert last["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 0
 
 
-@pytest.mark.parametrize("prediction", [{"type": "content"}, {"content": "x"}, {"type": "content", "content": 5},
-                                        {"type": "text", "content": "x"}, {"type": "content", "content": "x", "n": 1},
-                                        {"type": "content", "content": [{"type": "image_url"}]}, "x"])  # fmt: skip
-def test_a_prediction_that_is_none(client: TestClient, prediction: Any):
-    answered = client.post(CHAT, json={"messages": QUESTION, "prediction": prediction})
-    assert answered.status_code == 400 and "prediction" in answered.json()["error"]["param"]
-
-
 # -- Conversations that end with an assistant's message, in every chat protocol: the answer goes on from its text
 
 
@@ -411,17 +402,8 @@ def test_the_passes_of_a_prompt_are_told(client: TestClient, path: str, fields: 
     assert "".join(map(text_of, plain)) == "".join(map(text_of, again))
 
 
-def test_it_is_sent_while_the_prompt_is_read(service: Service, model: Model, monkeypatch: pytest.MonkeyPatch):
+async def test_it_is_sent_while_the_prompt_is_read(service: Service, model: Model, monkeypatch: pytest.MonkeyPatch):
     """And a client that leaves then ends its generation."""
-
-    async def main() -> None:
-        client = Client(create_app(service), messages=LONG_CHAT["messages"], return_progress=True, stream=True)
-        await reached(lambda: b"prompt_progress" in client.body)
-        client.leave()
-        await client.task
-        await reached(lambda: service.require().scheduler.num_running == 0)
-        assert service.metrics.finished == {"cancelled": 1} and service.metrics.new_tokens == 0
-
     forward = model.target.forward
 
     def slow(*given: Any) -> Any:
@@ -429,4 +411,9 @@ def test_it_is_sent_while_the_prompt_is_read(service: Service, model: Model, mon
         return forward(*given)
 
     monkeypatch.setattr(model.target, "forward", slow)
-    asyncio.run(main())
+    client = Client(create_app(service), messages=LONG_CHAT["messages"], return_progress=True, stream=True)
+    await reached(lambda: b"prompt_progress" in client.body)
+    client.leave()
+    await client.task
+    await reached(lambda: service.require().scheduler.num_running == 0)
+    assert service.metrics.finished == {"cancelled": 1} and service.metrics.new_tokens == 0

@@ -150,77 +150,67 @@ def test_what_is_told_before_a_model_is_loaded_is_true(hosts: MakeHost, name: st
     assert told() == before and host.client.get(f"/props?model={name}").json()["is_sleeping"] is False
 
 
-def test_a_request_for_another_model_waits_for_the_answers_that_run(host: Host, hasty: None):
-    async def main() -> None:
-        running = endless(host, GGUF)
-        await reached(lambda: running.sent)
-        waiting = Client(host.app, model=ONNX, max_tokens=4, stream=True)
-        whole = Client(host.app, model=ONNX, max_tokens=4)
-        await reached(lambda: b": ping" in waiting.body)
-        late = Client(host.app, model=GGUF, max_tokens=4)  # behind the others, which came before
-        await reached(lambda: host[GGUF].service.num_waiting == 1)
-        assert not running.task.done() and host[ONNX].num_loads == 0 and not late.sent and not whole.sent
-        assert host.client.get("/health").json() == {"status": "ok", "running": 1, "waiting": 3, "preparing": 0}
-        for client in (running, waiting, whole, late):
-            await client.task
-            assert client.sent[0]["status"] == 200 and b'"error":{' not in client.body
-        assert waiting.body.endswith(b"data: [DONE]\n\n")
-
-    asyncio.run(main())
+async def test_a_request_for_another_model_waits_for_the_answers_that_run(host: Host, hasty: None):
+    running = endless(host, GGUF)
+    await reached(lambda: running.sent)
+    waiting = Client(host.app, model=ONNX, max_tokens=4, stream=True)
+    whole = Client(host.app, model=ONNX, max_tokens=4)
+    await reached(lambda: b": ping" in waiting.body)
+    late = Client(host.app, model=GGUF, max_tokens=4)  # behind the others, which came before
+    await reached(lambda: host[GGUF].service.num_waiting == 1)
+    assert not running.task.done() and host[ONNX].num_loads == 0 and not late.sent and not whole.sent
+    assert host.client.get("/health").json() == {"status": "ok", "running": 1, "waiting": 3, "preparing": 0}
+    for client in (running, waiting, whole, late):
+        await client.task
+        assert client.sent[0]["status"] == 200 and b'"error":{' not in client.body
+    assert waiting.body.endswith(b"data: [DONE]\n\n")
     assert [host[name].num_loads for name in (GGUF, ONNX)] == [2, 1] and host.loaded == [GGUF]
 
 
-def test_requests_without_end_for_one_model_do_not_keep_another_out(host: Host):
-    async def main() -> None:
-        is_over = False
+async def test_requests_without_end_for_one_model_do_not_keep_another_out(host: Host):
+    is_over = False
 
-        async def stream_of_requests() -> int:
-            count = 0
-            while not is_over:
-                client = Client(host.app, model=GGUF, max_tokens=24)
-                await client.task
-                assert client.sent[0]["status"] == 200
-                count += 1
-            return count
+    async def stream_of_requests() -> int:
+        count = 0
+        while not is_over:
+            client = Client(host.app, model=GGUF, max_tokens=24)
+            await client.task
+            assert client.sent[0]["status"] == 200
+            count += 1
+        return count
 
-        streams = [asyncio.ensure_future(stream_of_requests()) for _ in range(3)]  # one of them always runs
-        await reached(lambda: host.services.metrics.finished.total() > 6)
-        for _ in range(3):
-            other = Client(host.app, model=ONNX, max_tokens=4)
-            async with asyncio.timeout(60):
-                await other.task
-            assert other.sent[0]["status"] == 200
-        before = host.services.metrics.finished.total()
-        await reached(lambda: host.services.metrics.finished.total() > before + 6)  # nor is that one kept out
-        is_over = True
-        assert min(await asyncio.gather(*streams)) > 1
-
-    asyncio.run(main())
+    streams = [asyncio.ensure_future(stream_of_requests()) for _ in range(3)]  # one of them always runs
+    await reached(lambda: host.services.metrics.finished.total() > 6)
+    for _ in range(3):
+        other = Client(host.app, model=ONNX, max_tokens=4)
+        async with asyncio.timeout(60):
+            await other.task
+        assert other.sent[0]["status"] == 200
+    before = host.services.metrics.finished.total()
+    await reached(lambda: host.services.metrics.finished.total() > before + 6)  # nor is that one kept out
+    is_over = True
+    assert min(await asyncio.gather(*streams)) > 1
 
 
-def test_many_requests_for_all_models_at_once_are_all_answered(hosts: MakeHost):
+async def test_many_requests_for_all_models_at_once_are_all_answered(hosts: MakeHost):
     host = hosts((GGUF, ONNX, DRAFT), most=2)
     names = (GGUF, ONNX, DRAFT)
-
-    async def main() -> None:
-        most = 0
-        clients = [Client(host.app, model=names[n % 3], max_tokens=3, stream=n % 2 == 0) for n in range(18)]
-        for client in clients[::4]:
-            client.leave()
-        while not all(client.task.done() for client in clients):
-            most = max(most, sum(not each.is_closed for each in host.models.values()))
-            await asyncio.sleep(0.005)
-        for client in clients:
-            await client.task
-        statuses = [client.sent[0]["status"] if client.sent else None for client in clients]
-        assert {status for index, status in enumerate(statuses) if index % 4} == {200}
-        assert most <= 2
-
-    asyncio.run(main())
+    most = 0
+    clients = [Client(host.app, model=names[n % 3], max_tokens=3, stream=n % 2 == 0) for n in range(18)]
+    for client in clients[::4]:
+        client.leave()
+    while not all(client.task.done() for client in clients):
+        most = max(most, sum(not each.is_closed for each in host.models.values()))
+        await asyncio.sleep(0.005)
+    for client in clients:
+        await client.task
+    statuses = [client.sent[0]["status"] if client.sent else None for client in clients]
+    assert {status for index, status in enumerate(statuses) if index % 4} == {200}
+    assert most <= 2
     assert all(each.service.num_waiting == 0 for each in host.models.values())
 
 
-def test_the_least_recently_used_idle_model_goes(hosts: MakeHost):
+async def test_the_least_recently_used_idle_model_goes(hosts: MakeHost):
     host = hosts((GGUF, ONNX, DRAFT), most=2)
     host.ask(ONNX)
     host.ask(GGUF)
@@ -229,56 +219,45 @@ def test_the_least_recently_used_idle_model_goes(hosts: MakeHost):
     assert host.loaded == [GGUF, DRAFT]
     host.ask(ONNX)
     assert host.loaded == [ONNX, DRAFT]
-
-    async def main() -> None:
-        running = endless(host, ONNX)
-        await reached(lambda: running.sent)
-        client = Client(host.app, model=GGUF, max_tokens=4)
-        await client.task
-        assert client.sent[0]["status"] == 200 and not running.task.done()
-        running.leave()
-        await running.task
-
-    asyncio.run(main())
+    running = endless(host, ONNX)
+    await reached(lambda: running.sent)
+    client = Client(host.app, model=GGUF, max_tokens=4)
+    await client.task
+    assert client.sent[0]["status"] == 200 and not running.task.done()
+    running.leave()
+    await running.task
     assert host.loaded == [GGUF, ONNX]  # used before DRAFT, but not idle
 
 
-def test_a_client_that_leaves_while_it_waits_keeps_no_model_out(host: Host):
-    async def main() -> None:
-        running = endless(host, GGUF)
-        await reached(lambda: running.sent)
-        leaving = [Client(host.app, model=ONNX, stream=is_stream) for is_stream in (True, False)]
-        leaving.append(Client(host.app, "/tokenize", messages=None, max_tokens=None, content="hi", model=ONNX))
-        await reached(lambda: host[ONNX].service.num_waiting == 3)
-        held = Client(host.app, model=GGUF, max_tokens=4)
-        await reached(lambda: host[GGUF].service.num_waiting == 1)
-        for client in leaving:
-            client.leave()
-            await client.task
-        await held.task  # beside the answer that still runs
-        assert held.sent[0]["status"] == 200 and not running.task.done()
-        running.leave()
-        await running.task
-
-    asyncio.run(main())
+async def test_a_client_that_leaves_while_it_waits_keeps_no_model_out(host: Host):
+    running = endless(host, GGUF)
+    await reached(lambda: running.sent)
+    leaving = [Client(host.app, model=ONNX, stream=is_stream) for is_stream in (True, False)]
+    leaving.append(Client(host.app, "/tokenize", messages=None, max_tokens=None, content="hi", model=ONNX))
+    await reached(lambda: host[ONNX].service.num_waiting == 3)
+    held = Client(host.app, model=GGUF, max_tokens=4)
+    await reached(lambda: host[GGUF].service.num_waiting == 1)
+    for client in leaving:
+        client.leave()
+        await client.task
+    await held.task  # beside the answer that still runs
+    assert held.sent[0]["status"] == 200 and not running.task.done()
+    running.leave()
+    await running.task
     host.ask(GGUF)
     assert [host[name].num_loads for name in (GGUF, ONNX)] == [1, 0]
 
 
-def test_a_model_that_cannot_be_loaded_fails_its_requests_only(host: Host, caplog: pytest.LogCaptureFixture):
+async def test_a_model_that_cannot_be_loaded_fails_its_requests_only(host: Host, caplog: pytest.LogCaptureFixture):
     text = host.ask(GGUF)
     host[ONNX].failure = CapabilityError("it needs 9 GiB, /secret/path")
-
-    async def main() -> None:
-        clients = [Client(host.app, model=name, max_tokens=4) for name in (ONNX, GGUF, ONNX)]
-        for client in clients:
-            await client.task
-        assert [client.sent[0]["status"] for client in clients] == [503, 200, 503]
-        error = json.loads(clients[0].body)["error"]
-        assert error["code"] == "load_failed" and "model 'onnx' cannot be loaded" in error["message"]
-        assert b"secret" not in clients[0].body
-
-    asyncio.run(main())
+    clients = [Client(host.app, model=name, max_tokens=4) for name in (ONNX, GGUF, ONNX)]
+    for client in clients:
+        await client.task
+    assert [client.sent[0]["status"] for client in clients] == [503, 200, 503]
+    error = json.loads(clients[0].body)["error"]
+    assert error["code"] == "load_failed" and "model 'onnx' cannot be loaded" in error["message"]
+    assert b"secret" not in clients[0].body
     assert "9 GiB" in caplog.text and host.ask(GGUF) == text
     host[ONNX].failure = None
     host.ask(ONNX)
@@ -294,55 +273,44 @@ def test_a_damaged_model_is_found_out_before_another_makes_way(host: Host):
     assert [host[name].num_loads for name in (GGUF, ONNX)] == [1, 0]
 
 
-def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
+async def test_too_many_that_wait_for_a_model_are_refused(hosts: MakeHost):
     host = hosts(limits={"max_queued": 1})
-
-    async def main() -> None:
-        running = endless(host, GGUF)
-        await reached(lambda: running.sent)
-        waiting = [Client(host.app, model=ONNX, max_tokens=4) for _ in range(2)]
-        await reached(lambda: host[ONNX].service.num_waiting == 2)
-        refused = Client(host.app, model=ONNX, max_tokens=4)
-        await refused.task
-        assert refused.sent[0]["status"] == 429 and b"queue_full" in refused.body
-        running.leave()
-        for client in waiting:
-            await client.task
-            assert client.sent[0]["status"] == 200
-
-    asyncio.run(main())
+    running = endless(host, GGUF)
+    await reached(lambda: running.sent)
+    waiting = [Client(host.app, model=ONNX, max_tokens=4) for _ in range(2)]
+    await reached(lambda: host[ONNX].service.num_waiting == 2)
+    refused = Client(host.app, model=ONNX, max_tokens=4)
+    await refused.task
+    assert refused.sent[0]["status"] == 429 and b"queue_full" in refused.body
+    running.leave()
+    for client in waiting:
+        await client.task
+        assert client.sent[0]["status"] == 200
     assert host.services.metrics.refused == 1
 
 
-def test_waiting_for_a_turn_counts_in_the_time_of_a_request(hosts: MakeHost):
+async def test_waiting_for_a_turn_counts_in_the_time_of_a_request(hosts: MakeHost):
     host = hosts(limits={"timeout_s": 0.5})
-
-    async def main() -> None:
-        running = endless(host, GGUF)
-        await reached(lambda: running.sent)
-        waiting = Client(host.app, model=ONNX, max_tokens=4)
-        host[ONNX].gate.clear()
-        await waiting.task
-        assert waiting.sent[0]["status"] == 504
-        running.leave()
-        await running.task
-
-    asyncio.run(main())
+    running = endless(host, GGUF)
+    await reached(lambda: running.sent)
+    waiting = Client(host.app, model=ONNX, max_tokens=4)
+    host[ONNX].gate.clear()
+    await waiting.task
+    assert waiting.sent[0]["status"] == 504
+    running.leave()
+    await running.task
 
 
-def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
-    async def main() -> None:
-        running = endless(host, GGUF, max_tokens=100)
-        await reached(lambda: running.sent)
-        waiting = Client(host.app, model=ONNX)
-        await reached(lambda: host[ONNX].service.num_waiting == 1)
-        host.services.stop()
-        await waiting.task
-        assert waiting.sent[0]["status"] == 503 and b"stopping" in waiting.body
-        await running.task
-        assert running.body.endswith(b"data: [DONE]\n\n")
-
-    asyncio.run(main())
+async def test_a_stop_refuses_who_waits_and_lets_the_answer_end(host: Host):
+    running = endless(host, GGUF, max_tokens=100)
+    await reached(lambda: running.sent)
+    waiting = Client(host.app, model=ONNX)
+    await reached(lambda: host[ONNX].service.num_waiting == 1)
+    host.services.stop()
+    await waiting.task
+    assert waiting.sent[0]["status"] == 503 and b"stopping" in waiting.body
+    await running.task
+    assert running.body.endswith(b"data: [DONE]\n\n")
     host.services.close()
     assert host[ONNX].num_loads == 0
 

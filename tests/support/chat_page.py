@@ -30,8 +30,7 @@ def forget(browser: Browser) -> None:
     code = "for (const { id } of s.conversations()) await s.removeConversation(id); localStorage.clear()"
     browser.value(f"import('/static/store.js').then(async (s) => {{ {code} }})")
     browser.value("history.replaceState(null, '', '/')")
-    browser.reload()
-    browser.until(READY)
+    reload(browser)
 
 
 def put(browser: Browser, *contents: str, **fields: Any) -> dict[str, Any]:
@@ -67,3 +66,20 @@ def ask(browser: Browser, text: str) -> None:
     browser.write(text)
     browser.press("Enter")
     browser.until(f"document.querySelectorAll('.assistant').length > {count}")
+
+
+def answered(browser: Browser, text: str) -> None:
+    """Send a message; return once its answer is complete."""
+    ask(browser, text)
+    browser.until(COMPLETE)
+
+
+def reload(browser: Browser) -> None:
+    browser.reload()
+    browser.until(READY)
+
+
+def reopen(browser: Browser) -> None:
+    """Load the page anew, and open the latest conversation."""
+    reload(browser)
+    browser.click("#conversations li button")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Sizes, Tensor
-from edgespec.formats.gguf.model import KINDS
+from edgespec.formats.gguf.tables import KINDS
 from tiny_gguf import Shape, add_tensor, replace_metadata, vocabulary, write_vocabulary
 
 Floats = NDArray[np.float32]

@@ -40,7 +40,7 @@ from edgespec.engines.rows import check_texts
 from edgespec.errors import Cancelled, CapabilityError, EngineError
 from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.platform.memory import spare_memory
-from edgespec.types import Batch, Logits, PoolingName, TokenIds
+from edgespec.types import PoolingName, TokenIds
 
 
 class EncoderEngine(Engine):
@@ -67,7 +67,7 @@ class EncoderEngine(Engine):
             )
         length = choose_context_length(path, check_gguf(path).context_length, use.context_length, use.default_context)
         settings = ContextSettings.checked(use, length)
-        model = open_for(path, use)
+        model = open_for(path, settings)
         try:
             return cls(path, model, settings)
         except BaseException:
@@ -80,9 +80,6 @@ class EncoderEngine(Engine):
         self._held.check()
         return self._embedder.embed(texts, pooling)
 
-    def forward(self, batch: Batch) -> Logits:
-        self._refuse()
-
     def length(self, sequence: int = 0) -> int:
         self._require_open()
         return 0
@@ -92,21 +89,11 @@ class EncoderEngine(Engine):
         if to_length:
             self._refuse()
 
-    def keep_path(self, rows: tuple[int, ...], sequence: int = 0) -> None:
-        self._refuse()
-
-    def fork(self, source: int, destination: int) -> None:
-        self._refuse()
-
-    def save_state(self, sequence: int = 0) -> bytes:
-        self._refuse()
-
-    def load_state(self, state: bytes | memoryview, sequence: int = 0) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         self._require_open()
         raise CapabilityError(f"{self.facts.architecture} models give embeddings and keep no cache: they write no text")
+
+    forward = keep_path = fork = save_state = load_state = _refuse
 
     def cancel(self) -> None:
         self._require_open()

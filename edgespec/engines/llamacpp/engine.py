@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.closing import closed_on_failure
-from edgespec.engines.base import EngineFacts, check_threads
+from edgespec.engines.base import EngineFacts, StatesOf, check_threads
 from edgespec.engines.booked import BookedEngine
 from edgespec.engines.checkpoints import Checkpoints
 from edgespec.engines.llamacpp.cells import Cells
@@ -47,7 +47,7 @@ from edgespec.engines.llamacpp.settings import (
     open_for,
     require_generator,
 )
-from edgespec.engines.llamacpp.states import AllStates, HiddenStates, LayerInputs
+from edgespec.engines.llamacpp.states import HiddenStates, LayerInputs
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
@@ -123,8 +123,8 @@ class LlamaCppEngine(BookedEngine):
         types_are_free = use.cache_type_k is use.cache_type_v is None and use.flash_attention is not False
         engine = None
         if use.reproducible and not use.gpu_layers and types_are_free:
-            engine = cls._open_unpadded(path, use, checked(replace(use, cache_type_k="q8_0")))
-        engine = engine or cls._open(path, use, checked(use))
+            engine = cls._open_unpadded(path, checked(replace(use, cache_type_k="q8_0")))
+        engine = engine or cls._open(path, checked(use))
         with closed_on_failure(engine):
             if use.speculates is None and state and state.snapshots and not snapshots:
                 engine.facts = replace(engine.facts, why_no_speculation=why_only_asked(header, state))
@@ -132,7 +132,7 @@ class LlamaCppEngine(BookedEngine):
         return engine
 
     @classmethod
-    def _open_unpadded(cls, path: Path, use: ModelUse, settings: ContextSettings) -> Self | None:
+    def _open_unpadded(cls, path: Path, settings: ContextSettings) -> Self | None:
         """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
 
         With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
@@ -140,7 +140,7 @@ class LlamaCppEngine(BookedEngine):
         behind 1,536 tokens q8_0 values made prompts a quarter slower and single tokens a seventh.
         """
         try:
-            engine = cls._open(path, use, settings)
+            engine = cls._open(path, settings)
         except CapabilityError:
             return None
         if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
@@ -154,8 +154,8 @@ class LlamaCppEngine(BookedEngine):
         return None
 
     @classmethod
-    def _open(cls, path: Path, use: ModelUse, settings: ContextSettings) -> Self:
-        model = open_for(path, use)
+    def _open(cls, path: Path, settings: ContextSettings) -> Self:
+        model = open_for(path, settings)
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
         if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)
@@ -260,7 +260,8 @@ class LlamaCppEngine(BookedEngine):
         found = load_head(
             path, models, self.vocabulary, threads=threads, context_length=context_length, gpu_layers=gpu_layers
         )
-        self._give_states_by(FORMS[found.form].states)
+        if (rows := FORMS[found.form].states) is not None:
+            self._give_states_of(rows)
         return found
 
     def load_mtp(self, *, context_length: int | None = None) -> Head:
@@ -268,14 +269,12 @@ class LlamaCppEngine(BookedEngine):
         self._require_open()
         length = min(context_length or HEAD_CONTEXT, self.facts.context_length)
         found = own_layers(self._model, self.vocabulary, threads=self.facts.threads, context_length=length)
-        self._give_states_by(AllStates)
+        self._give_states_of("all rows")
         return found
 
-    def _give_states_by(self, way: type[HiddenStates] | None) -> None:
-        """Give hidden states in another way from now on."""
-        if way is not None:
-            self._hidden_states = way.instead_of(self._hidden_states, self._model, self._context)
-            self.states_of = way.rows
+    def _give_states_of(self, rows: StatesOf) -> None:
+        self._hidden_states.give_of(rows)
+        self.states_of = rows
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         facts, length = self.facts, self._book.lengths[sequence]

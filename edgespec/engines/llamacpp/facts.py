@@ -143,7 +143,7 @@ def _placement(settings: ContextSettings) -> tuple[object, ...]:
     if not settings.gpu_layers or settings.devices == ():
         return ()
     seen = tuple((device.name, device.description, device.total_bytes) for device in gpus())
-    return seen, settings.devices, settings.servers, settings.kv_offload, *settings.overrides
+    return seen, settings.devices, settings.endpoints, settings.kv_offload, *settings.overrides
 
 
 def pooling_of(model: Any) -> str:

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from edgespec.closing import closed_on_failure
+from edgespec.engines.base import StatesOf
 from edgespec.engines.head import Confidences, DraftHead, HeadFacts, States
 from edgespec.engines.llamacpp.library import (
     ABORTED,
@@ -40,7 +41,7 @@ from edgespec.engines.llamacpp.library import (
 )
 from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import CACHE_TYPES, CELLS_MULTIPLE, ON, new_context
-from edgespec.engines.llamacpp.states import AllStates, HiddenStates, OutputStates, extension
+from edgespec.engines.llamacpp.states import extension
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_use import MAX_BRANCHES
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, ModelFileError
@@ -60,7 +61,7 @@ _MARKOV_COPIES = 6
 class Form:
     """How heads of one form are opened and read."""
 
-    states: type[HiddenStates] | None = None  # how the target gives hidden states; None: in the way of every model
+    states: StatesOf | None = None  # of which rows the target gives hidden states; None: in the way of every model
     is_mtp: bool = False  # a context of that type, over a model whose multi-token prediction layers are loaded
     last_only: bool = False  # the library computes logits of the last row of a pass alone
 
@@ -68,8 +69,8 @@ class Form:
 FORMS: dict[HeadForm, Form] = {
     "eagle3": Form(),
     "dflash": Form(),
-    "mtp": Form(states=AllStates, is_mtp=True, last_only=True),
-    "gemma4": Form(states=OutputStates, is_mtp=True, last_only=True),
+    "mtp": Form(states="all rows", is_mtp=True, last_only=True),
+    "gemma4": Form(states="rows with logits", is_mtp=True, last_only=True),
 }
 
 
@@ -113,7 +114,7 @@ class Head(DraftHead):
         states = np.empty((len(features), self.facts.width), np.float32)
         for start in range(0, len(features), self._step):
             part = np.ascontiguousarray(features[start : start + self._step], np.float32)
-            self._rows.fill(self.end, None, part, outputs=True)
+            self._rows.fill_pairs(self.end, None, part)
             self._run(library().llama_encode, len(part))
             states[start : start + len(part)] = self._states(len(part))
         return states
@@ -121,13 +122,14 @@ class Head(DraftHead):
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
         self._require_open()
         self._check_pairs(token_ids, states)
+        self._check_tokens(int(token_ids.min()), int(token_ids.max()))
         self._trim()
         count, last_only = int(token_ids.size), self._form.last_only
         for start in range(0, count, self._step):
             stop = min(start + self._step, count)
             part = np.ascontiguousarray(states[start:stop], np.float32)
             is_last = stop == count
-            self._rows.fill(self.end + start, token_ids[start:stop], part, outputs=is_last, last_only=last_only)
+            self._rows.fill_pairs(self.end + start, token_ids[start:stop], part, outputs=is_last, last_only=last_only)
             self._run(library().llama_decode, stop - start)
         self.end += count
         last = (count - 1) % self._step
@@ -141,7 +143,7 @@ class Head(DraftHead):
         self._trim()
         for start in range(0, len(features), self._step):
             part = np.ascontiguousarray(features[start : start + self._step], np.float32)
-            self._rows.fill(self.end, None, part, outputs=False)
+            self._rows.fill_pairs(self.end, None, part, outputs=False)
             self._run(library().llama_decode, len(part))
             self.end += len(part)
 
@@ -151,7 +153,7 @@ class Head(DraftHead):
         self._trim()
         sizes = self._sizes
         self._block_ids[0] = token_id
-        self._rows.fill_tokens(self.end, self._block_ids)
+        self._rows.fill_pairs(self.end, self._block_ids, None)
         try:
             self._run(library().llama_decode, sizes.block_size)
             logits = self._logits(sizes.block_size)[sizes.first_row :]
@@ -161,15 +163,14 @@ class Head(DraftHead):
 
     def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
         self._require_open()
-        if state.shape != (self.facts.width,):
-            raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
+        self._check_state(state)
         self._check_tokens(token_id)
         llama = library()
         # A padded pass left rows behind the target's text, and llama.cpp takes the next position alone.
         if llama.llama_memory_seq_pos_max(self._target_memory, sequence) >= position:
             llama.llama_memory_seq_rm(self._target_memory, sequence, position, END)
         row, ids = np.ascontiguousarray(state[np.newaxis], np.float32), np.array([token_id], np.int32)
-        self._rows.fill(position, ids, row, outputs=True, last_only=True, sequence=sequence)
+        self._rows.fill_pairs(position, ids, row, last_only=True, sequence=sequence)
         self._run(llama.llama_decode, 1)
         return self._logits(1)[0], self._states(1)[0]
 
@@ -196,24 +197,6 @@ class Head(DraftHead):
 
     def _states(self, count: int) -> States:
         return np.ctypeslib.as_array(extension("get_states")(self._context), (count, self.facts.width))
-
-    def _check_features(self, features: States) -> None:
-        if features.ndim != 2 or features.shape[1] != self.facts.feature_width:
-            raise BatchError(f"features of the shape [n, {self.facts.feature_width}] are needed, got {features.shape}")
-
-    def _check_pairs(self, token_ids: TokenIds, states: States) -> None:
-        if token_ids.size == 0 or states.shape != (token_ids.size, self.facts.width):
-            raise BatchError(
-                f"one state of width {self.facts.width} per token and at least one token are needed, got "
-                f"{token_ids.size} tokens and states {states.shape}"
-            )
-        self._check_tokens(int(token_ids.min()), int(token_ids.max()))
-        self._check_room(token_ids.size, "pairs")
-
-    def _check_room(self, count: int, of_what: str) -> None:
-        room = self.facts.context_length - (self.end - self.start)
-        if count > room:
-            raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more {of_what}")
 
     def _check_tokens(self, *token_ids: int) -> None:
         size = self._sizes.vocabulary_size
@@ -244,11 +227,13 @@ class Head(DraftHead):
             library().llama_memory_seq_rm(self._memory, 0, self.end, END)
 
     def rollback(self, to_end: int) -> None:
+        self._require_open()
         self._check_position(to_end)
         self.end = to_end
         self._trim()
 
     def drop_before(self, start: int) -> None:
+        self._require_open()
         self._check_position(start)
         if start > self.start:
             self._trim()
@@ -259,11 +244,6 @@ class Head(DraftHead):
         self._require_open()
         self.start = self.end = position
         library().llama_memory_seq_rm(self._memory, 0, -1, END)
-
-    def _check_position(self, position: int) -> None:
-        self._require_open()
-        if not self.start <= position <= self.end:
-            raise BatchError(f"the head's cache holds entries {self.start}..{self.end}, {position} is outside")
 
     # -- its life
 

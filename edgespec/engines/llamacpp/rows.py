@@ -118,67 +118,37 @@ class RowBuffer:
         return slice(first, last + 1) if last - first == count - 1 else found
 
 
-class PairRows:
-    """A `llama_batch` of one sequence whose rows are floats, tokens, or both, for heads that read states.
-
-    Its arrays are owned here but for the floats, which the caller keeps until the pass is over.
-    """
+class PairRows(RowBuffer):
+    """Rows of one sequence that are floats, tokens, or both, for heads that read states."""
 
     def __init__(self, capacity: int) -> None:
-        self._token_ids = np.zeros(capacity, np.int32)
-        self._positions = np.zeros(capacity, np.int32)
-        self._ones = np.ones(capacity, np.int32)
-        self._sequence = np.zeros(1, np.int32)
-        self._sequences = np.full(capacity, self._sequence.ctypes.data, np.uintp)
-        self._outputs = np.zeros(capacity, np.int8)
-        self._floats: NDArray[np.float32] | None = None
-        self.struct = library().llama_batch(
-            n_tokens=0,
-            token=None,
-            embd=None,
-            pos=_pointer(self._positions, ctypes.c_int32),
-            n_seq_id=_pointer(self._ones, ctypes.c_int32),
-            seq_id=_pointer(self._sequences, ctypes.POINTER(ctypes.c_int32)),
-            logits=_pointer(self._outputs, ctypes.c_int8),
-        )
+        super().__init__(capacity, 1)
+        self._floats: NDArray[np.float32] | None = None  # the library reads them where they are
 
-    def fill(
+    def fill_pairs(
         self,
         position: int,
         token_ids: TokenIds | None,
-        floats: NDArray[np.float32],
+        floats: NDArray[np.float32] | None,
         *,
-        outputs: bool,
+        outputs: bool = True,
         last_only: bool = False,
         sequence: int = 0,
     ) -> None:
         """`outputs`: whether all rows give logits, or with `last_only` the last one."""
-        width = len(floats)
-        self._sequence[0] = sequence
-        self._place(position, width)
-        self._floats = floats
-        self._outputs[:width] = outputs and not last_only
-        self._outputs[width - 1] = outputs
-        self.struct.embd = _pointer(floats, ctypes.c_float)
-        self._set_tokens(token_ids)
-
-    def fill_tokens(self, position: int, token_ids: TokenIds) -> None:
-        """Rows without floats, which all give logits."""
-        self._place(position, token_ids.size)
-        self._outputs[: token_ids.size] = 1
-        self.struct.embd = self._floats = None
-        self._set_tokens(token_ids)
-
-    def _place(self, position: int, width: int) -> None:
-        self._positions[:width] = np.arange(position, position + width)
+        given = floats if token_ids is None else token_ids
+        width = 0 if given is None else len(given)
         self.struct.n_tokens = width
-
-    def _set_tokens(self, token_ids: TokenIds | None) -> None:
-        if token_ids is None:
-            self.struct.token = None
-        else:
-            self._token_ids[: len(token_ids)] = token_ids
-            self.struct.token = _pointer(self._token_ids, ctypes.c_int32)
+        np.add(self._counting[:width], position, out=self.positions[:width])
+        self.ids[:width, 0] = sequence
+        self.outputs[:width] = outputs and not last_only
+        self.outputs[width - 1] = outputs
+        self._floats = floats
+        self.struct.embd = None if floats is None else _pointer(floats, ctypes.c_float)
+        self.struct.token = None
+        if token_ids is not None:
+            self.token_ids[:width] = token_ids
+            self.struct.token = _pointer(self.token_ids, ctypes.c_int32)
 
 
 def _pointer(array: NDArray[Any], kind: Any) -> Any:

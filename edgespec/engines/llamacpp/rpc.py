@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from edgespec.config.values import split_endpoint
 from edgespec.engines.llamacpp.devices import devices, function, gpus, handles_of
 from edgespec.engines.llamacpp.library import library
@@ -147,35 +149,25 @@ def keep_alive(ports: Collection[int]) -> None:
 
 
 def _keep_alive(ports: frozenset[int]) -> None:
-    folder = next(place for place in (Path("/proc/self/fd"), Path("/dev/fd")) if place.is_dir())
-    known: set[str] = set()
+    process, known = psutil.Process(), set[Any]()
     while True:
-        found = {path.name for path in folder.iterdir()}
-        for name in found - known:
-            with suppress(OSError):  # no socket, closed meanwhile, or it only listens
-                _watch(os.dup(int(name)), ports)
+        found = {each for each in process.net_connections("tcp4") if each.raddr}
+        for connection in found - known:
+            if ports & {connection.laddr.port, connection.raddr.port}:
+                with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as held:  # or closed meanwhile
+                    _watch(held)
         known = found
         time.sleep(_LOOK_S)
 
 
-def _watch(number: int, ports: frozenset[int]) -> None:
-    try:
-        connection = socket.socket(fileno=number)
-    except OSError:
-        os.close(number)
-        return
-    with connection:
-        if connection.family != socket.AF_INET:
-            return
-        if not ports & {connection.getpeername()[1], connection.getsockname()[1]}:
-            return
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            ("TCP_KEEPIDLE", 1),
-            ("TCP_KEEPALIVE", 1),  # what macOS calls TCP_KEEPIDLE
-            ("TCP_KEEPINTVL", 1),
-            ("TCP_KEEPCNT", SILENCE_S - 1),
-            ("TCP_USER_TIMEOUT", 1000 * SILENCE_S),
-        ):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _watch(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPALIVE", 1),  # what macOS calls TCP_KEEPIDLE
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", SILENCE_S - 1),
+        ("TCP_USER_TIMEOUT", 1000 * SILENCE_S),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from edgespec.config.values import CPU, TensorOverrides
+from edgespec.config.values import CPU
 from edgespec.engines.llamacpp.devices import gpus, handles_of, overriding
 from edgespec.engines.llamacpp.library import (
     CancelFlag,
@@ -45,33 +45,20 @@ PLAIN_TYPES = frozenset({"f32", "f16", "bf16"})
 
 
 @dataclass(frozen=True, slots=True)
-class ContextSettings:
-    """Checked settings. `context_length` in tokens per sequence; `flash_attention` None leaves it to the library.
+class ContextSettings(ModelUse):
+    """The options of a load, checked, with what follows from the model.
 
     `devices`: names of those that the `gpu_layers` are placed on; None: RPC servers first, then all GPUs; none: the
-    processor. `overrides`: tensors that do not lie with their layers. `servers`: endpoints of RPC servers, whose
-    devices this process has. `kv_offload`: whether the KV cache of these layers lies on their devices. `streams`: every
-    sequence has cells of its own, so that attention reads no others' and adds in the order of its tokens whatever the
-    others hold; there are no branches then, and a pass with different numbers of rows of several sequences becomes
-    several. Otherwise all share their cells.
+    processor. `flash_attention` None leaves it to the library. `streams`: every sequence has cells of its own, so that
+    attention reads no others' and adds in the order of its tokens whatever the others hold; there are no branches then,
+    and a pass with different numbers of rows of several sequences becomes several. Otherwise all share their cells.
     `keeps_state`: the model keeps a running state, of which there are `snapshots` copies for each sequence.
     """
 
-    context_length: int
-    threads: int
-    gpu_layers: int
-    max_sequences: int
-    max_batch: int
-    max_branches: int
-    cache_type_k: str
-    cache_type_v: str
-    flash_attention: bool | None
-    reproducible: bool | None
-    widest: int
-    devices: tuple[str, ...] | None = None
-    overrides: TensorOverrides = ()
-    servers: tuple[str, ...] = ()
-    kv_offload: bool = True
+    context_length: int = DEFAULT_CONTEXT
+    threads: int = 1
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
     streams: bool = False
     keeps_state: bool = False
     snapshots: int = 0
@@ -79,24 +66,14 @@ class ContextSettings:
     @classmethod
     def checked(cls, use: ModelUse, context_length: int, *, snapshots: int = 0) -> Self:
         """Raises ConfigError for a value out of range, CapabilityError for one that this build does not support."""
-        settings = cls(
-            context_length=context_length,
-            threads=default_threads() if use.threads is None else use.threads,
-            gpu_layers=use.gpu_layers,
-            max_sequences=use.max_sequences,
-            max_batch=use.max_batch,
-            max_branches=use.max_branches,
-            cache_type_k=use.cache_type_k or "f16",
-            cache_type_v=use.cache_type_v or "f16",
-            flash_attention=use.flash_attention,
-            reproducible=use.reproducible,
-            widest=use.widest,
-            devices=use.devices,
-            overrides=use.overrides,
-            servers=use.endpoints,
-            kv_offload=use.kv_offload,
-            snapshots=snapshots,
-        )
+        given = {each.name: getattr(use, each.name) for each in fields(ModelUse)}
+        given |= {
+            "context_length": context_length,
+            "threads": default_threads() if use.threads is None else use.threads,
+            "cache_type_k": use.cache_type_k or "f16",
+            "cache_type_v": use.cache_type_v or "f16",
+        }
+        settings = cls(**given, snapshots=snapshots)
         settings._check_ranges()
         for kind in (settings.cache_type_k, settings.cache_type_v):
             if kind not in CACHE_TYPES:
@@ -110,7 +87,7 @@ class ContextSettings:
             raise ConfigError(
                 f"--override-tensor puts tensors on {elsewhere}, and no layer is on a GPU: give their number with -ngl"
             )
-        if settings.gpu_layers and not settings.servers and not gpus():
+        if settings.gpu_layers and not settings.endpoints and not gpus():
             raise CapabilityError(
                 f"{settings.gpu_layers} layers were asked for on a GPU, but this build of llama.cpp sees no GPU. Use "
                 "-ngl 0; edgespec doctor shows how to get a build for each kind of GPU"
@@ -153,7 +130,7 @@ class ContextSettings:
             return "cpu"
         if self.devices:
             return ",".join(self.devices)
-        return "rpc " + ",".join(self.servers) if self.servers else "gpu"
+        return "rpc " + ",".join(self.endpoints) if self.endpoints else "gpu"
 
     @property
     def scratch_id(self) -> int:

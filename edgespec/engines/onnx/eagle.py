@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.head import HeadLayer, NewPairs, Pairs, States, frequencies_of, rotary_tables
-from edgespec.engines.onnx.eagle_graph import NEW_CACHE, Graph, fuse_graph, keys_graph, layer_graph, state_name
+from edgespec.engines.onnx.eagle_graph import Graph, fuse_graph, layer_graph, state_name
 from edgespec.engines.onnx.library import run_options, translated
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.sessions import open_session
 from edgespec.formats.head_file import HeadFile
 
 MOST_BOUND = 16  # pairs of a pass whose memory is kept
-LEAST_EARLIER = 8  # pairs that nothing follows, from which on a pass of their own makes only their keys and values
 FIRST_POSITIONS = 2048  # in the rotary tables, which grow
 
 
@@ -35,7 +34,6 @@ class OnnxLayer(HeadLayer):
         fuse = fuse_graph(heads)
         self._fuse = None if fuse is None else self._open(fuse, threads)
         self._session = self._open(layer_graph(heads), threads)
-        self._keys = self._open(keys_graph(heads), threads)
         self._bound: dict[tuple[int, int], _Bound] = {}
         self._tables = rotary_tables(self._frequencies, np.arange(FIRST_POSITIONS))
         self._sees_all = untouched_zeros(FIRST_POSITIONS, np.float32)
@@ -57,33 +55,9 @@ class OnnxLayer(HeadLayer):
         return found
 
     def read(self, pairs: Pairs, new: NewPairs) -> tuple[States, States]:
-        before, earlier = pairs.length, len(new.states) - new.scored
-        self._reach(max(before + len(new.states), int(new.positions.max()) + 1))
-        if new.sees is not None or earlier < LEAST_EARLIER:
-            return self._layer(pairs, new)
-        states, embedded, positions = new.states, new.embedded, new.positions
-        try:
-            self._cache(pairs, states[:earlier], embedded[:earlier], positions[:earlier])
-            rest = NewPairs(states[earlier:], embedded[earlier:], positions[earlier:], scored=new.scored)
-            return self._layer(pairs, rest)
-        except BaseException:
-            pairs.length = before
-            raise
-
-    def _cache(self, pairs: Pairs, states: States, embedded: States, positions: NDArray[np.int64]) -> None:
-        """Append pairs that are not followed by anything: with one layer, no other needs more than keys and values."""
-        count, (cos, sin) = len(states), self._tables
-        given = {"states": states[None], "embedded": embedded[None], "places": positions[None], "cos": cos, "sin": sin}
-        with translated(self._options):
-            found = self._keys.run(NEW_CACHE, given, self._options)
-        place = slice(pairs.length, pairs.length + count)
-        for cache, rows in zip((pairs.keys, pairs.values), found, strict=True):
-            cache[0, :, place] = rows.reshape(count, self._sizes.kv_heads, -1).swapaxes(0, 1)
-        pairs.length += count
-
-    def _layer(self, pairs: Pairs, new: NewPairs) -> tuple[States, States]:
-        """As `read`, all in one pass. On an empty cache the operator counts on from the first of the positions."""
+        """As in the base class; on an empty cache the operator counts on from the first of the positions."""
         count, total = len(new.states), pairs.length + len(new.states)
+        self._reach(max(total, int(new.positions.max()) + 1))
         bound = self._bound_for(count, new.scored)
         bound.fill(states=new.states, embedded=new.embedded, places=new.positions, latest=total - 1, total=total)
         bound.give(keys=pairs.keys, values=pairs.values, cos=self._tables[0], sin=self._tables[1])
@@ -124,7 +98,7 @@ class OnnxLayer(HeadLayer):
         return self._sees_all[: count * total].reshape(1, 1, count, total)
 
     def close(self) -> None:
-        self._fuse = self._session = self._keys = None
+        self._fuse = self._session = None
         self._bound.clear()
 
 

@@ -55,7 +55,7 @@ def layer_graph(heads: HeadFile) -> Graph:
     last pair in it; `total`: the pairs in it; `places` of the new ones in the rotary tables; `bias` on their attention.
     """
     sizes, arrays, graph = heads.manifest, heads.arrays, Graph(heads.manifest.norm_eps)
-    (_add_fused_pairs if sizes.generation == 3 else _add_pairs)(graph, heads, "qkv")
+    (_add_fused_pairs if sizes.generation == 3 else _add_pairs)(graph, heads)
     graph.add(
         "GroupQueryAttention",
         ["found", "", "", *CACHE, "latest", "total", "cos", "sin", "places", "bias"],
@@ -84,57 +84,37 @@ def layer_graph(heads: HeadFile) -> Graph:
     graph.product("scored", rows * np.float32(sizes.scale), "scores")
     cache = (np.float32, (1, sizes.kv_heads, "capacity", sizes.head_dim))
     graph.inputs = {
-        **_pairs(sizes),
+        **_rows(1, states=sizes.hidden_size, embedded=sizes.hidden_size),
+        **dict.fromkeys(("cos", "sin"), (np.float32, ("positions", sizes.head_dim // 2))),
+        "places": (np.int64, (1, "n")),
         **dict.fromkeys(CACHE, cache),
         "latest": (np.int32, (1,)),
         "total": (np.int32, ()),
         "bias": (np.float32, (1, 1, "n", "pairs")),
         "asked": (np.int64, ("m",)),
     }
-    outputs = {name: (np.float32, (1, "m", width)) for name, width in _widths(sizes, len(rows))}
-    graph.outputs = outputs | dict.fromkeys(NEW_CACHE, cache)
-    return graph
-
-
-def keys_graph(heads: HeadFile) -> Graph:
-    """From n pairs to the rotated `new_keys` and `new_values` that others attend to [1, n, kv heads * head size]."""
-    sizes, graph = heads.manifest, Graph(heads.manifest.norm_eps)
-    (_add_fused_pairs if sizes.generation == 3 else _add_pairs)(graph, heads, "kv")
-    graph.add("Split", ["found"], "keys", NEW_CACHE[1], axis=2, num_outputs=2)
-    graph.add("RotaryEmbedding", ["keys", "places", "cos", "sin"], NEW_CACHE[0], domain=MICROSOFT)
-    graph.inputs = _pairs(sizes)
-    graph.outputs = _rows(1, **dict.fromkeys(NEW_CACHE, sizes.kv_heads * sizes.head_dim))
-    return graph
-
-
-def _pairs(sizes: HeadManifest) -> Values:
-    """Inputs of a pass over n pairs: what they are, and their places in the rotary tables."""
-    tables = dict.fromkeys(("cos", "sin"), (np.float32, ("positions", sizes.head_dim // 2)))
-    return {
-        **_rows(1, states=sizes.hidden_size, embedded=sizes.hidden_size),
-        **tables,
-        "places": (np.int64, (1, "n")),
+    graph.outputs = {
+        state_name(sizes): (np.float32, (1, "m", sizes.hidden_size)),
+        "scores": (np.float32, (1, "m", len(rows))),
+        **dict.fromkeys(NEW_CACHE, cache),
     }
+    return graph
 
 
-def _widths(sizes: HeadManifest, num_scores: int) -> list[tuple[str, int]]:
-    return [(state_name(sizes), sizes.hidden_size), ("scores", num_scores)]
-
-
-def _add_pairs(graph: Graph, heads: HeadFile, wanted: str) -> None:
-    """`x`, what the layer starts with, and `found`: those `wanted` of queries, keys and values side by side."""
+def _add_pairs(graph: Graph, heads: HeadFile) -> None:
+    """`x`, what the layer starts with, and `found`: queries, keys and values side by side."""
     graph.add("Concat", ["states", "embedded"], "pair", axis=2)
     graph.product("pair", heads.arrays["fc"], "x")
     graph.norm("x", heads.arrays["attention_norm"], "normed_x")
-    graph.product("normed_x", _together(heads.arrays, wanted), "found")
+    graph.product("normed_x", _together(heads.arrays), "found")
 
 
-def _add_fused_pairs(graph: Graph, heads: HeadFile, wanted: str) -> None:
+def _add_fused_pairs(graph: Graph, heads: HeadFile) -> None:
     """The same of an EAGLE-3 head."""
     graph.norm("states", heads.arrays["state_norm"], "normed_states")
     graph.norm("embedded", heads.arrays["embedding_norm"], "normed_embedded")
     graph.add("Concat", ["normed_embedded", "normed_states"], "pair", axis=2)
-    graph.product("pair", _together(heads.arrays, wanted), "found")
+    graph.product("pair", _together(heads.arrays), "found")
     graph.add("Identity", ["normed_states" if heads.manifest.norms_residual else "states"], "x")
 
 
@@ -143,9 +123,9 @@ def _rows(*before: int, **widths: int) -> dict[str, tuple[Any, Shape]]:
     return {name: (np.float32, (*before, "n", width)) for name, width in widths.items()}
 
 
-def _together(arrays: Mapping[str, Matrix], wanted: str) -> Matrix:
-    """The matrices of those `wanted` of queries, keys and values as one."""
-    return np.concatenate([arrays[f"{name}_proj"] for name in wanted])
+def _together(arrays: Mapping[str, Matrix]) -> Matrix:
+    """The matrices of queries, keys and values as one."""
+    return np.concatenate([arrays[f"{name}_proj"] for name in "qkv"])
 
 
 class Graph:

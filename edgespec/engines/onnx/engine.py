@@ -1,4 +1,9 @@
-"""The ONNX Runtime engine on its own kernels: chains only, and a cache for each sequence."""
+"""The ONNX Runtime engine on its own kernels: chains only, and a cache for each sequence.
+
+A sequence's bits depend on its own tokens alone, and what others hold does not slow it down. Sequences with a single
+row each go through the model together, all others in passes of their own. In reproducible mode passes are padded into
+the width class, and none goes across the edge of attention (`settings.EDGE`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from numpy.typing import NDArray
 from edgespec.engines.base import EarlyExit, EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx.caches import Caches
 from edgespec.engines.onnx.devices import widest_correct
 from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
@@ -22,7 +26,7 @@ from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
 from edgespec.engines.onnx.opening import batches_work, cache_scales, check_logits, open_passes, widths_key
-from edgespec.engines.onnx.passes import cache_name
+from edgespec.engines.onnx.passes import PassRows, SharedPasses, cache_name, end_of_pass, rows_before
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
@@ -52,7 +56,13 @@ class OnnxEngine(SessionEngine):
         if device.provider != "cpu":
             tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch, settings.exit_layer
             widest = widest_correct(*tried)
-        self._caches = Caches(passes, settings.max_sequences, settings.edge)
+        self._passes, self._edge, self._least_rows = passes, settings.edge, 1
+        # Whether single rows of several sequences share a pass.
+        self._batches = passes if isinstance(passes, SharedPasses) and passes.has_batches else None
+        self._ids = np.zeros((settings.max_sequences, passes.capacity), np.int32)  # in the cells of each sequence
+        self._gathered = np.zeros((0, graph.vocabulary_size), np.float32)
+        self._shift = 0  # rows of the last pass before those that were asked for
+        self._states: NDArray[np.float32] | None = None  # of the last batch, if several passes gave them
         self._has_hidden = graph.hidden_size is not None
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
@@ -73,8 +83,8 @@ class OnnxEngine(SessionEngine):
             pinned_class=None,
             device=device.provider,
             threads=settings.threads,
-            can_pack=self._caches.has_batches,
-            splits_passes=self._caches.has_batches,
+            can_pack=self._batches is not None,
+            splits_passes=self._batches is not None,
             own_cells=True,
             notes=tuple(_device_notes(device.provider, widest, max_batch, is_cast=graph.is_half > exported.is_half)),
             placement=device_identity(device.provider),
@@ -104,13 +114,13 @@ class OnnxEngine(SessionEngine):
         cells, reproducible = settings.cells, use.reproducible
         if graph.max_positions is not None and graph.max_positions < cells:
             graph = read(cells=cells)
-        if settings.cache_type == "int8":
+        if settings.cache_type_k == "int8":
             graph = read(cache_scales(source, graph, settings), cells)
         engine = cls(source, graph, settings, config)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
         if engine.facts.splits_passes and not batches_work(engine):
-            engine._caches.never_batch()
+            engine._batches = None
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         gives = use.state_layers or use.hidden_states
         widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
@@ -129,7 +139,8 @@ class OnnxEngine(SessionEngine):
         self._pad_to(1)
 
     def _pad_to(self, rows: int) -> None:
-        self._caches.least_rows = rows
+        """Give narrower passes so many rows."""
+        self._least_rows = rows
         if self._exit_passes is not None:
             self._exit_passes.least_rows = rows
 
@@ -139,41 +150,139 @@ class OnnxEngine(SessionEngine):
                 "ONNX Runtime's own kernels score chains only: trees need a GGUF, or an export to one of its types"
             )
         self._held.check()
-        logits = self._caches.run(batch, placed)
+        self._states = None
+        if len(placed) == 1:
+            ((sequence, part),) = placed.items()
+            logits = self._run(sequence, part, batch.outputs)
+        else:
+            logits = self._run_several(batch, placed)
         self._last_width = batch.width
         return logits
 
+    def _run_several(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
+        """Logits of the wanted rows of several sequences, in batch order."""
+        states = np.zeros((batch.width, self._passes.hidden_size), np.float32) if self._passes.hidden_size else None
+        count = int(np.count_nonzero(batch.outputs))
+        if len(self._gathered) < count:
+            self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
+        place = np.cumsum(batch.outputs) - 1
+        singles = self._singles(placed)
+        if singles:
+            logits = self._run_singles(singles)
+            for sequence, part in singles.items():
+                row, found = part.rows[0], sequence - min(singles)
+                if batch.outputs[row]:
+                    self._gathered[place[row]] = logits[found]
+                if states is not None:
+                    states[row] = self._passes.hidden()[found]
+        for sequence, part in placed.items():
+            if sequence in singles:
+                continue
+            wanted = batch.outputs[part.rows]
+            self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
+            if states is not None:
+                states[part.rows] = self._hidden(len(part.rows))
+        self._states = states
+        return self._gathered[:count]
+
+    def _singles(self, placed: dict[int, SequenceRows]) -> dict[int, SequenceRows]:
+        """Those that can share a pass: the operator wants one row of each, behind at least one cell.
+
+        A lone row that is padded to more has other bits there, where attention sees one of them.
+        """
+        found = {sequence: part for sequence, part in placed.items() if len(part.rows) == 1 and part.base}
+        if self._batches is None or self._least_rows > 1 or len(found) < 2:
+            return {}
+        between = set(range(min(found), max(found))) - found.keys()
+        return {} if any(self._book.lengths[each] == self._passes.capacity for each in between) else found
+
+    def _run_singles(self, singles: dict[int, SequenceRows]) -> Logits:
+        """Logits of the caches from the first of `singles` to the last one.
+
+        Caches in between that have no row get one all the same, in the cell behind their text, which is overwritten
+        before it is read.
+        """
+        assert self._batches is not None
+        first, last = min(singles), max(singles)
+        bases, ids = np.array(self._book.lengths[first : last + 1], np.int32), np.zeros(last + 1 - first, np.int32)
+        for sequence, part in singles.items():
+            ids[sequence - first] = self._ids[sequence, part.base] = part.token_ids[0]
+        return self._batches.run_each(first, ids, bases)
+
+    def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
+        """The logits of a chain's wanted rows, in one pass, or in two if one would go across the edge."""
+        count = end_of_pass(part.base, part.base + len(part.rows), self._edge) - part.base
+        if count == len(part.rows):
+            return self._run_pass(sequence, part, wanted)
+        logits, states = [], []
+        for piece, marked in ((part.first(count), wanted[:count]), (part.behind(count), wanted[count:])):
+            logits.append(self._run_pass(sequence, piece, marked).copy())
+            if self._passes.hidden_size:
+                states.append(self._hidden(len(piece.rows)).copy())
+        self._states = np.concatenate(states) if states else None
+        return np.concatenate(logits)
+
+    def _run_pass(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
+        """One pass over a chain, with at least `_least_rows` rows, with and without logits.
+
+        Tokens before the chain are scored again, with the same bits, so that no cell after it is needed. Where there
+        are too few, at the start of a text and behind the edge, scratch rows follow instead.
+        """
+        self._states = None
+        missing = max(self._least_rows - len(part.rows), 0)
+        shift = self._shift = rows_before(part.base, missing, self._edge)
+        ids = part.token_ids
+        if missing:
+            before = self._ids[sequence, part.base - shift : part.base]
+            ids = np.concatenate((before, ids, np.zeros(missing - shift, np.int32)))
+        asked = np.flatnonzero(wanted)
+        count = asked.size
+        outputs = (asked if count else np.array([len(part.rows) - 1])) + shift  # one is computed in any case
+        outputs = np.concatenate((outputs, np.repeat(outputs[-1:], max(self._least_rows - outputs.size, 0))))
+        logits = self._passes.run(sequence, PassRows(part.base - shift, ids, outputs))
+        self._ids[sequence, part.base : part.base + len(part.rows)] = part.token_ids
+        return logits[:count]
+
     def _truncate(self, to_length: int, sequence: int) -> None:
-        self._caches.truncate(sequence, to_length)
+        """Cells beyond a sequence's length are overwritten before they are read."""
 
     def _keep(self, part: SequenceRows, path: list[int], sequence: int) -> None:
         """The path of a chain is its beginning, which is in place."""
 
     def _copy(self, source: int, destination: int) -> None:
         self._book.settle(destination, 0)
-        self._caches.fork(source, destination, self._book.lengths[source])
+        self._passes.copy(source, destination, self._book.lengths[source])
+        self._ids[destination] = self._ids[source]
 
     def _state(self, sequence: int) -> bytes:
-        return self._caches.save(sequence, self._book.lengths[sequence])
+        length = self._book.lengths[sequence]
+        return self._ids[sequence, :length].tobytes() + self._passes.read(sequence, length)
 
     def _restore(self, state: memoryview, length: int, sequence: int) -> None:
         self._book.settle(sequence, 0)
-        self._caches.load(sequence, state, length)
+        self._ids[sequence, :length] = np.frombuffer(state, np.int32, length)
+        self._passes.write(sequence, state[4 * length :])
 
     def hidden_states(self) -> NDArray[np.float32]:
         self._require_open()
-        return self._caches.hidden(self._last_width)
+        return self._hidden(self._last_width)
+
+    def _hidden(self, width: int) -> NDArray[np.float32]:
+        """Those of the last rows that were asked for, a view."""
+        if self._states is not None:
+            return self._states
+        return self._passes.hidden()[self._shift : self._shift + width]
 
     def early_exit(self) -> EarlyExit:
         self._require_open()
         if self._exit_passes is None:
             return super().early_exit()
-        return OnnxExit(self._exit_passes, self._book.lengths, self._caches, self.widest_pass)
+        return OnnxExit(self._exit_passes, self._book.lengths, self._ids[0], self.widest_pass)
 
     def _free(self) -> None:
         super()._free()
-        del self._caches  # they hold the sessions too
-        self._exit_passes = None
+        del self._passes  # they hold the sessions too
+        self._exit_passes = self._batches = None
 
 
 def _device_notes(provider: str, widest: int, asked: int, *, is_cast: bool) -> Iterator[str]:

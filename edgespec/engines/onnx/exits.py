@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engines.base import EarlyExit
-from edgespec.engines.onnx.caches import Caches, end_of_pass, rows_before
 from edgespec.engines.onnx.graph import PAST, CacheEntry, Graph, drop_dead
 from edgespec.engines.onnx.head import LOGITS
 from edgespec.engines.onnx.library import Device
-from edgespec.engines.onnx.passes import ELEMENTS, Passes, PassRows, SharedPasses
+from edgespec.engines.onnx.passes import ELEMENTS, Passes, PassRows, SharedPasses, end_of_pass, rows_before
 from edgespec.engines.onnx.sessions import open_sessions
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source
@@ -154,7 +153,7 @@ class Drafted:
 
 
 class ExitPasses(Passes):
-    """`least_rows` of every pass of the first layers, as in `Caches`; `bytes_used` by states."""
+    """`least_rows` of every pass of the first layers; `bytes_used` by states."""
 
     def __init__(self, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any, layers: int) -> None:
         cut = partition(graph, source.path, layers)
@@ -248,10 +247,10 @@ class ExitPasses(Passes):
 
 
 class OnnxExit(EarlyExit):
-    """The exit of sequence 0. `lengths` and `caches` are the engine's own; `widest`: most rows of a pass."""
+    """The exit of sequence 0. `lengths` of all and its `cached_ids` are the engine's; `widest`: most rows of a pass."""
 
-    def __init__(self, passes: ExitPasses, lengths: list[int], caches: Caches, widest: int) -> None:
-        self._passes, self._lengths, self._caches, self._widest = passes, lengths, caches, widest
+    def __init__(self, passes: ExitPasses, lengths: list[int], cached_ids: TokenIds, widest: int) -> None:
+        self._passes, self._lengths, self._cached_ids, self._widest = passes, lengths, cached_ids, widest
         self._ids = np.zeros(passes.capacity, np.int32)
         self._end = 0
         self.bytes_used = passes.bytes_used
@@ -260,7 +259,7 @@ class OnnxExit(EarlyExit):
         length = self._lengths[0]
         if not length < token_ids.size <= self._ids.size:
             return None
-        if not np.array_equal(token_ids[:length], self._caches.token_ids(0)[:length]):
+        if not np.array_equal(token_ids[:length], self._cached_ids[:length]):
             return None
         self._ids[: token_ids.size] = token_ids
         self._end = min(self._passes.drafted_length(0, length, token_ids), token_ids.size - 1)

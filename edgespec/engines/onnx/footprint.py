@@ -106,7 +106,7 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
     graph, products = once(f"onnx products {source.is_drafter}", source.path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
-    if settings.cache_type == "int8" and not graph.is_shared:
+    if settings.cache_type_k == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
     cells, cache = settings.cells, 0 if source.reads_cache else _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
@@ -153,7 +153,7 @@ def cache_type(path: Path, use: ModelUse) -> str:
     """What its keys and values are stored as."""
     source = open_source(path)
     graph, _ = once("onnx products", path, lambda: _read(source))
-    return OnnxSettings.checked(graph, source.config(), use).cache_type
+    return OnnxSettings.checked(graph, source.config(), use).cache_type_k
 
 
 def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> float:
@@ -162,7 +162,7 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
         row = 3 * products.inner + 6 * products.width + products.beside
         return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
     cells = settings.cells
-    is_tiled = not graph.is_half or settings.cache_type == "int8" or settings.provider in HALF_ONLY
+    is_tiled = not graph.is_half or settings.cache_type_k == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
     return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
 
@@ -288,12 +288,12 @@ def _tiled_size(node: Any, vocabulary: int) -> tuple[int, int]:
 def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
     """Of all keys and values, and running states."""
     if graph.head_sizes:
-        kind, chunks = settings.cache_type.upper(), num_chunks(settings.context_length)
+        kind, chunks = settings.cache_type_k.upper(), num_chunks(settings.context_length)
         keys_and_values = cache_bytes(kind, graph.head_sizes, settings.max_sequences, chunks) or 0
         return keys_and_values + running_bytes(graph.states, settings.max_sequences)
 
     def size(entry: CacheEntry) -> int:
-        return 1 if settings.cache_type == "int8" else np.dtype(element_of(entry)).itemsize
+        return 1 if settings.cache_type_k == "int8" else np.dtype(element_of(entry)).itemsize
 
     per_token = sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
     # A cache that grows by concatenation exists twice while it is copied.

@@ -15,10 +15,10 @@ from edgespec.engines.base import USUAL_SLOWDOWN, EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.onnx.graph import Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
-from edgespec.engines.onnx.library import run_options, translated, version
+from edgespec.engines.onnx.library import run_options, version
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.session_engine import SessionEngine
-from edgespec.engines.onnx.sessions import open_sessions
+from edgespec.engines.onnx.sessions import Bindings, open_sessions
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -29,7 +29,6 @@ from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
 from edgespec.kernels.tiles import path
 from edgespec.types import Batch, Logits, TokenIds
 
-MAX_BINDINGS = 512
 # Where plain decoding was measured to be 1.2 times as fast as llama.cpp's and more (docs/kernels.md), speculation may
 # lose some of that; on other processors the lead is not known.
 LEADING_PATH, LEADING_SLOWDOWN = "avx512-vnni", 0.1
@@ -57,9 +56,8 @@ class KernelEngine(SessionEngine):
         self._sessions = (sessions,)
         self.source, self.settings = source, settings
         self.vocabulary = vocabulary or TokenizerFile(source.folder, graph.vocabulary_size)
-        self._session = sessions.current()
         self.thread_change_s, self.thread_change_bytes = sessions.make_s, 0  # both sessions read the same tiles
-        kind, slots = settings.cache_type.upper(), settings.max_sequences
+        kind, slots = settings.cache_type_k.upper(), settings.max_sequences
         self._cache = make_cache(kind, graph.head_sizes, slots, settings.context_length)
         self._named = {CACHE: np.array([self._cache.number])}  # inputs that are the same in all passes
         widest = max(settings.max_rows, slots)
@@ -73,7 +71,7 @@ class KernelEngine(SessionEngine):
         # Of a draft head: the states that the rows of the next pass read.
         self.features = np.zeros((widest if FEATURES in graph.inputs else 0, graph.hidden_size or 0), np.float32)
         self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
-        self._bindings: dict[tuple[int, int], Any] = {}
+        self._bindings = Bindings(sessions, self._options)
         self._width = 0
         self._book = SequenceBook(slots)
         self._held = HeldFiles(source.mapped)
@@ -151,23 +149,13 @@ class KernelEngine(SessionEngine):
         count = max(outputs.size, 1)
         self._outputs[0] = 0
         self._outputs[: outputs.size] = outputs
-        session = self._sessions[0].current()
-        if session is not self._session:  # a change of the number of threads makes another one
-            self._session = session
-            self._bindings.clear()
-        binding = self._bindings.get((width, count))
-        if binding is None:
-            if len(self._bindings) >= MAX_BINDINGS:
-                self._bindings.clear()
-            binding = self._bindings[width, count] = self._bind(width, count)
+        binding = self._bindings.of((width, count), self._bind)
         self._held.check()
-        with translated(self._options):
-            session.run_with_iobinding(binding, self._options)
+        self._bindings.run(binding)
         self._width = width
         return self._logits[: outputs.size]
 
-    def _bind(self, width: int, count: int) -> Any:
-        binding = self._session.io_binding()
+    def _bind(self, binding: Any, width: int, count: int) -> None:
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
             "input_ids": ((1, width), self._ids),
             ROWS: ((width, 4), self._rows),
@@ -182,7 +170,6 @@ class KernelEngine(SessionEngine):
         binding.bind_output(LOGITS, "cpu", 0, np.float32, shape, self._logits.ctypes.data)
         if self._hidden_size:
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, (1, width, self._hidden_size), self._hidden.ctypes.data)
-        return binding
 
     def _truncate(self, to_length: int, sequence: int) -> None:
         """Cells beyond a sequence's length are written before they are read."""
@@ -221,8 +208,7 @@ class KernelEngine(SessionEngine):
 
     def _free(self) -> None:
         super()._free()
-        self._bindings.clear()
-        del self._session
+        self._bindings.close()
         self._cache.close()
 
 

@@ -17,7 +17,7 @@ from edgespec.engines.model_use import DEFAULT_CONTEXT
 from edgespec.engines.onnx.graph import read_graph
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.source import GgufFile
-from edgespec.errors import BatchError, CapabilityError, ContextFull, VocabularyMismatch
+from edgespec.errors import BatchError, CapabilityError, VocabularyMismatch
 from edgespec.formats.gguf.check import is_gemma4_drafter
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import check_cache, read_head
@@ -43,12 +43,11 @@ class KernelHead(DraftHead):
         )
 
     def encode(self, features: States) -> States:
-        if features.ndim != 2 or features.shape[1] != self.facts.width:
-            raise BatchError(f"features of the shape [n, {self.facts.width}] are needed, got {features.shape}")
+        self._check_features(features)
         return features
 
     def decode(self, token_ids: TokenIds, states: States) -> tuple[Logits, States]:
-        self._check(token_ids, states)
+        self._check_pairs(token_ids, states)
         before, most = self.end, self._engine.facts.max_batch
         try:
             for first in range(0, token_ids.size, most):
@@ -63,7 +62,7 @@ class KernelHead(DraftHead):
     def branch(
         self, token_ids: TokenIds, states: States, parents: list[int], wanted: list[int]
     ) -> tuple[Logits, States]:
-        self._check(token_ids, states)
+        self._check_pairs(token_ids, states)
         outputs = np.zeros(token_ids.size, np.bool_)
         outputs[wanted] = True
         sequences = np.full(token_ids.size, self._slot, np.int32)
@@ -77,19 +76,8 @@ class KernelHead(DraftHead):
         self._engine.features[: batch.width] = states
         return self._engine.forward(batch)
 
-    def _check(self, token_ids: TokenIds, states: States) -> None:
-        if token_ids.size == 0 or states.shape != (token_ids.size, self.facts.width):
-            raise BatchError(
-                f"one state of width {self.facts.width} per token and at least one token are needed, got "
-                f"{token_ids.size} tokens and states {states.shape}"
-            )
-        room = self.facts.context_length - (self.end - self.start)
-        if token_ids.size > room:
-            raise ContextFull(f"the head's context of {self.facts.context_length} has room for {room} more pairs")
-
     def rollback(self, to_end: int) -> None:
-        if not self.start <= to_end <= self.end:
-            raise BatchError(f"the head's cache holds entries {self.start}..{self.end}, {to_end} is outside")
+        self._check_position(to_end)
         self._engine.rollback(to_end - self.start, self._slot)
         self.end = to_end
 
@@ -125,8 +113,7 @@ class CacheHead(KernelHead):
     """Gemma 4's drafter: all steps of a draft are at the place behind the text, and read the target's cache alone."""
 
     def step(self, token_id: int, state: States, position: int, sequence: int = 0) -> tuple[Logits, States]:
-        if state.shape != (self.facts.width,):
-            raise BatchError(f"a state of width {self.facts.width} is needed, got {state.shape}")
+        self._check_state(state)
         engine, last = self._engine, position - 1
         if not 0 <= token_id < engine.vocabulary.size or not 0 <= last < self.facts.context_length:
             raise BatchError(f"token {token_id} at {position} is outside the head's vocabulary or context")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, ValidationError, convert
 
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.devices import HALF_ONLY, adapted
@@ -20,7 +20,7 @@ from edgespec.engines.onnx.sessions import open_sessions, providers_for, try_gra
 from edgespec.engines.onnx.settings import CONFIGS, OnnxSettings
 from edgespec.engines.onnx.source import ExportFolder, Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
-from edgespec.engines.proof import PREFIX
+from edgespec.engines.proof import PREFIX, TEXT
 from edgespec.engines.rows import fault_of
 from edgespec.engines.widths import METHOD
 from edgespec.errors import CapabilityError, EngineError, ModelFileError
@@ -34,28 +34,12 @@ from edgespec.types import Batch, packed
 MARGIN = 1.25  # values are clipped at this multiple of the largest one seen
 STEP = 32
 _LEAST_VALUE, _MOST_VALUE = 1e-6, 1e6  # plausible largest magnitude of a channel
-TEXT = """The old harbour was quiet in the morning, and only two boats were out. "When do we leave?" she asked.
-User: I need a table for four people at 7:30 pm on March 8th, please. Something Italian, not too expensive.
-Assistant: I found 3 restaurants in San Jose. The first one has 4.5 stars and asks for about $25 a person.
-
-def moving_average(values: list[float], width: int) -> list[float]:
-    if width <= 0:
-        raise ValueError(f"width must be positive, got {width}")
-    return [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
-
-Anna has 12 apples and gives 3/4 of them away; then she buys 17 more. 12 - 9 + 17 = 20, so she has 20 apples.
-{"name": "find_hotel", "arguments": {"city": "Z\u00fcrich", "nights": 3, "pets": false}}
-Grüße aus München: 25 °C, € 4,50. ¿Dónde está la estación?
-"""
+_Scale = Annotated[float, Meta(gt=0.99 * _LEAST_VALUE * MARGIN / 127, lt=_MOST_VALUE * MARGIN / 127)]
+_Scales = dict[str, list[list[_Scale]]]
 NO_INT8_CACHE = "an int8 cache needs GroupQueryAttention; this export concatenates its cache, use f32"
 
 
-class Opened(NamedTuple):
-    """The passes of a model, where they run, and the graph as that device runs it."""
-
-    passes: Passes
-    device: Device
-    graph: Graph
+Opened = tuple[Passes, Device, Graph]  # where they run, and the graph as that device runs it
 
 
 def all_files(path: Path) -> list[Path]:
@@ -99,10 +83,10 @@ def _open_on(provider: str, source: Source, graph: Graph, settings: OnnxSettings
     graph = adapted(graph, provider, settings.head_size)
     if settings.exit_layer is not None:
         parts = ExitPasses(source, graph, settings, run_options, settings.exit_layer)
-        return Opened(parts, parts.device, graph)
+        return parts, parts.device, graph
     sessions, device = open_sessions(graph, source, settings)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-    return Opened(kind(sessions, graph, device, run_options, settings), device, graph)
+    return kind(sessions, graph, device, run_options, settings), device, graph
 
 
 def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheScales:
@@ -110,14 +94,16 @@ def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheS
     if not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
     key = key_of("cache scales", TEXT, *map(file_key, source.files), version())
-    measured = disk_cache.get("cache-scales", key, dict[str, list[list[float]]])
-    if measured is None or not are_plausible(measured, graph, settings.head_size):
+    measured = disk_cache.get("cache-scales", key, _Scales)
+    if measured is None or measured.keys() != {entry.past for entry in graph.cache}:
         measured = _measured_scales(source, graph, settings)
         return_freed_memory()  # a whole session was freed, and another one is made next
-        if not are_plausible(measured, graph, settings.head_size):
+        try:
+            convert(measured, _Scales)
+        except ValidationError as exc:
             raise ModelFileError(
                 f"the keys and values of {source.path} are not plausible numbers: export the model again"
-            )
+            ) from exc
         disk_cache.put("cache-scales", key, measured)
     return {name: np.array(values, np.float32) for name, values in measured.items()}
 
@@ -138,21 +124,16 @@ def _measured_scales(source: Source, graph: Graph, settings: OnnxSettings) -> di
     }
 
 
-def are_plausible(measured: Mapping[str, Sequence[Sequence[float]]], graph: Graph, head_size: int) -> bool:
-    """Whether there is a possible scale for every channel of every head of `graph`."""
-    if measured.keys() != {entry.past for entry in graph.cache}:
-        return False
-    shapes = all(
-        len(measured[entry.past]) == entry.heads and all(len(head) == head_size for head in measured[entry.past])
-        for entry in graph.cache
-    )
-    low, high = 0.99 * _LEAST_VALUE * MARGIN / 127, _MOST_VALUE * MARGIN / 127
-    return shapes and all(low <= scale <= high for heads in measured.values() for head in heads for scale in head)
-
-
 def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:
     """The cache key of measured width classes: files, machine, device, library and settings."""
-    kernels = (settings.threads, provider, device_identity(provider), settings.cache_type, settings.exit_layer, states)
+    kernels = (
+        settings.threads,
+        provider,
+        device_identity(provider),
+        settings.cache_type_k,
+        settings.exit_layer,
+        states,
+    )
     measured = (widest, settings.context_length > PREFIX + widest)
     return key_of(METHOD, "onnx chains", *map(file_key, source.files), version(), processor(), kernels, measured)
 

@@ -23,12 +23,11 @@ from edgespec.engines.onnx.graph import LENGTHS, MASK, POSITIONS, TOTAL, CacheEn
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import Device, library, translated
 from edgespec.engines.onnx.pages import untouched_zeros
-from edgespec.engines.onnx.sessions import Sessions
+from edgespec.engines.onnx.sessions import Bindings, Sessions
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits, TokenIds
 
-MAX_BINDINGS = 512
 ELEMENTS = {1: np.float32, 10: np.float16, 3: np.int8, 2: np.uint8}
 NAMES = {np.float32: "f32", np.float16: "f16", np.int8: "int8", np.uint8: "uint8"}
 
@@ -40,6 +39,16 @@ class PassRows:
     base: int
     token_ids: TokenIds
     outputs: NDArray[np.intp]
+
+
+def end_of_pass(base: int, end: int, edge: int) -> int:
+    """Where a pass over the cells from `base` to `end` has to end: at the edge if that lies between them."""
+    return edge if base < edge < end else end
+
+
+def rows_before(base: int, missing: int, edge: int) -> int:
+    """How many of `missing` rows can be the ones before cell `base`: all or none."""
+    return missing if missing <= base and not base - missing < edge <= base else 0
 
 
 class Passes(ABC):
@@ -106,15 +115,14 @@ class SharedPasses(Passes):
         tokens = graph.vocabulary_size
         max_outputs = max(settings.max_outputs(tokens), settings.max_sequences) if tokens else 0
         self.sessions = (sessions,)
-        self._session = sessions.current()
-        self._graph, self._device, self._options = graph, device, run_options
+        self._bindings = Bindings(sessions, run_options)
+        self._graph, self._device = graph, device
         self.capacity = settings.cells if graph.cache else 0
         self._head_size = settings.head_size
         self.num_caches = settings.max_sequences
         self.has_batches = self.num_caches > 1 and device.memory == "cpu" and bool(graph.cache)
         self._whole: list[NDArray[Any]] = []  # per input, all caches [num_caches, heads, capacity, head size]
         self._buffers: dict[tuple[int, int], list[Any]] = {}  # those of some caches, by the first and their number
-        self._bindings: dict[tuple[int, ...], Any] = {}
         self._ids = np.zeros(max_rows, np.int64)
         self._positions = np.zeros(max_rows, np.int64)
         self._output_rows = np.zeros(max(max_outputs, max_rows), np.int64)
@@ -136,47 +144,26 @@ class SharedPasses(Passes):
         Logits [n, vocabulary], a view that the next call overwrites. Raises as `run`.
         """
         count, total = token_ids.size, int(bases.max()) + 1
-        self._follow_session()
         self._ids[:count] = token_ids
         self._positions[:count] = self._lengths[:count] = bases
         self._output_rows[0], self._total[0] = 0, total
-        self._run(self._binding(first, count, 1, 1))
+        self._run(self._bindings.of((first, count, 1, 1), self._bind))
         return self.logits[:count]
 
     def _run(self, binding: Any) -> None:
-        with translated(self._options):
-            self._session.run_with_iobinding(binding, self._options)
-            if self._device.memory != "cpu":
-                binding.synchronize_outputs()  # else the cache may be read before the device has written it
+        self._bindings.run(binding, on_device=self._device.memory != "cpu")
 
     def _bound(self, cache: int, rows: PassRows) -> Any:
         """The binding of everything that the pass over `rows` reads and writes."""
-        self._follow_session()
         width, count, total = rows.token_ids.size, rows.outputs.size, rows.base + rows.token_ids.size
         self._ids[:width] = rows.token_ids
         self._positions[:width] = self._counting[rows.base : total]
         self._output_rows[:count] = rows.outputs
         self._lengths[0], self._total[0] = total - 1, total
-        binding = self._binding(cache, 1, width, count)
+        binding = self._bindings.of((cache, 1, width, count), self._bind)
         if self._device.memory != "cpu":
             self._bind_rows(binding, 1, width, count)  # which copies them to the device: a binding keeps that copy
         return binding
-
-    def _follow_session(self) -> None:
-        """A change of the number of threads makes another session."""
-        session = self.sessions[0].current()
-        if session is not self._session:
-            self._session = session
-            self._bindings.clear()
-
-    def _binding(self, *key: int) -> Any:
-        """By the arguments of `_bind`."""
-        found = self._bindings.get(key)
-        if found is None:
-            if len(self._bindings) >= MAX_BINDINGS:
-                self._bindings.clear()
-            found = self._bindings[key] = self._bind(*key)
-        return found
 
     def _bind_rows(self, binding: Any, num_caches: int, width: int, count: int) -> None:
         inputs: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
@@ -190,9 +177,8 @@ class SharedPasses(Passes):
             if name in self._graph.inputs:
                 binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
-    def _bind(self, first: int, num_caches: int, width: int, count: int) -> Any:
+    def _bind(self, binding: Any, first: int, num_caches: int, width: int, count: int) -> None:
         """For `num_caches` from `first` on, `width` rows in each, `count` of them with logits."""
-        binding = self._session.io_binding()
         self._bind_rows(binding, num_caches, width, count)
         for entry, buffer in zip(self._graph.cache, self._cache_buffers(first, num_caches), strict=True):
             binding.bind_ortvalue_input(entry.past, buffer)
@@ -203,7 +189,6 @@ class SharedPasses(Passes):
         if HIDDEN in self._graph.outputs:
             shape = (num_caches, width, self.hidden_size)
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, shape, self._hidden.ctypes.data)
-        return binding
 
     def _cache_buffers(self, first: int, count: int = 1) -> list[Any]:
         key = first, count

@@ -27,6 +27,7 @@ from edgespec.engines.onnx.library import (
     library,
     load_cuda,
     plugin_devices,
+    translated,
 )
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source
@@ -46,6 +47,7 @@ NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a 
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
 ROOM = 1.5  # times the weights: what nobody may have planned for before they are held twice
 FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+MAX_BINDINGS = 512
 _lock, _num_without = threading.Lock(), 0
 
 
@@ -235,6 +237,43 @@ class Sessions:
             self._open[spins] = self._make(spins)
         except (EdgespecError, MemoryError, OSError):  # the last: the model's folder is gone
             return  # passes go on in the present one
+
+
+class Bindings:
+    """What the passes of a model read and write, by their shapes, and the session they run in."""
+
+    def __init__(self, sessions: Sessions, run_options: Any) -> None:
+        self._sessions, self._options = sessions, run_options
+        self._session = sessions.current()
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def of(self, shape: tuple[int, ...], bind: Callable[..., None]) -> Any:
+        """That of a pass of this shape, which `bind(binding, *shape)` fills.
+
+        It is of the session in use: a change of the number of threads makes another one.
+        """
+        session = self._sessions.current()
+        if session is not self._session or len(self._made) >= MAX_BINDINGS:
+            self._session = session
+            self._made.clear()
+        found = self._made.get(shape)
+        if found is None:
+            found = session.io_binding()
+            bind(found, *shape)
+            self._made[shape] = found
+        return found
+
+    def run(self, binding: Any, *, on_device: bool = False) -> None:
+        """One pass. Raises Cancelled, EngineError."""
+        with translated(self._options):
+            self._session.run_with_iobinding(binding, self._options)
+            if on_device:
+                binding.synchronize_outputs()  # else the cache may be read before the device has written it
+
+    def close(self) -> None:
+        """Let go of the session."""
+        self._made.clear()
+        del self._session
 
 
 def open_sessions(graph: Graph, source: Source, settings: OnnxSettings) -> tuple[Sessions, Device]:

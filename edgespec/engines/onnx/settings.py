@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -74,19 +74,13 @@ def _size(config: dict[str, Any], *names: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class OnnxSettings:
-    """Checked settings; `context_length` in tokens per sequence."""
+class OnnxSettings(ModelUse):
+    """The options of a load, checked; `head_size`: values of an attention head."""
 
-    context_length: int
-    threads: int
-    max_sequences: int
-    max_batch: int
-    provider: str
-    cache_type: str
-    head_size: int
-    reproducible: bool | None
-    widest: int
-    exit_layer: int | None = None
+    context_length: int = DEFAULT_CONTEXT
+    threads: int = 1
+    cache_type_k: str = "f32"
+    head_size: int = 0
 
     @classmethod
     def checked(cls, graph: Graph, config: ModelConfig, use: ModelUse) -> Self:
@@ -103,21 +97,16 @@ class OnnxSettings:
         types = KERNEL_CACHE_TYPES if own else CACHE_TYPES
         if head_size is None:
             raise ModelFileError("neither the graph nor the files beside it contain the size of an attention head")
-        settings = cls(
-            context_length=min(longest, use.default_context) if context_length is None else context_length,
-            threads=default_threads() if use.threads is None else use.threads,
-            max_sequences=use.max_sequences,
-            max_batch=use.max_batch,
-            provider=use.provider,
-            cache_type=use.cache_type_k or types[0],
-            head_size=head_size,
-            reproducible=use.reproducible,
-            widest=use.widest,
-            exit_layer=use.exit_layer,
-        )
-        if settings.cache_type not in types:
+        given = {each.name: getattr(use, each.name) for each in fields(ModelUse)}
+        given |= {
+            "context_length": min(longest, use.default_context) if context_length is None else context_length,
+            "threads": default_threads() if use.threads is None else use.threads,
+            "cache_type_k": use.cache_type_k or types[0],
+        }
+        settings = cls(**given, head_size=head_size)
+        if settings.cache_type_k not in types:
             raise ConfigError(
-                f"a cache of type {settings.cache_type!r} is not supported here: use {' or '.join(types)}"
+                f"a cache of type {settings.cache_type_k!r} is not supported here: use {' or '.join(types)}"
             )
         limits = {"context_length": 1, "threads": 512, "max_sequences": 1 << 10, "max_batch": 1 << 14, "widest": 64}
         for name, high in {**limits, "context_length": longest}.items():

@@ -30,7 +30,8 @@ from edgespec.engines.onnx.tokenizer import tokenizer_file
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.gguf.check import check_gguf, head_kind, model_files
 from edgespec.formats.gguf.header import TensorInfo, once
-from edgespec.formats.gguf.model import KINDS, GgufModel, GgufTensors, read_model
+from edgespec.formats.gguf.model import GgufModel, GgufTensors, read_model
+from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import FILES, splitter_of, tokenizer_texts
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.gemma4 import Gemma4Config

@@ -16,7 +16,8 @@ from edgespec.export.onnx.hub_model import HubModel, copy_companions
 from edgespec.export.onnx.weights import FILE_TYPES, GgufWeights, HubWeights, QuantisedTiles
 from edgespec.export.request import DEFAULT_GROUP_SIZES, ONNX_QUANTS, TILED
 from edgespec.formats.gguf.check import check_gguf, model_files
-from edgespec.formats.gguf.model import KINDS, GgufModel, read_model
+from edgespec.formats.gguf.model import GgufModel, read_model
+from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx import MODEL

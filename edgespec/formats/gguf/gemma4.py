@@ -47,13 +47,8 @@ class Gemma4Reader(Reader):
         self._check_parts(tensors, outer)
         own = {
             "intermediate_size": max(inner),
-            "window": self._size("attention.sliding_window"),
-            "windowed_layers": windowed,
-            "max_positions": context,
-            "window_rope_theta": self._number("rope.freq_base_swa", 10000.0),
             "window_head_dim": head_dims[1],
             "attention_scale": 1.0,
-            "embedding_scale": float(width**0.5),
             "layers": self._layers(sizes, windowed, tensors),
             "per_layer_size": outer.per_layer,
             "has_scales": "model.layers.0.layer_scalar" in tensors,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, MLP, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
-from edgespec.formats.gguf.model import EXPERT_KEYS, SIZES, STATE_KEYS, GgufModel, Kind, Reader, Tensors
-from edgespec.formats.gguf.tables import EXPERTS, SHARED_EXPERT
+from edgespec.formats.gguf.model import SIZES, GgufModel, Reader, Tensors
+from edgespec.formats.gguf.tables import EXPERT_KEYS, EXPERTS, SHARED_EXPERT, STATE_KEYS, Kind
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama_config import Experts, LlamaConfig

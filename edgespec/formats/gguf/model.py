@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Architecture, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, Scalar, TensorInfo
-from edgespec.formats.gguf.tables import (
-    EXAONE,
-    EXAONE4,
-    GEMMA4,
-    GEMMA4_DRAFTER,
-    GEMMA4_KEYS,
-    GLM4,
-    GPT_OSS,
-    GRANITE_MOE,
-    LFM2,
-    OLMO2,
-    PHI3,
-    QWEN3_MOE,
-    QWEN35,
-    QWEN35_MOE,
-    SEED_OSS,
-)
+from edgespec.formats.gguf.tables import EXPERT_KEYS, GPT_OSS, KINDS, SCORE_CAP, TEMPERATURE, WINDOW, WINDOW_BASE, Kind
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.llama_config import WRITABLE, Experts, LlamaConfig
 
@@ -61,115 +45,9 @@ NEUTRAL = {
     "expert_weights_scale": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
-EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 MOST_EXPERTS, MOST_USED = 1024, 64  # as experts.cpp
-STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
-QWEN35_KEYS = (
-    *(*STATE_KEYS, "full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
-    "nextn_predict_layers",
-)
-SCALES = ("embedding_scale", "residual_scale", "logit_scale")
-WINDOW, WINDOW_BASE, SCORE_CAP = "attention.sliding_window", "rope.freq_base_swa", "attn_logit_softcapping"
-TEMPERATURE = "attention.temperature_scale"
-
 
 Tensors = dict[str, tuple[TensorInfo, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How llama.cpp computes one architecture. `hub`: its name at Hugging Face, by which tensors are looked up.
-
-    `settings`: of its `LlamaConfig`, `experts`: of its `Experts`, beside sizes and numbers in the file;
-    `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window;
-    `window_base`: these rotate by it (0: the model's) where the file does not say, undivided; None: as the others;
-    `table`: its tensors, where it runs on our kernels only; `is_hybrid`: `hybrid` knows those of its layers; `keys`: of
-    its metadata that others do not have.
-    """
-
-    hub: str
-    model_type: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    table: Architecture | None = None
-    keys: tuple[str, ...] = ()
-    experts: Mapping[str, Any] = field(default_factory=dict)
-    is_gemma: bool = False
-    unrotated_every: int = 0
-    window_every: int = 0
-    window_base: float | None = None
-    is_hybrid: bool = False
-
-
-LLAMA = ARCHITECTURES["LlamaForCausalLM"]
-HEADS_NORMED: Mapping[str, Any] = {"has_head_norms": True}
-GEMMA: Mapping[str, Any] = {"has_post_norms": True, "activation": "gelu"}
-NORMED_BEHIND: Mapping[str, Any] = {"has_pre_norms": False, "has_post_norms": True}
-KINDS = {
-    "llama": Kind("LlamaForCausalLM", "llama"),
-    "qwen2": Kind("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Kind("Qwen3ForCausalLM", "qwen3", HEADS_NORMED),
-    "smollm3": Kind("SmolLM3ForCausalLM", "smollm3", unrotated_every=4),
-    "gemma2": Kind(*("Gemma2ForCausalLM", "gemma2", GEMMA), keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
-    "gemma3": Kind(
-        *("Gemma3ForCausalLM", "gemma3_text", {**GEMMA, **HEADS_NORMED}),
-        keys=(WINDOW_BASE,),
-        is_gemma=True,
-        window_every=6,
-        window_base=10000.0,
-    ),
-    "granite": Kind(
-        "GraniteForCausalLM", "granite", table=LLAMA, keys=(*SCALES, "attention.scale", "rope.scaling.finetuned")
-    ),
-    "granitemoe": Kind(
-        *("GraniteMoeForCausalLM", "granitemoe"),
-        table=GRANITE_MOE,
-        keys=(*SCALES, "attention.scale", "rope.scaling.finetuned", *EXPERT_KEYS),
-    ),
-    "minicpm": Kind("MiniCPMForCausalLM", "minicpm", table=LLAMA, keys=SCALES),
-    "mistral3": Kind(
-        "Ministral3ForCausalLM", "ministral3", table=LLAMA, keys=(TEMPERATURE, "rope.scaling.yarn_log_multiplier")
-    ),
-    "ernie4_5": Kind("Ernie4_5ForCausalLM", "ernie4_5", table=LLAMA),
-    "internlm2": Kind("InternLM2ForCausalLM", "internlm2", table=LLAMA),
-    "seed_oss": Kind("SeedOssForCausalLM", "seed_oss", table=SEED_OSS),
-    "exaone": Kind("ExaoneForCausalLM", "exaone", table=EXAONE),
-    "exaone4": Kind(
-        *("Exaone4ForCausalLM", "exaone4", {**NORMED_BEHIND, **HEADS_NORMED}),
-        table=EXAONE4,
-        unrotated_every=4,
-        window_every=4,
-    ),
-    "olmo2": Kind(
-        *("Olmo2ForCausalLM", "olmo2", {**NORMED_BEHIND, "has_wide_norms": True}),
-        table=OLMO2,
-        keys=(WINDOW_BASE,),
-        window_every=4,
-        window_base=0.0,
-    ),
-    "phi3": Kind("Phi3ForCausalLM", "phi3", {"fused": {"qkv_proj", "gate_up_proj"}}, PHI3),
-    "glm4": Kind("Glm4ForCausalLM", "glm4", {"has_post_norms": True, "fused": {"gate_up_proj"}}, GLM4),
-    "qwen3moe": Kind("Qwen3MoeForCausalLM", "qwen3_moe", HEADS_NORMED, QWEN3_MOE, EXPERT_KEYS),
-    "gpt-oss": Kind(
-        *("GptOssForCausalLM", "gpt_oss", {"has_sinks": True}, GPT_OSS, EXPERT_KEYS),
-        experts={"gate": "clamped", "has_biases": True},
-        window_every=2,
-    ),
-    "gemma4": Kind(
-        *("Gemma4ForCausalLM", "gemma4_text", {**GEMMA, **HEADS_NORMED}, GEMMA4, (*EXPERT_KEYS, *GEMMA4_KEYS)),
-        experts={"gate": "gelu", "is_joined": True},
-    ),
-    "gemma4-assistant": Kind(
-        *("Gemma4AssistantForCausalLM", "gemma4_assistant", {**GEMMA, **HEADS_NORMED}, GEMMA4_DRAFTER),
-        keys=(*GEMMA4_KEYS, "embedding_length_out", "nextn_predict_layers"),
-    ),
-    "qwen35": Kind("Qwen3_5ForCausalLM", "qwen3_5_text", HEADS_NORMED, QWEN35, QWEN35_KEYS, is_hybrid=True),
-    "qwen35moe": Kind(
-        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HEADS_NORMED, QWEN35_MOE),
-        keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length"),
-        is_hybrid=True,
-    ),
-    "lfm2": Kind("Lfm2ForCausalLM", "lfm2", HEADS_NORMED, LFM2, ("shortconv.l_cache",), is_hybrid=True),
-}
 
 
 @dataclass(frozen=True)
@@ -282,12 +160,10 @@ class Reader:
     def _settings(self, sizes: Sizes, tensors: Tensors) -> dict[str, Any]:
         """What a `LlamaConfig` is made of."""
         kind, rotated = self._kind, self._num_rotated(sizes)
-        window = int(self._own(WINDOW, 0))
+        window = self._size(WINDOW) if WINDOW in kind.keys else int(self._number(WINDOW, 0))
         has_windows = window > 0 and bool(kind.window_every)
         # llama.cpp's other architectures have no window; up to its length the results are the same
         context = min(sizes.context, window) if window and not has_windows else sizes.context
-        if self._value(TEMPERATURE):  # which scales the attention of what lies behind this place
-            context = min(context, self._trained(sizes))
         windowed = self._windowed(sizes.layers) if has_windows else frozenset()
         return {
             "hidden_size": sizes.width,
@@ -310,6 +186,8 @@ class Reader:
             "logit_cap": self._number("final_logit_softcapping", 0.0) or None,
             "attention_cap": self._own(SCORE_CAP, 0.0),
             "attention_scale": self._number("attention.scale", 0.0) or None,
+            "attention_growth": self._number(TEMPERATURE, 0.0),
+            "trained_positions": self._trained(sizes),
             "embedding_scale": self._own("embedding_scale", 1.0),
             "residual_scale": self._own("residual_scale", 1.0),
             "logit_scale": 1 / self._own("logit_scale", 1.0),
@@ -392,19 +270,18 @@ class Reader:
         factor = 1.0 if kind == "none" else factor
         if not math.isfinite(factor) or factor <= 0:
             raise self._wrong(f"its rotary positions are scaled by {factor}")
-        scale, trained = self._number("rope.scaling.attn_factor", 1.0), self._trained(sizes)
+        scale = self._number("rope.scaling.attn_factor", 1.0)
         if kind == "yarn":
             log = 0.1 * math.log(factor)
             yarn = (log + 1) / (log * self._number("rope.scaling.yarn_log_multiplier", 0.0) + 1)
             if (given := self._number(YARN_KEYS[2], yarn)) != 1 and abs(given - yarn) > 1e-3:
                 raise self._wrong(f"its {YARN_KEYS[2]} is {given}; {yarn:g} is that of its factor {factor:g}")
-            return {"rope_divisors": self._yarn(num_rotated, factor, trained), "rope_scale": scale * yarn}
+            return {"rope_divisors": self._yarn(num_rotated, factor, self._trained(sizes)), "rope_scale": scale * yarn}
         stored, short, long = (
             tuple(factor * each for each in self._stored_factors(name, num_rotated)) for name in ROPE_FACTORS
         )
         linear = () if factor == 1 else (factor,) * (num_rotated // 2)
-        found = {"rope_divisors": stored or short or linear, "rope_scale": scale}
-        return {**found, "long_divisors": long, "trained_positions": trained} if long else found
+        return {"rope_divisors": stored or short or linear, "long_divisors": long, "rope_scale": scale}
 
     def _stored_factors(self, name: str, num_rotated: int) -> tuple[float, ...]:
         tensor = self._infos.get(name)

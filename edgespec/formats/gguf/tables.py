@@ -1,11 +1,16 @@
-"""The tensors of the architectures that run on our kernels only, as tables of the kind in `formats.architectures`.
+"""The architectures that our kernels run (`KINDS`), and the tensors of those that are no tables of an export.
 
 Experts' matrices have one for each expert, one below the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from edgespec.formats.architectures import (
+    ARCHITECTURES,
     ATTENTION,
     HEAD_NORMS,
     LLAMA_LAYER,
@@ -109,7 +114,7 @@ GPT_OSS = Architecture(
 
 GEMMA4_KEYS = (
     *("attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers"),
-    *("embedding_length_per_layer_input", "rope.dimension_count_swa", "rope.freq_base_swa"),
+    *("embedding_length_per_layer_input", "rope.dimension_count_swa"),
 )
 GEMMA4_OUTER = {
     **LLAMA_OUTER,
@@ -152,3 +157,111 @@ GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, GEMMA4_L
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
 QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
 LFM2 = Architecture("lfm2", {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}, {})
+
+EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
+QWEN35_KEYS = (
+    *(*STATE_KEYS, "full_attention_interval", "attention.recurrent_layers", "rope.dimension_sections"),
+    "nextn_predict_layers",
+)
+SCALES = ("embedding_scale", "residual_scale", "logit_scale")
+WINDOW, WINDOW_BASE, SCORE_CAP = "attention.sliding_window", "rope.freq_base_swa", "attn_logit_softcapping"
+TEMPERATURE = "attention.temperature_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How llama.cpp computes one architecture. `hub`: its name at Hugging Face, by which tensors are looked up.
+
+    `settings`: of its `LlamaConfig`, `experts`: of its `Experts`, beside sizes and numbers in the file;
+    `unrotated_every`: each n-th layer has no rotary positions; `window_every`: all but each n-th layer have a window;
+    `window_base`: these rotate by it (0: the model's) where the file does not say, undivided; None: as the others;
+    `table`: its tensors, where it runs on our kernels only; `is_hybrid`: `hybrid` knows those of its layers; `keys`: of
+    its metadata that others do not have.
+    """
+
+    hub: str
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    table: Architecture | None = None
+    keys: tuple[str, ...] = ()
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    is_gemma: bool = False
+    unrotated_every: int = 0
+    window_every: int = 0
+    window_base: float | None = None
+    is_hybrid: bool = False
+
+
+LLAMA = ARCHITECTURES["LlamaForCausalLM"]
+HEADS_NORMED: Mapping[str, Any] = {"has_head_norms": True}
+GEMMA: Mapping[str, Any] = {"has_post_norms": True, "activation": "gelu"}
+GEMMA_WINDOWS: Mapping[str, Any] = {"is_gemma": True, "window_every": 6, "window_base": 10000.0}  # of 3 and 4
+NORMED_BEHIND: Mapping[str, Any] = {"has_pre_norms": False, "has_post_norms": True}
+KINDS = {
+    "llama": Kind("LlamaForCausalLM", "llama"),
+    "qwen2": Kind("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Kind("Qwen3ForCausalLM", "qwen3", HEADS_NORMED),
+    "smollm3": Kind("SmolLM3ForCausalLM", "smollm3", unrotated_every=4),
+    "gemma2": Kind(*("Gemma2ForCausalLM", "gemma2", GEMMA), keys=(WINDOW, SCORE_CAP), is_gemma=True, window_every=2),
+    "gemma3": Kind(
+        *("Gemma3ForCausalLM", "gemma3_text", {**GEMMA, **HEADS_NORMED}),
+        keys=(WINDOW_BASE,),
+        **GEMMA_WINDOWS,
+    ),
+    "granite": Kind(
+        "GraniteForCausalLM", "granite", table=LLAMA, keys=(*SCALES, "attention.scale", "rope.scaling.finetuned")
+    ),
+    "granitemoe": Kind(
+        *("GraniteMoeForCausalLM", "granitemoe"),
+        table=GRANITE_MOE,
+        keys=(*SCALES, "attention.scale", "rope.scaling.finetuned", *EXPERT_KEYS),
+    ),
+    "minicpm": Kind("MiniCPMForCausalLM", "minicpm", table=LLAMA, keys=SCALES),
+    "mistral3": Kind(
+        "Ministral3ForCausalLM", "ministral3", table=LLAMA, keys=(TEMPERATURE, "rope.scaling.yarn_log_multiplier")
+    ),
+    "ernie4_5": Kind("Ernie4_5ForCausalLM", "ernie4_5", table=LLAMA),
+    "internlm2": Kind("InternLM2ForCausalLM", "internlm2", table=LLAMA),
+    "seed_oss": Kind("SeedOssForCausalLM", "seed_oss", table=SEED_OSS),
+    "exaone": Kind("ExaoneForCausalLM", "exaone", table=EXAONE),
+    "exaone4": Kind(
+        *("Exaone4ForCausalLM", "exaone4", {**NORMED_BEHIND, **HEADS_NORMED}),
+        table=EXAONE4,
+        unrotated_every=4,
+        window_every=4,
+    ),
+    "olmo2": Kind(
+        *("Olmo2ForCausalLM", "olmo2", {**NORMED_BEHIND, "has_wide_norms": True}),
+        table=OLMO2,
+        keys=(WINDOW_BASE,),
+        window_every=4,
+        window_base=0.0,
+    ),
+    "phi3": Kind("Phi3ForCausalLM", "phi3", {"fused": {"qkv_proj", "gate_up_proj"}}, PHI3),
+    "glm4": Kind("Glm4ForCausalLM", "glm4", {"has_post_norms": True, "fused": {"gate_up_proj"}}, GLM4),
+    "qwen3moe": Kind("Qwen3MoeForCausalLM", "qwen3_moe", HEADS_NORMED, QWEN3_MOE, EXPERT_KEYS),
+    "gpt-oss": Kind(
+        *("GptOssForCausalLM", "gpt_oss", {"has_sinks": True}, GPT_OSS, EXPERT_KEYS),
+        experts={"gate": "clamped", "has_biases": True},
+        window_every=2,
+    ),
+    "gemma4": Kind(
+        *("Gemma4ForCausalLM", "gemma4_text", {**GEMMA, **HEADS_NORMED}, GEMMA4),
+        keys=(*EXPERT_KEYS, *GEMMA4_KEYS, WINDOW, WINDOW_BASE),
+        experts={"gate": "gelu", "is_joined": True},
+        **GEMMA_WINDOWS,
+    ),
+    "gemma4-assistant": Kind(
+        *("Gemma4AssistantForCausalLM", "gemma4_assistant", {**GEMMA, **HEADS_NORMED}, GEMMA4_DRAFTER),
+        keys=(*GEMMA4_KEYS, WINDOW, WINDOW_BASE, "embedding_length_out", "nextn_predict_layers"),
+        **GEMMA_WINDOWS,
+    ),
+    "qwen35": Kind("Qwen3_5ForCausalLM", "qwen3_5_text", HEADS_NORMED, QWEN35, QWEN35_KEYS, is_hybrid=True),
+    "qwen35moe": Kind(
+        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HEADS_NORMED, QWEN35_MOE),
+        keys=(*QWEN35_KEYS, *EXPERT_KEYS, "expert_shared_feed_forward_length"),
+        is_hybrid=True,
+    ),
+    "lfm2": Kind("Lfm2ForCausalLM", "lfm2", HEADS_NORMED, LFM2, ("shortconv.l_cache",), is_hybrid=True),
+}

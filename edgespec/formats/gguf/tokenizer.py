@@ -79,6 +79,8 @@ def _ordered(texts: list[str], parts: Parts, scores: Scores) -> Iterable[str]:
     """
     if len(texts) < 2:
         return texts
+    if len({*"".join(texts)}) == 1 and all(parts[text] == (text[:-1], text[-1]) for text in texts):
+        return sorted(texts, key=len, reverse=True)  # a run of spaces (Llama 2, Phi) grows from its left to its longest
     ending = defaultdict(list)
     for text in texts:
         ending[parts[text][1]].append(text)
@@ -111,6 +113,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _LEAD, _SLASHES = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = _CONTRACTIONS + _WORDS + r"|\p{N}" + _REST
 QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _REST.replace(r"\p{L}", r"\p{L}\p{M}")
+SEED = _CONTRACTIONS + _WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _CONTRACTIONS + _WORDS + r"|\p{N}{1,3}" + _REST
 TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}" + _SLASHES
 GPT_4O = (
@@ -128,7 +131,7 @@ PRE_TOKENIZERS: dict[tuple[Stage, ...], str] = {
     (("Split", GPT_4O, "Isolated"), _BYTES_ONLY): "gpt-4o",
 }
 # With these, llama.cpp does not apply merges to a word that is a token.
-IGNORE_MERGES = frozenset({"llama-bpe", "tekken"})
+IGNORE_MERGES = frozenset({"llama-bpe", "tekken", "glm4"})
 # With these, llama.cpp's own splitter takes combining marks for no part of a word.
 SPLIT_AT_MARKS = frozenset({"tekken", "gpt-4o"})
 SPACE = "\u2581"
@@ -176,7 +179,7 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     if set(normalisers) - {"NFC"}:
         raise ModelFileError(f"tokenizer.json has the normalizers {normalisers}; allowed: none, NFC")
     if tokenizer.get("model", {}).get("ignore_merges") and name not in IGNORE_MERGES:
-        allowed = ", ".join(sorted(IGNORE_MERGES))
+        allowed = ", ".join(sorted(IGNORE_MERGES & {*PRE_TOKENIZERS.values()}))
         raise ModelFileError(f"tokenizer.json sets ignore_merges; llama.cpp does so for {allowed}, not for {name}")
     return name
 
@@ -214,13 +217,15 @@ Json = dict[str, Any]
 ALIASES = {
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
     **dict.fromkeys(("deepseek-r1-qwen", "kormo", "stablelm2", "hunyuan"), "qwen2"),
-    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "a.x-4.0", "mellum"), "gpt-2"),
+    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "a.x-4.0"), "gpt-2"),
+    **dict.fromkeys(("mellum", "exaone4"), "gpt-2"),
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
     **dict.fromkeys(("llama4",), "gpt-4o"),
 }
 SPLITTERS = {name: stages for stages, name in PRE_TOKENIZERS.items()}
 # These split text as another does and differ from it in what `IGNORE_MERGES` and the bos token say (SmolLM3, OLMo 2).
-SPLITTERS |= dict.fromkeys(("smaug-bpe", "dbrx"), SPLITTERS["llama-bpe"])
+SPLITTERS |= dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), SPLITTERS["llama-bpe"])
+SPLITTERS["seed-coder"] = ("Split", SEED, "Isolated"), _BYTES_ONLY
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")

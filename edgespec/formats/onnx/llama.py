@@ -361,14 +361,28 @@ class KernelGraph(_Graph):
         here, there = f"/model/layers.{layer}/attn", f"model.layers.{layer}.self_attn"
         state = self._input(layer, "input")
         sources = tuple(f"{there}.{kind}_proj" for kind in self._projections(layer))
-        if not self._config.has_wide_norms:
+        if not (self._config.has_wide_norms or self._config.attention_growth):
             return [self._product(f"{here}/qkv_proj/MatMul", state, sources), "", ""]
         parts = [f"{here}/{kind}_proj/output_0" for kind in "qkv"]
         self._form.products(f"{here}/qkv_proj/MatMul", state, [f"{source}.weight" for source in sources], parts)
-        for at, kind in enumerate("qk"):
+        for at, kind in enumerate("qk" if self._config.has_wide_norms else ""):
             name, weight = f"{here}/{kind}_norm/LayerNorm", self._head_norm_weight(layer, kind)
             parts[at] = self._plain_norm(name, parts[at], weight, f"{name}/output_0")
+        if self._config.attention_growth:
+            self._nodes.add("Mul", [parts[0], self._grown()], [f"{here}/grown"], f"{here}/Mul")
+            parts[0] = f"{here}/grown"
         return parts
+
+    def _grown(self) -> str:
+        """The factor of each row's queries [rows, 1], by its position (Llama 4)."""
+        config, table, place = self._config, "edgespec.growth", "edgespec.positions"
+        if not self._nodes.has(table):
+            stretches = np.arange(config.max_positions) // config.trained_positions
+            growth = 1 + config.attention_growth * np.log(1 + stretches)
+            self._nodes.store(table, growth[:, None].astype(np.float32))
+            self._nodes.add("Gather", [ROWS, self._nodes.store("edgespec.one", np.array(1))], [place], place, axis=1)
+            self._nodes.add("Gather", [table, place], [f"{table}/rows"], table, axis=0)
+        return f"{table}/rows"
 
     def _input(self, layer: int, kind: str) -> str:
         """What a layer's attention or feed-forward reads: the hidden state, which is normed but for OLMo's like."""

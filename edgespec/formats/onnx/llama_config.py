@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from edgespec.errors import ModelFileError
 
-# llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.model.KINDS`.
+# llama.cpp's names of what can be exported; what runs as it is on our kernels is in `formats.gguf.tables.KINDS`.
 WRITABLE = ("llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3")
 
 
@@ -40,8 +40,9 @@ class LlamaConfig:
     products that have one, such as "q_proj"; `fused`: those that are one, "gate_up_proj" or "qkv_proj";
     `has_head_norms` of queries and keys, `has_wide_norms` of those of all heads at once; `has_pre_norms` and
     `has_post_norms`: inputs and results of attention and feed-forward are normed; `logit_cap`: logits are cap *
-    tanh(logits / cap), and so are scores with `attention_cap`; `residual_scale`: of what a layer adds; `has_sinks`:
-    each head has a score without a value; `experts`: instead of one feed-forward.
+    tanh(logits / cap), and so are scores with `attention_cap`; `attention_growth`: scores are 1 + growth * log(n) times
+    as large in the n-th stretch of `trained_positions`; `residual_scale`: of what a layer adds; `has_sinks`: each head
+    has a score without a value; `experts`: instead of one feed-forward.
     """
 
     hidden_size: int
@@ -73,6 +74,7 @@ class LlamaConfig:
     activation: Literal["silu", "gelu"] = "silu"
     attention_scale: float | None = None
     attention_cap: float = 0.0
+    attention_growth: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
