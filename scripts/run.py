@@ -63,13 +63,7 @@ PAGE_FAILED = VENV / "page-libraries-failed"  # when it is from
 DAY_S = 86400
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
-EXTRAS = {
-    "test": ["test"],
-    "lint": ["lint"],
-    "serve": ["server"],
-    "export": ["export"],
-    "bench": ["bench"],
-}
+EXTRAS = {"test": ["test"], "lint": ["lint"], "serve": ["server"], "export": ["export"], "bench": ["bench"]}
 # Commands that read a GGUF themselves, if at all.
 ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
 READS_NO_MODEL = ("corpus", "doctor", "drafts", "list", "ls", "pair", "plan", "pull", "remove", "rm", "show")

@@ -83,6 +83,11 @@ class CommandGroup(click.Group):
         command: click.Command = getattr(module, cmd_name if shared else "command")
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -217,6 +222,8 @@ def describe(error: click.ClickException) -> str:
     message = error.format_message().rstrip(".")
     if isinstance(error, click.UsageError) and error.ctx is not None and "unexpected extra argument" in message:
         message += f"; {_ANSWERS}" if error.ctx.info_name == "chat" else ""
+    if isinstance(error, click.BadOptionUsage) and error.option_name in ("--think", "--thinking"):
+        message += "; --no-thinking turns it off"
     return message[:1].lower() + message[1:]
 
 

@@ -21,7 +21,7 @@ CALLED = _by_word(
         "server start": "serve",
         "get download install": "pull",
         "delete uninstall": "rm",
-        "create import": "add",
+        "import": "add",
         "convert quantize quantise": "export",
         "info": "show",
         "benchmark": "bench",
@@ -75,7 +75,7 @@ INSTEAD = _by_word(
         "cp": "edgespec add FILE --name NAME gives a model another name",
         "push": "edgespec publishes nothing",
         "version": "edgespec --version",
-        "help": "edgespec --help, edgespec COMMAND --help",
+        "create": "edgespec add FILE --name NAME; what a Modelfile sets are options, or lines of config.toml",
         "ps stop": "nothing stays loaded when a command ends; edgespec ls lists models",
     }
 )

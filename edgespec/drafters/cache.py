@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.ngram import FollowedText
+from edgespec.drafters.ngram import FollowedText, looked_up
 from edgespec.errors import CapabilityError
 from edgespec.types import Draft, Evidence, TokenIds
 
@@ -180,23 +180,17 @@ class CacheDrafter(Drafter):
         if not (start := self._text.grow(request.token_ids)):
             self._counts.clear()
         self._counts.add(self._text.ids, start)
-        latest = self._text.ids[-SIZES[0] :]
-        chosen: list[int] = []
-        evidence: list[Evidence] = []
-        reach = 1.0
-        while len(chosen) < request.max_tokens and (found := self._following(latest)) is not None:
+        return looked_up(request, self._continued(0.0 if request.should_continue else _LEAST_REACH))
+
+    def _continued(self, least_reach: float) -> Iterator[tuple[int, Evidence]]:
+        """Tokens, until the probability of all of them falls below `least_reach`."""
+        latest, reach = self._text.ids[-SIZES[0] :], 1.0
+        while reach >= least_reach and (found := self._following(latest)) is not None:
             size, (token_id, count, total), origin = found
             share = (count + 0.5) / (total + 1.0)
-            chosen.append(token_id)
-            evidence.append((size / 3.0 - 1.0, math.log(share / (1.0 - share)) / 2.0, origin))
+            yield token_id, (size / 3.0 - 1.0, math.log(share / (1.0 - share)) / 2.0, origin)
             reach *= share
-            may_pay = reach >= _LEAST_REACH
-            if request.should_continue is not None:
-                may_pay = request.should_continue(len(chosen), evidence[-1])
-            if not may_pay:
-                break
             latest = [*latest[-SIZES[0] + 1 :], token_id]
-        return Draft.chain(chosen, evidence=evidence)
 
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is complete; later texts may draft from it."""

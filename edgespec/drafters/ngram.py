@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.types import EMPTY_DRAFT, Draft, TokenIds, Verdict
+from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds, Verdict
 
 _BYTES_PER_TOKEN = 36  # a number and its place in a list, measured on CPython 3.11
 
@@ -44,6 +46,18 @@ class FollowedText:
         return _BYTES_PER_TOKEN * len(self.ids)
 
 
+def looked_up(request: DraftRequest, found: Iterable[tuple[int, Evidence]]) -> Draft:
+    """A chain of tokens with their evidence, as far as the request wants them and they are expected to pay."""
+    chosen: list[int] = []
+    evidence: list[Evidence] = []
+    for token_id, scores in islice(found, request.max_tokens):
+        chosen.append(token_id)
+        evidence.append(scores)
+        if request.should_continue is not None and not request.should_continue(len(chosen), scores):
+            break
+    return Draft.chain(chosen, evidence=evidence)
+
+
 _MAX_NGRAM, _REFUSALS_KEPT = 4, 32
 _BYTES_PER_PLACE = 120  # one dictionary entry with its key and place list, measured on CPython 3.11
 
@@ -54,12 +68,7 @@ class NgramDrafter(Drafter):
     name = "ngram"
     is_free = True
 
-    def __init__(
-        self,
-        min_ngram: int = 2,
-        places_kept: int = 4,
-        max_indexed: int = 1 << 17,
-    ) -> None:
+    def __init__(self, min_ngram: int = 2, places_kept: int = 4, max_indexed: int = 1 << 17) -> None:
         self._sizes = range(_MAX_NGRAM, min_ngram - 1, -1)
         self._places_kept, self._max_indexed = places_kept, max_indexed
         self._text = FollowedText()

@@ -196,11 +196,7 @@ def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pai
 
 
 def made(
-    name: DrafterName,
-    options: LoadOptions,
-    vocabulary: Vocabulary,
-    opened: Mapping[DrafterName, Drafter],
-    pair: str,
+    name: DrafterName, options: LoadOptions, vocabulary: Vocabulary, opened: Mapping[DrafterName, Drafter], pair: str
 ) -> Drafter:
     """The drafter `name`, given those that were `opened` with the models of the pair called `pair`.
 

@@ -5,16 +5,19 @@ Tokens outside the draft vocabulary are never proposed; the target can still sam
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
+from functools import cache
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.blas import one_blas_thread
 from edgespec.drafters.growth import CHAIN_PRIOR, DrawnChain, Growth, MakeCandidates, grown
 from edgespec.errors import EngineError, ModelFileError
 from edgespec.formats.head_file import PROJECT, HeadFile
@@ -24,6 +27,30 @@ _LEAST_SQUARE = np.float32(1e-6)
 Array = NDArray[np.float32]
 NEVER = np.float32(-1e30)  # a logit; finite, so that no bias makes it NaN
 FIRST_ROOM = 256  # rows of tokens of the text
+_LIMITING = threading.Lock()
+
+
+@cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()  # finds the libraries that are loaded: milliseconds, so once
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """BLAS uses one thread within the block, unless a draft in another thread ends before it.
+
+    Its threads wait for more work by spinning, for longer than a draft takes, and would take cores from the target's
+    next pass. Their number is the whole process's: two threads that each set and restore it would restore what they saw
+    of one another. So one at a time does, and what another drafts meanwhile goes by its limit, for milliseconds.
+    """
+    if not _LIMITING.acquire(blocking=False):
+        yield
+        return
+    try:
+        with _controller().limit(limits=1, user_api="blas"):
+            yield
+    finally:
+        _LIMITING.release()
 
 
 class ScoredTokens:
@@ -145,9 +172,7 @@ class StateDrafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A tree or a chain, made on one core.
 
-        Threads of a BLAS wait for more work by spinning, for longer than a draft takes, and would take cores from the
-        target's next pass. Raises EngineError when the heads' scores are not finite: finite weights may have products
-        that overflow.
+        Raises EngineError when the heads' scores are not finite: finite weights may have products that overflow.
         """
         if request.max_tokens < 1 or request.features is None or not len(request.features):
             return EMPTY_DRAFT

@@ -18,7 +18,7 @@ from itertools import chain, islice
 
 from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.ngram import FollowedText
+from edgespec.drafters.ngram import FollowedText, looked_up
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
 
 ROOT, NONE = 0, -1
@@ -252,35 +252,22 @@ class SuffixDrafter(Drafter):
                 corpus.follow(self._text.ids)
             longest = max(self._corpora, key=lambda corpus: corpus.length)
             if longest.length > (length + _NEARER if length else self._min_match - 1):
-                return self._copied_from_corpus(longest, request.at_most(_GROWTH * longest.length))
-        return self._copied(request.at_most(_GROWTH * length)) if length >= self._min_match else EMPTY_DRAFT
+                request = request.at_most(_GROWTH * longest.length)
+                return looked_up(request, _copied_from(longest, request.max_tokens))
+        return (
+            looked_up(request.at_most(_GROWTH * length), self._copied()) if length >= self._min_match else EMPTY_DRAFT
+        )
 
-    def _copied(self, request: DraftRequest) -> Draft:
+    def _copied(self) -> Iterator[tuple[int, Evidence]]:
         """From the text itself."""
         state, length = self._automaton.match
-        chosen: list[int] = []
-        evidence: list[Evidence] = []
-        while state != ROOT and len(chosen) < request.max_tokens:
+        while state != ROOT:
             best, total = self._automaton.best_continuation(state)
             if best is None:
-                break
-            token_id, following, count = best
-            chosen.append(token_id)
-            evidence.append(_evidence(length + len(chosen) - 1, count, total, 0.0))
-            if request.should_continue is not None and not request.should_continue(len(chosen), evidence[-1]):
-                break
-            state = following
-        return Draft.chain(chosen, evidence=evidence)
-
-    def _copied_from_corpus(self, corpus: CorpusMatch, request: DraftRequest) -> Draft:
-        chosen: list[int] = []
-        evidence: list[Evidence] = []
-        for length, (token_id, share, places) in enumerate(corpus.continued(request.max_tokens), corpus.length):
-            chosen.append(token_id)
-            evidence.append(_evidence(length, share * places, places, -1.0))
-            if request.should_continue is not None and not request.should_continue(len(chosen), evidence[-1]):
-                break
-        return Draft.chain(chosen, evidence=evidence)
+                return
+            token_id, state, count = best
+            yield token_id, _evidence(length, count, total, 0.0)
+            length += 1
 
     @property
     def bytes_used(self) -> int:
@@ -302,6 +289,11 @@ class SuffixDrafter(Drafter):
         self._automaton = SuffixAutomaton()
         for corpus in self._corpora:
             corpus.restart()
+
+
+def _copied_from(corpus: CorpusMatch, most: int) -> Iterator[tuple[int, Evidence]]:
+    for length, (token_id, share, places) in enumerate(corpus.continued(most), corpus.length):
+        yield token_id, _evidence(length, share * places, places, -1.0)
 
 
 def _evidence(match_length: int, count: float, total: int, origin: float) -> Evidence:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from edgespec.sampling.sampler import NoTokenLeft, Sampler
-from edgespec.sampling.top import top_ids
+from edgespec.sampling.sampler import NoTokenLeft, Sampler, top_ids
 
-__all__ = [
-    "NoTokenLeft",
-    "Sampler",
-    "top_ids",
-]
+__all__ = ["NoTokenLeft", "Sampler", "top_ids"]

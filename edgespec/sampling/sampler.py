@@ -18,7 +18,6 @@ from edgespec.config.options import Sampling
 from edgespec.errors import EngineError, SamplingError
 from edgespec.sampling.constraint.state import Constraint
 from edgespec.sampling.noise import Noise, Stream
-from edgespec.sampling.top import top_ids
 from edgespec.types import Distribution, Draft, Logits, TokenIds, one_hot
 
 _LEAST_WEIGHT = sys.float_info.min
@@ -28,6 +27,8 @@ _LEAST_DIVISOR = 1e-250
 _LOG2_E = np.float32(math.log2(math.e))
 _LEAST_SAFE_SUM, _MOST_SAFE_SUM = 1e-25, 1e37  # range without relevant under- or overflow in float32
 _FIRST_NUCLEUS = 256  # number of candidates tried first for top-p without top-k
+# Elements per column of the top-k prefilter. In a short row, comparing all elements is cheaper than selecting columns.
+_FOLD, _SHORT_FOLD, _SHORT_ROW = 64, 16, 8192
 
 
 class NoTokenLeft(EngineError):
@@ -252,3 +253,29 @@ def _counted(token_ids: TokenIds) -> tuple[TokenIds, NDArray[np.intp]]:
     ordered = np.sort(token_ids)
     first = np.flatnonzero(np.diff(ordered, prepend=-1))
     return ordered[first], np.diff(first, append=ordered.size)
+
+
+def top_ids(row: Logits, count: int) -> TokenIds:
+    """Ids of the `count` largest elements of a row, descending, ties by lower id; all ids if the row is shorter.
+
+    The row is folded into columns. The count-th largest column maximum is a lower bound of the count-th largest
+    element, so only columns whose maximum reaches that bound are searched.
+    """
+    fold = _FOLD if row.size > _SHORT_ROW else _SHORT_FOLD
+    num_columns = row.size // fold
+    if num_columns <= count:
+        return _sorted_ids(row, np.arange(row.size))[:count]
+    folded = row[: num_columns * fold].reshape(fold, num_columns)
+    maxima = folded.max(axis=0)
+    bound = np.partition(maxima, num_columns - count)[num_columns - count]
+    if row.size <= _SHORT_ROW:
+        return _sorted_ids(row, np.flatnonzero(row >= bound))[:count]
+    columns = np.flatnonzero(maxima >= bound)
+    depth, column = np.nonzero(folded[:, columns] >= bound)
+    rest = np.flatnonzero(row[num_columns * fold :] >= bound) + num_columns * fold
+    return _sorted_ids(row, np.concatenate((depth * num_columns + columns[column], rest)))[:count]
+
+
+def _sorted_ids(row: Logits, candidates: NDArray[np.intp]) -> TokenIds:
+    """Ascending candidate ids [n], sorted by descending logit."""
+    return candidates[(-row[candidates]).argsort(kind="stable")].astype(np.int32)

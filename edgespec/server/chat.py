@@ -120,7 +120,8 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     require_writer(model.target.facts)
     template = vocabulary.chat_template
     if template is None:
-        raise bad_request("this model has no chat template, as usual for base models: use /v1/completions", "messages")
+        needs = "use /v1/completions, or start the server with --chat-template-file"
+        raise bad_request(f"this model has no chat template, as usual for base models: {needs}", "messages")
     sampling, options = read_settings(chat, loaded, notes, chat.num_logprobs)
     options = replace(options, prediction=chat.predicted)
     tools, form = _read_tools(chat, template)

@@ -82,7 +82,10 @@ class HttpError(EdgespecError):
             kind = {503: "overloaded_error", 500: "api_error", 413: "request_too_large"}.get(self.status, self.kind)
             # Anthropic's words, at which agents shorten the conversation
             begins = "prompt is too long: " if self.code == "context_length_exceeded" else ""
-            return {"type": "error", "error": {"type": kind, "message": begins + self.message}}
+            error: dict[str, Any] = {"type": kind, "message": begins + self.message}
+            if self.param == "thread":  # at which Anthropic's SDK sends whole conversations instead
+                error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            return {"type": "error", "error": error}
         kind = "exceed_context_size_error" if self.sizes else self.kind  # llama-server's, with numbers to cut by
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error | self.sizes}

@@ -69,7 +69,10 @@ class CountRequest(Fields, kw_only=True):
         "context_management": ("the conversation is read as it is, nothing is cleared", ()),
         "container": (RUNS_NONE, ()),
     }
-    refused: ClassVar[Asked] = {"mcp_servers": (RUNS_NONE, ([],))}
+    refused: ClassVar[Asked] = {
+        "mcp_servers": (RUNS_NONE, ([],)),
+        "thread": ("no conversation is stored: send all of its messages", ()),
+    }
     messages: Annotated[list[Any], Meta(max_length=4096)]
     model: str | None = None
     system: Any = None

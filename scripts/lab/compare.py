@@ -38,17 +38,25 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 
-from code_edits import edits
 from edgespec.platform.files import write_atomically
 from peers.base import Question
 from peers.field import RUNTIMES, Contestant, Failures, contestants, cores, tune, warming
 from peers.process import Child
 from peers.report import AGAIN, Cell, Journal, as_json, markdown, tuned_key
+from trainlib.public_data import library_functions
 
 NUM_TUNING = 2
 FOLDERS = re.compile(r"(?<![^=,])/\S*/")  # of a path, which reports leave out
 KINDS = ("spec-bench", "edits")
+EDITED = range(400, 1600)  # characters of a function that is to be edited
+EDITS = (
+    "Add type hints to this function. Return the whole function.",
+    "Add a docstring and comments to this function. Return the complete code.",
+    "Rename the local variables of this function to be more descriptive. Return the whole function.",
+    "Fix any bugs in this function and return all of it.",
+)
 Prompt = tuple[str, str]  # kind, text
 
 
@@ -63,6 +71,13 @@ def spec_bench(folder: Path) -> list[Prompt]:
         draw.shuffle(texts)
     most = max(len(texts) for texts in by_kind.values())
     return [(kind, texts[place]) for place in range(most) for kind, texts in by_kind.items() if place < len(texts)]
+
+
+def edits(count: int) -> list[Prompt]:
+    """Requests to change a function of Python's library and return all of it, in an order drawn with a seed."""
+    code = [code for _, functions in library_functions() for *_, code in functions if len(code) in EDITED]
+    random.Random(0).shuffle(code)
+    return [("edit", f"{EDITS[n % 4]}\n\n```python\n{each}\n```") for n, each in enumerate(code[:count])]
 
 
 def prompts_of(given: argparse.Namespace) -> tuple[list[Prompt], list[Prompt]]:

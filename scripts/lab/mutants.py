@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+LOSSLESS = "tests/core/test_lossless.py"
+LAW = f"{LOSSLESS}::test_joint_law_of_sampled_text_is_the_targets"
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,14 @@ MUTANTS = (
         "            self.token_ids.pop(), self.evidence.pop(), self.distributions.pop()\n"
         "            self.is_open = False\n            return False\n"
         "        has_room = count + 1 < self.most and token_id not in self.end_ids\n",
-        ("tests/core/test_lossless.py",),
+        (f"{LAW}[rejection-model]",),
     ),
     Mutant(
         "off by one row",
         "generation/decode.py",
         "return run.sampler.distribution(logits[node + 1], history)",
         "return run.sampler.distribution(logits[max(node, 0)], history)",
-        ("tests/core/test_lossless.py",),
+        (f"{LOSSLESS}::test_coupled_text_is_plain_text_token_by_token",),
     ),
     Mutant(
         "draw the residual with the noise that drew the draft",
@@ -96,7 +98,7 @@ MUTANTS = (
         "        candidate = above.candidates.take(len(above.children))\n"
         "        if candidate.evidence[1] < -1.0 and len(above.children) + 1 < above.candidates.count:\n"
         "            candidate = above.candidates.take(len(above.children) + 1)\n",
-        ("tests/drafters/test_tree_drafter.py::test_joint_law_of_sampled_text_is_the_targets",),
+        (f"{LAW}[rejection-tree]", f"{LAW}[rejection-close tree]"),
     ),
     Mutant(
         "let the nodes of a head's tree see their siblings",
@@ -138,7 +140,7 @@ MUTANTS = (
         "engines/sequence.py",
         "self.engine.rollback(self.length + len(rows), self.sequence)",
         "self.engine.rollback(min(self.length + len(rows) + 1, self.engine.length(self.sequence)), self.sequence)",
-        ("tests/core/test_lossless.py",),
+        (f"{LOSSLESS}::test_coupled_text_is_plain_text_token_by_token",),
     ),
 )
 

@@ -28,19 +28,7 @@ from edgespec.control.cost import CostCurve, DraftCost
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.ngram import NgramDrafter
-from simulation import (
-    CURVES,
-    Machine,
-    Text,
-    World,
-    always,
-    beta_chances,
-    bursts,
-    honest,
-    made_up,
-    opposite,
-    recorded,
-)
+from simulation import CURVES, Machine, Text, World, always, beta_chances, bursts, honest, made_up, opposite, recorded
 
 NOISY = partial(Machine, noise=0.05, outliers=0.01, drift=0.15)
 Times = dict[str, tuple[float, float]]  # by cell: seconds of the controller, and of plain decoding

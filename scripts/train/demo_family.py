@@ -1,17 +1,14 @@
 """Train the demo family from scratch and pack it: tokenizer, target, two students, acceptance. Resumable.
 
     python scripts/train/demo_family.py --data DATA --work WORK
-    python scripts/train/demo_family.py --data DATA --work WORK --stage edits
 
 DATA holds sgd_train.jsonl.xz, sgd_dev.jsonl.xz and gsm8k_train.jsonl.xz. Each stage leaves files in WORK:
-tokenizer.json, target.pt, hf/target, hf/draft and hf/medium. `pack` writes what ships. `edits` teaches the shipped
-target to copy, for benchmarks of lookups, into WORK/edits/hf.
+tokenizer.json, target.pt, hf/target, hf/draft and hf/medium. `pack` writes what ships.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from distill import Plan, distill
@@ -39,16 +36,16 @@ from edgespec.platform.files import atomic_file
 from edgespec.sampling import Sampler
 from edgespec.sampling.noise import Stream
 from trainlib import demo_texts as texts
-from trainlib.demo_network import BatchSchedule, Network, NetworkShape, TokenStream, pretrain, split_documents
-from trainlib.hub import OwnText, Target
+from trainlib.demo_network import BatchSchedule, TokenStream, network_config, pretrain, split_documents
+from trainlib.hub import OwnText, Target, save_model
 
-STAGES, EDITS = ("tokenizer", "target", "distill", "pack"), "edits"
-TARGET = NetworkShape(4096, 256, 768, num_layers=9, num_heads=4, num_kv_heads=2)
+STAGES = ("tokenizer", "target", "distill", "pack")
+TARGET = network_config(256, 768, layers=9, heads=4, kv_heads=2)
 STUDENTS = {
     "draft": {"layers": 2, "hidden": 128, "heads": 2, "kv_heads": 1, "ffn": 384},
     "medium": {"layers": 5, "hidden": 192, "heads": 3, "kv_heads": 1, "ffn": 576},
 }
-TARGET_TOKENS, EDIT_TOKENS, ROUNDS = 15_000_000, 2_400_000, 90
+TARGET_TOKENS, ROUNDS = 15_000_000, 90
 ROUND = {"round_tokens": 150_000, "reply_tokens": 256, "batch_tokens": 8192, "patience": 12}
 TOKENIZER_DIALOGUES = 6000  # of the dialogues; of the other, smaller domains all
 DOMAIN_REPEATS = {"dialogue": 1, "code": 2, "arithmetic": 2}
@@ -104,7 +101,7 @@ class Run:
             for document in split_documents(stream, begin) * DOMAIN_REPEATS[domain]
         ]
         network = pretrain(TARGET, documents, held_out, BatchSchedule(total_tokens), self.work, self.seed)
-        save_hf_model(network, tokenizer, template, self.work / "hf" / "target")
+        save_target(network, tokenizer, template, self.work / "hf" / "target")
 
     def distill(self, rounds: int, **changes: Any) -> None:
         """Train the students that are not finished."""
@@ -118,30 +115,11 @@ class Run:
                 print(name)
                 distill(plan, target, documents, output, "f16", print)
 
-    def train_to_copy(self, shipped: Path, total_tokens: int, template: str) -> None:
-        """Go on from the shipped target's weights with texts that say themselves again."""
-        tokenizer, work = Tokenizer.from_file(str(shipped / "tokenizer.json")), self.work / EDITS
-        work.mkdir(exist_ok=True)
-        train, held_out = self.streams(tokenizer)
-        begin = texts.mark_id(tokenizer, texts.BOS)
-        others = {domain: split_documents(stream, begin) for domain, stream in train.items()}
-        documents = texts.edit_documents(tokenizer, others, total_tokens, self.seed)
-        schedule = BatchSchedule(total_tokens, batch_tokens=4096, lengths=((1.0, 2048),), max_layer_dropout=0.0)
-        weights = {name: value.float() for name, value in load_file(shipped / "model.safetensors").items()}
-        network = pretrain(TARGET, documents, held_out, schedule, work, self.seed, start=weights)
-        save_hf_model(network, tokenizer, template, work / "hf")
 
-
-def save_hf_model(network: Network, tokenizer: Tokenizer, chat_template: str, folder: Path) -> None:
-    """Write config.json, model.safetensors (fp16, the tied head once) and the tokenizer files to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = network.shape.hf_config(CONTEXT_LENGTH, texts.special_ids(tokenizer))
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def save_target(network: Any, tokenizer: Tokenizer, chat_template: str, folder: Path) -> None:
+    """Write the network in half precision and the tokenizer's files to `folder`, as transformers has them."""
+    save_model(network, folder, torch.float16)
     texts.save_hf_tokenizer(tokenizer, folder, chat_template)
-    weights = {name: value.to(torch.float16).contiguous() for name, value in network.state_dict().items()}
-    with atomic_file(folder / "model.safetensors") as temporary:
-        save_file(weights, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o644)  # safetensors writes files that only their owner may read
 
 
 # what the family is worth
@@ -259,8 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("models/demo"), help="where the shipped files go")
     parser.add_argument("--tokens", type=int, default=TARGET_TOKENS, help="tokens the target sees (%(default)s)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each student (%(default)s)")
-    parser.add_argument("--edit-tokens", type=int, default=EDIT_TOKENS, help="tokens of --stage edits (%(default)s)")
-    parser.add_argument("--stage", choices=(*STAGES, "all", EDITS), default="all", help="(default: all but edits)")
+    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-figures", action="store_true", help="pack without measuring acceptance")
     given = parser.parse_args(arguments)
@@ -274,8 +251,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run.train_target(given.tokens, template)
     if "distill" in stages:
         run.distill(given.rounds)
-    if EDITS in stages:
-        run.train_to_copy(given.out / "hf" / "target", given.edit_tokens, template)
     if "pack" in stages:
         pack(run, given.out, with_figures=not given.no_figures)
 

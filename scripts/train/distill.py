@@ -34,7 +34,7 @@ from torch import Tensor
 
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, StateError
 from trainlib.documents import Document, read_documents, split_held_out
-from trainlib.hub import OwnText, Target, agreement, folder_of
+from trainlib.hub import OwnText, Target, agreement, folder_of, save_model
 from trainlib.optimise import Schedule, make_optimizers, pick_device, save_checkpoint, update
 
 HEAD_DIM = 64
@@ -400,9 +400,7 @@ def write_folder(folder: Path, distiller: Distiller, weights: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     student, target = distiller.student, distiller.target
     student.load_state_dict(distiller.best)
-    student.to(torch.float16 if weights == "f16" else torch.float32).save_pretrained(folder)
-    for path in folder.glob("*.safetensors"):
-        path.chmod(0o644)  # safetensors writes files that only their owner can read
+    save_model(student, folder, torch.float16 if weights == "f16" else torch.float32)
     for pattern in CARRIED:
         for path in target.folder.glob(pattern):
             shutil.copyfile(path, folder / path.name)

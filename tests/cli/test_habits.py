@@ -18,7 +18,7 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["run", "llama3.2", "hi"], "did you mean 'llama-3.2-3b'?"),
         (["delete", "x"], "did you mean 'rm'?"),
         (["install", "x"], "did you mean 'pull'?"),
-        (["create", "x"], "did you mean 'add'?"),
+        (["create", "x", "-f", "Modelfile"], "edgespec add FILE --name NAME"),
         (["ps"], "nothing stays loaded"),
         (["version"], "edgespec --version"),
         (["generate", "--n-predict", "5"], "did you mean '--max-tokens'?"),
@@ -26,6 +26,7 @@ from edgespec.config.habits import CALLED, INSTEAD
         (["generate", "--n-gpu-layers", "5"], "did you mean '--gpu-layers'?"),
         (["chat", "--draft", "5"], "did you mean '--draft-length'?"),
         (["chat", "--nothink"], "did you mean '--no-thinking'?"),
+        (["run", "--think=false", "x"], "--no-thinking turns it off"),
         (["generate", "--prompt-cache", "x"], "no such option '--prompt-cache'"),
         (["chat", "--prompt-cache", "x"], "did you mean '--session'?"),
         (["generate", "--file", "x"], "-p - < FILE"),
@@ -55,6 +56,12 @@ def test_a_word_of_another_program_has_its_name_here(words: list[str], said: str
     found = run(*words)
     assert found.exit_code == 2
     assert said in found.output
+
+
+def test_help_is_a_word() -> None:
+    for words, same in ((["help"], ["--help"]), (["help", "run"], ["run", "--help"])):
+        helped = run(*words)
+        assert helped.exit_code == 0 and helped.output == run(*same).output
 
 
 def test_the_words_are_no_names_of_ours() -> None:

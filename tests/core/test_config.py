@@ -43,11 +43,7 @@ def test_each_layer_overrides_the_one_below(config):
     environ = {"EDGESPEC_TEMP": "0.2", "EDGESPEC_TOP_K": "22"}
     settings = resolve({"temperature": 0.3, "top_p": None}, environ, path)
     assert settings.part("sampling") == {"temperature": 0.3, "top_k": 22, "seed": 1}
-    assert settings.sources == {
-        "temperature": "the command line",
-        "top_k": "EDGESPEC_TOP_K",
-        "seed": str(path),
-    }
+    assert settings.sources == {"temperature": "the command line", "top_k": "EDGESPEC_TOP_K", "seed": str(path)}
 
 
 def test_a_recommendation_is_below_everything_given(config):

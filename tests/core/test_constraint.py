@@ -54,6 +54,10 @@ def constraint(grammar: Grammar, target: TableEngine, begin: int = PROMPT.size) 
     return Constraints().of(grammar, target.vocabulary, begin)
 
 
+def made(schema: dict[str, Any]) -> Constraint:
+    return Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+
+
 DRAFTERS = {
     "model": lambda target: ModelDrafter(target.related(sigma=1.0)),
     "warm model": lambda target: ModelDrafter(target.related(sigma=1.0), temperature=1.5),
@@ -252,6 +256,11 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
             "at items: minProperties 2 cannot be kept",
         ),
         ("json_schema", '{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
+        (
+            "json_schema",
+            '{"properties": {"a": {"type": "array", "uniqueItems": true}}}',
+            "at properties.a: .*uniqueItems",
+        ),
         ("grammar", "start: x", "unknown name"),
         ("grammar", 'root ::= "yes" | (', "Expected"),
         ("grammar", "nothing", "grammar cannot be used"),
@@ -288,15 +297,26 @@ def test_a_grammar_that_is_too_much_for_the_library_in_mid_answer_is_the_callers
             sampler.forced(np.array([0, 1, *[0] * end], np.int32))
 
 
-def test_a_number_of_properties_is_kept_where_no_repeated_name_can_meet_it() -> None:
-    for fields in ({"minProperties": 1}, {"properties": {"a": {}}, "required": ["a"], "minProperties": 2}):
-        Constraints().of(Grammar("json_schema", json.dumps({"type": "object"} | fields)), table().vocabulary, 0)
+ODD: tuple[dict[str, Any], ...] = ({"required": 5}, {"minProperties": "3"}, {"required": [1, {}], "minProperties": 1.5})
 
 
-@pytest.mark.parametrize("odd", [{"required": 5}, {"minProperties": "3"}, {"required": [1, {}], "minProperties": 1.5}])
-def test_a_definition_that_nothing_uses_may_be_odd(odd: dict[str, Any]) -> None:
-    schema = {"$defs": {"x": odd}, "type": "object"}
-    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"minProperties": 1},
+        {"properties": {"a": {}}, "required": ["a"], "minProperties": 2},  # which no repeated name can meet
+        *({"$defs": {"x": odd}} for odd in ODD),  # nothing uses it
+        {"properties": {"a": {"type": "array", "items": {"enum": [1]}, "maxItems": 2, "uniqueItems": False}}},
+        {"properties": {"a": {"multipleOf": 9973}, "b": {"multipleOf": 9967}}},  # of different values
+        *(
+            {"properties": {"a": {"type": "number", "multipleOf": n}}}
+            for n in (7, 0.01, 99_999, 3_000_000, 5e6, 2.5e-7)
+        ),
+    ],
+    ids=str,
+)
+def test_a_schema_that_can_be_kept_is_taken(fields: dict[str, Any]) -> None:
+    made({"type": "object"} | fields)
 
 
 def test_a_schema_that_is_nested_too_deeply_is_one_error() -> None:
@@ -304,16 +324,7 @@ def test_a_schema_that_is_nested_too_deeply_is_one_error() -> None:
     for _ in range(300):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     with pytest.raises(ConfigError, match="json_schema cannot be used: it is nested too deeply"):
-        Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
-
-
-def test_a_list_may_say_that_its_items_need_not_differ() -> None:
-    lists = {"type": "array", "items": {"enum": [1]}, "maxItems": 2}
-    schema = {"type": "object", "properties": {"a": {**lists, "uniqueItems": False}}, "required": ["a"]}
-    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
-    schema["properties"]["a"]["uniqueItems"] = True
-    with pytest.raises(ConfigError, match=r"at properties.a: .*uniqueItems"):
-        Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+        made(schema)
 
 
 def followed(grammar: Grammar, text: str) -> bool:
@@ -373,17 +384,6 @@ def test_gbnf_gives_a_character_by_its_number(source: str, is_allowed: Any, is_n
     grammar = Grammar("grammar", f"root ::= {source}")
     assert all(followed(grammar, text) for text in is_allowed)
     assert not any(followed(grammar, text) for text in is_not)
-
-
-@pytest.mark.parametrize("divisor", [7, 0.01, 99_999, 3_000_000, 5e6, 2.5e-7])
-def test_a_divisor_is_checked_in_little_time(divisor: float) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": divisor}}}
-    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
-
-
-def test_divisors_of_different_values_are_not_multiplied() -> None:
-    schema = {"properties": {"a": {"multipleOf": 9973}, "b": {"multipleOf": 9967}}}
-    Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
 
 
 def test_a_backslash_before_a_slash_is_a_backslash() -> None:
@@ -543,7 +543,7 @@ def test_a_keyword_of_a_wrong_type_beside_a_large_number_is_refused(name: str, v
     for schema in ({"properties": {"a": {"const": ID}}}, {"items": {"enum": [ID]}}, {"anyOf": [{"const": ID}]}):
         schema = {"type": "object"} | schema | {name: value, "description": "x"}
         with contextlib.suppress(ConfigError):
-            Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+            made(schema)
 
 
 @pytest.mark.parametrize(
@@ -566,7 +566,7 @@ def test_a_keyword_of_a_wrong_type_beside_a_large_number_is_refused(name: str, v
 def test_a_number_that_cannot_be_kept_is_refused(schema: dict[str, Any]) -> None:
     words = r"json_schema cannot be used: .*(cannot be kept exactly|is too large)"
     with pytest.raises(ConfigError, match=words):
-        Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+        made(schema)
     lark = f"start: %json {json.dumps(schema)}"
     with pytest.raises(ConfigError, match=words.replace("json_schema", "grammar")):
         Constraints().of(Grammar("grammar", lark), table().vocabulary, 0)
@@ -581,7 +581,7 @@ def test_a_property_may_be_called_like_a_keyword() -> None:
 @pytest.mark.parametrize("form", ["uri-reference", "regex", "idn-email", "password", "binary", "path", "url", "int32"])
 def test_a_format_that_is_not_known_is_a_note(form: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": form}}}
-    found = Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0)
+    found = made(schema)
     assert found.facts.notes == (f"the format {form!r} is not enforced",)
     number = {"type": "integer", "format": form}
     assert not Constraints().of(Grammar("json_schema", json.dumps(number)), table().vocabulary, 0).facts.notes
@@ -589,7 +589,7 @@ def test_a_format_that_is_not_known_is_a_note(form: str) -> None:
 
 def test_one_of_that_cannot_be_told_apart_is_checked_at_the_end() -> None:
     schema = {"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]}
-    facts = Constraints().of(Grammar("json_schema", json.dumps(schema)), table().vocabulary, 0).facts
+    facts = made(schema).facts
     assert facts.notes and "oneOf is taken as anyOf" in facts.notes[0]
     assert mismatch(facts.schema, "4") == "" == mismatch(facts.schema, "9")
     assert "does not match the whole schema: 6 is valid under each of" in mismatch(facts.schema, "6")

@@ -84,25 +84,12 @@ def test_verdicts(tmp_path: Path, run: Callable[[], None], verdict: str, said: s
     assert said in found[1][2][1]
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "is_bad"),
-    [
-        (0, "fine", False),
-        (2, "error: no", False),
-        (130, "interrupted", False),
-        (1, "Traceback (most recent call last):", True),
-        (0, "Exception ignored in: x", True),
-        (2, "error: a\nerror: b", True),
-        (134, "", True),
-        (-11, "", True),
-        (120, "", True),
-    ],
-)
-def test_allowed_exit_states_of_a_command(code: int, said: str, is_bad: bool) -> None:
+def test_allowed_exit_states_of_a_command() -> None:
     from fuzz_cases import Crashed, check_end
 
-    if is_bad:
+    for code, said in ((0, "fine"), (2, "error: no"), (130, "interrupted")):
+        check_end(code, said)
+    traces = (1, "Traceback (most recent call last):"), (0, "Exception ignored in: x"), (2, "error: a\nerror: b")
+    for code, said in (*traces, (134, ""), (-11, ""), (120, "")):
         with pytest.raises(Crashed):
             check_end(code, said)
-    else:
-        check_end(code, said)

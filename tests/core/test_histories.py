@@ -83,12 +83,3 @@ def lines_per_token(drafter: Drafter, history: int) -> float:
 def test_work_per_token_does_not_grow_with_the_history(name: str) -> None:
     short, long = (lines_per_token(MAKERS[name](size), size) for size in (SHORT, LONG))
     assert long < 1.6 * short, (short, long)
-
-
-def test_a_long_prompt_is_indexed_once_and_no_more_of_it_than_is_kept() -> None:
-    drafter = SuffixDrafter(max_indexed=1000)
-    ids = np.random.default_rng(0).integers(0, 50, 30_000).astype(np.int32)
-    drafter.begin(ids)
-    draft = drafter.draft(DraftRequest(np.append(ids, ids[-20:-10]), 4, SAMPLER))
-    assert drafter._automaton.num_tokens == 500
-    assert draft.token_ids.tolist() == ids[-10:-6].tolist()

@@ -133,10 +133,7 @@ def test_only_the_runtime_imports_implementations():
     """Everything else meets engines and drafters through their base classes; doctor asks a library for its version,
     rpc-server runs one without a model."""
     for name in MODULES:
-        if {name, component(name)} & ASSEMBLING or name in (
-            "cli.doctor",
-            "cli.rpc_server",
-        ):
+        if {name, component(name)} & ASSEMBLING or name in ("cli.doctor", "cli.rpc_server"):
             continue
         used = {imported for imported in own_imports(name) if component(imported) in ("engines", "drafters")}
         assert used <= BASES, f"{name} imports {used - BASES}"
@@ -155,16 +152,10 @@ def test_commands_do_not_import_each_other_in_circles():
     assert set(TopologicalSorter(graph).static_order()) == names  # raises CycleError, naming the circle
 
 
-def test_llama_cpp_is_imported_in_one_file():
-    users = [name for name, path in MODULES.items() if any(full.split(".")[0] == "llama_cpp" for full in imports(path))]
-    assert users == ["engines.llamacpp.library"]
-
-
-def test_onnxruntime_is_imported_in_one_file():
-    users = [
-        name for name, path in MODULES.items() if any(full.split(".")[0] == "onnxruntime" for full in imports(path))
-    ]
-    assert users == ["engines.onnx.library"]
+@pytest.mark.parametrize(("library", "engine"), [("llama_cpp", "llamacpp"), ("onnxruntime", "onnx")])
+def test_an_engines_library_is_imported_in_one_file(library, engine):
+    users = [name for name, path in MODULES.items() if any(full.split(".")[0] == library for full in imports(path))]
+    assert users == [f"engines.{engine}.library"]
 
 
 def test_training_libraries_stay_in_training_and_export():

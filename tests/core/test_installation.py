@@ -13,13 +13,7 @@ import pytest
 
 from edgespec import installation
 from edgespec.errors import CapabilityError
-from edgespec.installation import (
-    install_command,
-    not_importable,
-    reinstall_command,
-    require_engine,
-    requirements,
-)
+from edgespec.installation import install_command, not_importable, reinstall_command, require_engine, requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = f"{shlex.quote(sys.executable)} -m pip"
@@ -64,11 +58,7 @@ def test_the_gpu_build_takes_the_place_of_the_other(installed_elsewhere: None):
 def test_requirements_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch):
     lines = ["onnx>=1.19", "torch>=2; extra == 'export'", "edgespec[export]; extra == 'all'", "m>=3; extra == 'all'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
-    assert requirements.__wrapped__() == {
-        "": ["onnx>=1.19"],
-        "export": ["torch>=2"],
-        "all": ["torch>=2", "m>=3"],
-    }
+    assert requirements.__wrapped__() == {"": ["onnx>=1.19"], "export": ["torch>=2"], "all": ["torch>=2", "m>=3"]}
 
 
 @pytest.mark.parametrize(("engine", "name"), [("llamacpp", "llama.cpp"), ("onnx", "ONNX Runtime")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from edgespec.config.sources import Settings
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.tree import TreeDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, StateError
 from edgespec.formats.manifest import ModelFile, ModelPair
@@ -29,7 +27,7 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.noise import Noise, Stream
 from edgespec.sampling.stopping import StopRules
-from lossless import PLAIN, make_drafter
+from lossless import PLAIN
 from table_engine import TableEngine
 
 LETTERS = 20
@@ -149,17 +147,6 @@ def events(target: TableEngine, drafter: Drafter | None, rule: str, length: int,
     if drafter is None:
         return list(autoregressive(run))
     return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
-
-
-@pytest.mark.parametrize("name", ["model", "ngram", "tree"])
-def test_drafts_do_not_change_the_text_under_an_offset(name: str) -> None:
-    target = TableEngine.random(seed=1, context_length=300)
-    for offset, length in itertools.product((0, 1, 977), (1, 4, 9)):
-        plain = events(target, None, "coupled", 0, offset)
-        tree = TreeDrafter(ModelDrafter(target.related(sigma=1.0)))
-        found = events(target, tree if name == "tree" else make_drafter(name, target), "coupled", length, offset)
-        assert [event.token_id for event in found] == [event.token_id for event in plain]
-        assert [event.logprob for event in found] == [event.logprob for event in plain]
 
 
 def test_offsets_give_other_texts_and_the_same_log_probabilities() -> None:

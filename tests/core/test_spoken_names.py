@@ -10,7 +10,7 @@ from edgespec import GenerateOptions, LoadOptions
 from edgespec.cli.main import cli
 from edgespec.config.options import SETTINGS
 from edgespec.errors import PYTHON_NAMES, ConfigError, EdgespecError, PromptTooLong, spoken_on_the_command_line
-from edgespec.sampling.constraint.words import in_plain_words
+from edgespec.sampling.constraint.library import in_plain_words
 from edgespec.server.http_errors import as_http_error
 
 SPOKEN = [

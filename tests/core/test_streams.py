@@ -16,15 +16,7 @@ from demo import heed_interrupts
 from edgespec.chat.conversation import Conversation
 from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError
 from edgespec.loading.registry import registered_folders, resolve
-from edgespec.platform.files import (
-    MAX_TEXT_BYTES,
-    exists,
-    expanded,
-    is_file,
-    is_folder,
-    read_text,
-    resolved,
-)
+from edgespec.platform.files import MAX_TEXT_BYTES, exists, expanded, is_file, is_folder, read_text, resolved
 from waiting import until
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="shells, pipes and links of POSIX")

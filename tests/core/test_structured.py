@@ -29,12 +29,12 @@ def prompt(model: Model, what: str) -> list[int]:
     return model.encode_chat([{"role": "user", "content": f"Write {what} as JSON."}])
 
 
-def test_answers_to_twenty_schemas_are_valid(demo: Model) -> None:
+def test_answers_to_ten_schemas_are_valid(demo: Model) -> None:
     drafted = accepted = 0
-    for seed, (name, what, schema) in enumerate(SCHEMAS):
+    for seed, (what, schema) in enumerate(SCHEMAS.items()):
         options = GenerateOptions(max_tokens=MOST, drafter="ngram", draft_length=4, json_schema=schema, logprobs=False)
         found = demo.generate(prompt(demo, what), Sampling(temperature=seed % 2, seed=seed), options)
-        assert found.finish_reason == "stop", (name, found.text)
+        assert found.finish_reason == "stop", (what, found.text)
         jsonschema.validate(json.loads(found.text), schema, format_checker=jsonschema.FormatChecker())
         drafted, accepted = drafted + found.stats.drafted_tokens, accepted + found.stats.accepted_tokens
     assert accepted > 0.6 * drafted > 100
@@ -58,7 +58,7 @@ def test_speculation_changes_neither_tokens_nor_log_probabilities(demo: Model, t
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_other_rules_answer_in_the_schema_too(demo: Model, rule: str) -> None:
-    schema = SCHEMAS[0][2]
+    schema = SCHEMAS["a person"]
     for seed in range(3):
         options = GenerateOptions(max_tokens=MOST, drafter="model", draft_length=4, verify=rule, json_schema=schema)
         found = demo.generate(prompt(demo, "a person"), Sampling(seed=seed), options)
@@ -89,16 +89,3 @@ def test_other_grammars_and_a_free_preamble(demo: Model) -> None:
     begun, mark = demo.decode(free.token_ids[:2]), demo.decode(free.token_ids[2:5])  # what the model writes anyway
     found = answer(json_schema='{"const": {"a": 1}}', free_until=mark)
     assert found.startswith(begun + mark) and json.loads(found.removeprefix(begun + mark)) == {"a": 1}
-
-
-def test_the_mask_takes_little_of_a_round(demo: Model) -> None:
-    """Not a time but a count: target and drafter share the masks of a round, and each is made once."""
-    schema = SCHEMAS[0][2]
-    options = GenerateOptions(max_tokens=MOST, drafter="model", draft_length=4, json_schema=schema)
-    generation = demo.stream(prompt(demo, "a person"), Sampling(temperature=0.0), options)
-    constraint = generation._request.sampler.constraint
-    assert constraint is not None
-    made, allowed = [], constraint._allowed
-    constraint._allowed = lambda answer: (made.append(answer.tobytes()), allowed(answer))[1]  # type: ignore[method-assign]
-    stats = generation.result().stats
-    assert len(made) == len(set(made)) <= stats.new_tokens + stats.drafted_tokens + stats.rounds

@@ -20,14 +20,7 @@ from exact import Enumerator, Law, Prefix, assert_same_law, outcomes, random_law
 VOCABULARY, NO_TOKEN = 3, 99
 TELLING = 1, 101  # seeds of laws in which a bias shows
 # depth up to 3 and width up to 3, with as few further nodes as the number of outcomes allows
-SHAPES = [
-    (-1, -1, -1),
-    (-1, 0, -1, 2),
-    (-1, 0, 0, 0),
-    (-1, 0, 1, -1),
-    (-1, -1, 0, 1, 1),
-    (-1, -1, -1, 0, 3),
-]
+SHAPES = [(-1, -1, -1), (-1, 0, -1, 2), (-1, 0, 0, 0), (-1, 0, 1, -1), (-1, -1, 0, 1, 1), (-1, -1, -1, 0, 3)]
 FULL = (-1, -1, -1, *(parent for parent in range(12) for _ in range(3)))  # depth 3, width 3: 39 nodes
 
 

@@ -136,7 +136,8 @@ def all_flags() -> set[str]:
 
 
 def test_options_in_the_text_exist() -> None:
-    known = all_flags() | {"--install", "--edit-format", "--n-gpu-layers"}  # of xcode-select, aider, llama.cpp
+    # Of xcode-select, aider, Claude Code and Ollama.
+    known = all_flags() | {"--install", "--edit-format", "--tools", "--format", "--keepalive"}
     ours = {name: text for name, text in TEXTS.items() if name != "docs/handover.md"}  # which has those of servers
     named = {(name, flag) for name, text in ours.items() for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
     assert sorted((name, flag) for name, flag in named if flag not in known) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch
+from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
 from tiny_dflash import MASK_ID, NUM_TOKENS, TARGET, WIDTH, HeadShape, write_dflash
 from tiny_gguf import matrices, write_model
 
@@ -68,18 +68,18 @@ def pair(target_path: Path, head_path: Path) -> Iterator[edgespec.Model]:
 # -- texts
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.8, 1), (0.8, 2), (0.8, 3), (1.2, 4)])
-def test_text_does_not_depend_on_the_head(pair: edgespec.Model, temperature: float, seed: int) -> None:
-    ids = pair.encode("The quick brown fox jumps over the lazy dog, and then")
-    sampling = Sampling(temperature=temperature, seed=seed)
-    plain = pair.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
-    for drafter, length in (*itertools.product(("dflash",), (1, 3, 5, 12, "auto")), ("auto", "auto"), ("auto", 4)):
-        options = GenerateOptions(max_tokens=48, drafter=drafter, draft_length=length, ignore_eos=True)
-        found = pair.generate(ids, sampling, options)
-        assert found.token_ids == plain.token_ids, (drafter, length)
-        assert found.logprobs == plain.logprobs, (drafter, length)
-        if drafter == "dflash" and length == 5:
-            assert found.stats.drafted_tokens > 48
+def test_text_does_not_depend_on_the_head(pair: edgespec.Model) -> None:
+    stats = assert_same_text(pair, [*(("dflash", n) for n in (1, 3, 5, 12, "auto")), ("auto", "auto"), ("auto", 4)])
+    assert stats["dflash", 5].drafted_tokens > 6 * 48
+
+
+def test_texts_that_are_decoded_together_draft_from_their_own_tokens(target_path: Path, head_path: Path) -> None:
+    texts = ("The quick brown", "def add(a, b):", "Tom has 3 apples. " * 6, "Book a table")
+    assert_several_draft_apart(str(target_path), texts, "dflash", draft=head_path)
+
+
+def test_a_text_longer_than_the_heads_window_stays_the_same(target_path: Path, head_path: Path) -> None:
+    assert_window_changes_no_text(str(target_path), "dflash", draft=head_path)
 
 
 def test_under_the_rejection_rule_a_head_drafts_too(pair: edgespec.Model) -> None:
@@ -132,38 +132,6 @@ def test_a_head_that_knows_the_target_is_accepted(tmp_path: Path, from_anchor: b
         found = model.generate("abcd", Sampling(temperature=temperature, seed=1), options)
     assert found.text == (2 * most + 3) * "d"
     assert (found.stats.rounds, found.stats.accepted_tokens) == (2, 2 * most)
-
-
-def test_texts_that_are_decoded_together_draft_from_their_own_tokens(target_path: Path, head_path: Path) -> None:
-    texts = ("The quick brown", "def add(a, b):", "Tom has 3 apples. " * 6, "Book a table")
-    options = GenerateOptions(max_tokens=24, drafter="dflash", draft_length=4, ignore_eos=True)
-    loaded = {"draft": head_path, "reproducible": True, "parallel": 3, "threads": TEST_THREADS}
-    with edgespec.load(str(target_path), **loaded) as model:
-        for temperature in (0.0, 0.9):
-            sampling = Sampling(temperature=temperature, seed=2)
-            plain, alone = [], []
-            for text in texts:
-                plain.append(model.generate(text, sampling, replace(options, drafter="none")))
-                model.forget()
-                alone.append(model.generate(text, sampling, options))
-                model.forget()
-            found = model.generate_all(texts, sampling, options)
-            for one, other, together in zip(plain, alone, found, strict=True):
-                assert (together.token_ids, together.logprobs) == (one.token_ids, one.logprobs)
-                assert together.stats.drafted_tokens > 24
-                assert together.stats.accepted_tokens == other.stats.accepted_tokens
-            model.forget()
-
-
-def test_a_text_longer_than_the_heads_window_stays_the_same(target_path: Path, head_path: Path) -> None:
-    options = {"draft": head_path, "threads": TEST_THREADS, "draft_context_length": 40, "drafter": "dflash"}
-    with edgespec.load(str(target_path), reproducible=True, **options) as model:
-        ids = model.encode("A text that is longer than what the head can see. " * 6)
-        sampling = Sampling(temperature=0.8, seed=4)
-        plain = model.generate(ids, sampling, GenerateOptions(max_tokens=80, drafter="none", ignore_eos=True))
-        found = model.generate(ids, sampling, GenerateOptions(max_tokens=80, draft_length=5, ignore_eos=True))
-        assert found.token_ids == plain.token_ids
-        assert found.stats.drafted_tokens > 300
 
 
 def test_after_many_rejected_drafts_the_head_knows_the_text_and_nothing_else(

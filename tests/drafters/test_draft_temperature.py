@@ -9,22 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
-from edgespec import GenerateOptions, Sampling
+from edgespec import Sampling
 from edgespec.cli.main import cli
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.model import DraftTemperature, ModelDrafter
 from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError
 from edgespec.sampling import Sampler
-from laws import ALPHA_1E6, chi_square_score
-from lossless import PLAIN, run_once
 from table_engine import TableEngine
-
-
-def scaled(target: TableEngine, factor: float) -> TableEngine:
-    """The target's own logits, flatter or steeper: a draft for which `factor` is the right temperature."""
-    return TableEngine(target._table * np.float32(factor), order=target._order, context_length=4100)
 
 
 def test_a_factor_of_one_and_a_greedy_target_leave_the_sampler_alone() -> None:
@@ -56,32 +48,6 @@ def test_a_draft_carries_the_distributions_that_it_was_sampled_from(factor: floa
         text.append(token_id)
 
 
-@pytest.mark.parametrize("factor", [0.6, 1.4])
-def test_coupled_text_is_plain_text_at_any_draft_temperature(factor: float) -> None:
-    target = TableEngine.random(10, seed=1, context_length=4100)
-    cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
-    for settings in (PLAIN, Sampling(temperature=0.8, top_k=5, seed=9), Sampling(temperature=0.0)):
-        plain = run_once(cached, None, "coupled", 0, settings, 600)
-        found = run_once(cached, drafter, "coupled", 4, settings, 600)
-        assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
-
-
-@pytest.mark.parametrize("factor", [0.5, 1.5])
-def test_joint_law_under_rejection_is_the_targets_at_any_draft_temperature(factor: float) -> None:
-    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
-    cached, drafter = CachedSequence(target), ModelDrafter(scaled(target, 0.5), temperature=factor)
-    counts = np.zeros((10, 10))
-    for seed in range(6):
-        settings = dataclasses.replace(PLAIN, seed=seed)
-        ids = [1, *(e.token_id for e in run_once(cached, drafter, "rejection", 3, settings, 4000, logprobs=False))]
-        np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    expected = np.zeros_like(counts)
-    for before in range(10):
-        weights = np.exp(target.row([before]).astype(np.float64))
-        expected[before] = counts[before].sum() * weights / weights.sum()
-    assert chi_square_score(counts, expected, 90) < ALPHA_1E6
-
-
 @pytest.mark.parametrize("factor", [0.5, 1.5])
 def test_a_tree_is_drawn_at_the_drafts_temperature(factor: float) -> None:
     """Its main chain is that of the model alone, and its nodes carry what they were drawn from."""
@@ -100,27 +66,6 @@ def test_a_tree_is_drawn_at_the_drafts_temperature(factor: float) -> None:
         assert drawn.distributions[0].prob_of(token_id) == pytest.approx(prob)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("factor", [0.6, 1.5])
-def test_a_tree_keeps_the_text_at_any_draft_temperature(factor: float, rule: str) -> None:
-    """Coupled to the token, under rejection in law."""
-    target = TableEngine.random(10, order=1, seed=3, spread=1.0, context_length=4100)
-    cached, drafter = CachedSequence(target), TreeDrafter(ModelDrafter(scaled(target, 0.5), temperature=factor))
-    if rule == "coupled":
-        plain = run_once(cached, None, "coupled", 0, PLAIN, 1000)
-        found = run_once(cached, drafter, "coupled", 8, PLAIN, 1000)
-        assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
-        return
-    counts = np.zeros((10, 10))
-    for seed in range(4):
-        settings = dataclasses.replace(PLAIN, seed=seed)
-        ids = [1, *(e.token_id for e in run_once(cached, drafter, "rejection", 6, settings, 4000, logprobs=False))]
-        np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    weights = np.exp(np.stack([target.row([before]) for before in range(10)]).astype(np.float64))
-    expected = counts.sum(axis=1, keepdims=True) * weights / weights.sum(axis=1, keepdims=True)
-    assert chi_square_score(counts, expected, 90) < ALPHA_1E6
-
-
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 21, "hot", "auto", None])
 def test_a_factor_that_is_none_is_refused(factor: object) -> None:
     with pytest.raises(ConfigError, match=r"draft_temperature must be a number from 0.05 to 20"):
@@ -132,21 +77,3 @@ def test_the_command_line_takes_a_number(flag: str) -> None:
     for wrong, said in (("auto", "'auto' is not a number"), ("30", "from 0.05 to 20")):
         found = CliRunner().invoke(cli, ["generate", "demo", "-p", "x", flag, wrong])
         assert found.exit_code == 2 and said in " ".join(found.output.split())
-
-
-@pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
-def test_demo_text_does_not_depend_on_the_draft_temperature(engine: str) -> None:
-    ids, plain = None, {}
-    temperatures, lengths = (0.0, 0.8, 1.2), (("model", 1), ("model", 4), ("model", "auto"), ("tree", 8))
-    for factor in (0.7, 1.3):
-        wanted = {"engine": engine, "drafter": "hierarchical", "draft_temperature": factor}
-        with edgespec.load("demo", reproducible=True, **wanted) as model:
-            ids = ids or model.encode_chat([{"role": "user", "content": "Find me a cheap restaurant in San Jose."}])
-            for temperature in temperatures:
-                sampling = Sampling(temperature=temperature, seed=8)
-                if temperature not in plain:
-                    options = GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True)
-                    plain[temperature] = model.generate(ids, sampling, options).token_ids
-                for drafter, length in (*lengths, ("hierarchical", 5)):
-                    options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)
-                    assert model.generate(ids, sampling, options).token_ids == plain[temperature]

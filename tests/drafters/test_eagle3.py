@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from edgespec.export.gguf.convert import convert
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of, read_head
 from edgespec.types import Batch, Draft
+from lossless import assert_same_text, assert_several_draft_apart, assert_window_changes_no_text
 from tiny_checkpoints import write_checkpoint as write_tiny
 from tiny_gguf import write_model
 from tiny_head import LAYERS, TARGET, WIDTH, write_checkpoint, write_head
@@ -262,56 +261,19 @@ def demo(head_path: Path) -> Iterator[edgespec.Model]:
         yield model
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.8, 1), (0.8, 2), (1.2, 3)])
-def test_demo_text_does_not_depend_on_the_head(demo: edgespec.Model, temperature: float, seed: int) -> None:
-    ids = demo.encode_chat([{"role": "user", "content": "Find me a cheap Italian restaurant for tonight."}])
-    sampling = Sampling(temperature=temperature, seed=seed)
-    plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
-    for drafter, length in (*itertools.product(("eagle3",), (1, 7, 12, "auto")), ("auto", "auto"), ("auto", 4)):
-        options = GenerateOptions(max_tokens=48, drafter=drafter, draft_length=length, ignore_eos=True)
-        found = demo.generate(ids, sampling, options)
-        assert found.token_ids == plain.token_ids, (drafter, length)
-        assert found.logprobs == plain.logprobs, (drafter, length)
-        if drafter == "eagle3" and length == 7:
-            assert found.stats.drafted_tokens > 48
+def test_demo_text_does_not_depend_on_the_head(demo: edgespec.Model) -> None:
+    stats = assert_same_text(demo, [*(("eagle3", n) for n in (1, 7, 12, "auto")), ("auto", "auto"), ("auto", 4)])
+    assert stats["eagle3", 7].drafted_tokens > 6 * 48
 
 
 def test_heads_of_several_texts_draft_from_their_own_states(head_path: Path) -> None:
-    """The texts are those that they have alone, and so are the drafts: a head that read another text's states would
-    draft others."""
+    """A head that read another text's states would draft others."""
     texts = ("Find me a cheap Italian restaurant.", "def add(a, b):", "Tom has 3 apples. " * 12, "Book a table")
-    options = GenerateOptions(max_tokens=24, drafter="eagle3", draft_length=4, ignore_eos=True)
-    with edgespec.load("demo", draft=head_path, reproducible=True, parallel=3, threads=TEST_THREADS) as model:
-        for temperature in (0.0, 0.9):
-            sampling = Sampling(temperature=temperature, seed=2)
-            plain, alone = [], []
-            for text in texts:
-                plain.append(model.generate(text, sampling, replace(options, drafter="none")))
-                model.forget()
-                alone.append(model.generate(text, sampling, options))
-                model.forget()
-            found = model.generate_all(texts, sampling, options)
-            for one, other, together in zip(plain, alone, found, strict=True):
-                assert (together.token_ids, together.logprobs) == (one.token_ids, one.logprobs)
-                assert together.stats.drafted_tokens > 24
-                assert together.stats.accepted_tokens == other.stats.accepted_tokens
-            model.forget()
+    assert_several_draft_apart("demo", texts, "eagle3", draft=head_path)
 
 
 def test_a_text_longer_than_the_heads_window_stays_the_same(head_path: Path) -> None:
-    options = {"draft": head_path, "threads": TEST_THREADS, "draft_context_length": 40, "drafter": "eagle3"}
-    with edgespec.load("demo", **options) as model:
-        ids = model.encode(" ".join(["A text that is longer than what the head can see."] * 20))
-        sampling = Sampling(temperature=0.8, seed=4)
-        plain = model.generate(ids, sampling, GenerateOptions(max_tokens=80, drafter="none", ignore_eos=True))
-        found = model.generate(ids, sampling, GenerateOptions(max_tokens=80, draft_length=5, ignore_eos=True))
-        assert found.token_ids == plain.token_ids
-        assert found.stats.drafted_tokens > 300
-        model.forget()
-        assert (
-            model.generate(ids, sampling, GenerateOptions(max_tokens=80, ignore_eos=True)).token_ids == plain.token_ids
-        )
-        assert model.drafter_bytes > 2_000_000
+    assert_window_changes_no_text("demo", "eagle3", draft=head_path)
 
 
 # -- what does not fit

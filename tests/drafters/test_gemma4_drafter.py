@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from edgespec.kernels.library import library_path
 from edgespec.loading.engine_choice import runs_on_kernels
 from edgespec.loading.requirements import resolve_pair
 from edgespec.types import Batch
-from tiny_gemma4 import DRAFTER, GemmaShape, Twin, write_drafter, write_target
+from tiny_gemma4 import DRAFTER, GEMMA, Twin, write_drafter, write_target
 from tiny_gguf import write_model
+from tiny_mixtures import Case
 
 Floats = NDArray[np.float32]
-SHAPE = GemmaShape()
 TEXT = [5, 77, 130, 201, 33, 34, 35, 201, 33, 90]
 PROMPT = "the cat sat on the mat, the cat"
 
@@ -83,11 +84,11 @@ def close(ours: Floats, theirs: Floats) -> bool:
 
 @pytest.mark.parametrize("window", [512, 5])
 def test_its_passes_are_its_definition(engine_name: EngineName, window: int, tmp_path: Path) -> None:
-    shape = GemmaShape(window=window)
+    shape = replace(GEMMA, window=window)
     path, drafter = write_target(tmp_path / "target.gguf", shape), write_drafter(tmp_path / "drafter.gguf", shape)
     with opened(engine_name, path) as engine, head_of(engine, drafter) as head:
         engine.give_hidden_states(True)
-        twin = Twin(shape, engine.vocabulary.size)
+        twin = Twin(shape)
         scores, hidden = twin.read(TEXT)
         ours = engine.forward(Batch.chain(np.array(TEXT, np.int32)))
         assert close(ours, scores) and close(engine.hidden_states(), hidden), "the numpy twin is no Gemma 4"
@@ -109,7 +110,7 @@ def test_each_sequence_has_its_own(
     engine_name: EngineName, target_path: Path, drafter_path: Path, branches: int
 ) -> None:
     with opened(engine_name, target_path, max_sequences=2, max_branches=branches) as engine:
-        twin, texts = Twin(SHAPE, engine.vocabulary.size), (TEXT, TEXT[::-1])
+        twin, texts = Twin(GEMMA), (TEXT, TEXT[::-1])
         with head_of(engine, drafter_path) as head:
             for sequence, text in enumerate(texts):
                 engine.forward(Batch.chain(np.array(text, np.int32), sequence=sequence))
@@ -125,7 +126,7 @@ def test_rows_of_padding_are_no_text(target_path: Path, drafter_path: Path) -> N
     with LlamaCppEngine.load(target_path, context_length=512, threads=1, reproducible=True, **load) as engine:
         pinned = engine.facts.pinned_class
         assert pinned is not None and pinned[0] > 1
-        twin = Twin(SHAPE, engine.vocabulary.size)
+        twin = Twin(GEMMA)
         with engine.load_head(drafter_path) as head:
             engine.forward(Batch.chain(np.array(TEXT[:-1], np.int32)))
             engine.forward(Batch.chain(np.array(TEXT[-1:], np.int32)))
@@ -172,7 +173,7 @@ def test_drafts_change_no_text(
 
 def test_a_target_whose_last_layers_share_keys(tmp_path: Path, drafter_path: Path) -> None:
     """As E2B and E4B: the drafter reads those of the layers that they share with."""
-    path = write_target(tmp_path / "sharing.gguf", GemmaShape(sharing=2))
+    path = write_target(tmp_path / "sharing.gguf", replace(GEMMA, sharing=2))
     with edgespec.load(str(path), draft=str(drafter_path), context_length=128, threads=1, reproducible=True) as model:
         plain, drafted = (
             model.generate(PROMPT, Sampling(temperature=0.0), GenerateOptions(max_tokens=40, **chosen))
@@ -205,15 +206,15 @@ def test_a_file_says_what_it_is(target_path: Path, drafter_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (GemmaShape(width=96), "target of width 96"),
-        (GemmaShape(merges=30), "tokens"),
-        (GemmaShape(size=64), "keys and values of the shape"),
-        (GemmaShape(size_sliding=32), "keys and values of the shape"),
-        (GemmaShape(kv_heads=4), "keys and values of the shape"),
+        (replace(GEMMA, width=96), "target of width 96"),
+        (replace(GEMMA, merges=30), "tokens"),
+        (replace(GEMMA, size=64), "keys and values of the shape"),
+        (replace(GEMMA, size_windowed=32), "keys and values of the shape"),
+        (replace(GEMMA, kv_heads=4), "keys and values of the shape"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(
-    engine_name: EngineName, target_path: Path, tmp_path: Path, shape: GemmaShape, words: str
+    engine_name: EngineName, target_path: Path, tmp_path: Path, shape: Case, words: str
 ) -> None:
     path = write_drafter(tmp_path / "other.gguf", shape)
     with opened(engine_name, target_path) as engine, pytest.raises(EdgespecError, match=words):
@@ -276,5 +277,5 @@ def test_a_head_beside_the_file_that_is_named_for_it_is_found(tmp_path: Path) ->
         assert automatic.draft is None or runs_on_kernels(head)
     assert resolve_pair(LoadOptions(str(target), drafter="mtp")).draft == head
     head.unlink()
-    wide = write_drafter(tmp_path / "gemma-assistant.gguf", GemmaShape(width=128))
+    wide = write_drafter(tmp_path / "gemma-assistant.gguf", replace(GEMMA, width=128))
     assert head_kind_of(wide) and resolve_pair(LoadOptions(str(target), **given)).draft is None, "it does not fit"

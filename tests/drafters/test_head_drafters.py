@@ -25,7 +25,6 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds
-from laws import ALPHA_1E6, chi_square_score
 from table_engine import TableEngine
 from tiny_heads import LAYERS, OpenBlock, OpenHead
 
@@ -160,20 +159,6 @@ def run_once(
     return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
 
 
-@both
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-def test_coupled_text_is_plain_text(drafts, opens, temperature: float) -> None:
-    cached = CachedSequence(TableEngine.random(VOCABULARY, order=2, seed=1, context_length=400))
-    for seed in range(3):
-        sampling = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-        plain = [event.token_id for event in run_once(cached, None, "coupled", sampling, 300)]
-        for length in (1, 3, 12):
-            drafter = drafts(opens(100), max_features=512)
-            found = run_once(cached, drafter, "coupled", sampling, 300, length)
-            assert [event.token_id for event in found] == plain
-            assert sum(event.drafter is not None for event in found) > 10
-
-
 def test_a_block_of_a_head_that_knows_the_target_is_always_right() -> None:
     """A whole block of the greedy chain is accepted, and costs one pass of the head."""
     target = TableEngine.random(VOCABULARY, order=1, seed=12, context_length=400)
@@ -195,26 +180,6 @@ def test_pairs_of_a_head_that_knows_the_target_are_always_right(rule: str) -> No
     sampling = Sampling(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0, seed=7)
     found = run_once(cached, drafter, rule, sampling, 201)
     assert sum(event.drafter is not None for event in found) == 150
-
-
-@both
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_the_joint_law_of_sampled_text_is_the_targets(drafts, opens, rule: str) -> None:
-    target = TableEngine.random(VOCABULARY, order=1, seed=3, spread=1.0, context_length=1100)
-    cached, drafter = CachedSequence(target), drafts(opens(200), max_features=512)
-    counts = np.zeros((VOCABULARY, VOCABULARY))
-    for seed in range(6):
-        sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-        ids = [0, 1, *(event.token_id for event in run_once(cached, drafter, rule, sampling, 1000))]
-        np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    counts[0, 1] -= 6  # the prompt's own
-    expected = np.zeros_like(counts)
-    for before in range(VOCABULARY):
-        row = np.exp(target.row((before,)).astype(np.float64))
-        expected[before] = counts[before].sum() * row / row.sum()
-    tested = expected.min(axis=1) >= 5
-    assert tested.sum() > 5
-    assert chi_square_score(counts[tested], expected[tested], int(tested.sum()) * (VOCABULARY - 1)) < ALPHA_1E6
 
 
 # -- what a draft costs

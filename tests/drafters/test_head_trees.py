@@ -32,8 +32,7 @@ from edgespec.sampling.acceptance import RULES
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, Logits, Verdict
 from head_tables import KINDS, VOCABULARY, request, table, with_features
-from laws import ALPHA_1E6, law_score
-from lossless import DEMO, GREEDY, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, run_once, side_branches
+from lossless import DEMO, PLAIN, PROMPTS, side_branches
 from simulation import Timed, Watched
 from tiny_heads import drafter_of, random_heads, table_heads
 
@@ -58,35 +57,6 @@ def tree_request(most: int = 16, temperature: float = 0.0, branches: int = 8, **
 
 
 # -- losslessness
-
-
-@pytest.mark.parametrize("settings", (*SAMPLINGS, PENALISED_GREEDY))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("order", [1, 2])
-def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, kind: str, order: int) -> None:
-    """With heads that know the table (order 1), and with heads that know another one (order 2)."""
-    target = table(order=order)
-    plain = run_once(CachedSequence(target), None, "coupled", 0, settings, 100)
-    cached, drafter = with_features(target), drafter_of(table_heads(kind, table()), VOCABULARY)
-    for most in (2, 9, 24):
-        found = run_once(cached, drafter, "coupled", most, settings, 100)
-        assert [event.token_id for event in found] == [event.token_id for event in plain]
-        assert [event.logprob for event in found] == [event.logprob for event in plain]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_joint_law_of_sampled_text_is_the_targets(kind: str) -> None:
-    """laws.py runs the same over 2e5 tokens and more, and for the other rules."""
-    assert law_score("rejection", kind, num_tokens=16_000) < ALPHA_1E6
-
-
-def test_greedy_rejection_is_plain_greedy() -> None:
-    target = table(order=2)
-    plain = [event.token_id for event in run_once(CachedSequence(target), None, "coupled", 0, GREEDY, 100)]
-    for kind in KINDS:
-        drafter = drafter_of(table_heads(kind, table()), VOCABULARY)
-        found = run_once(with_features(target), drafter, "rejection", 12, GREEDY, 100)
-        assert [event.token_id for event in found] == plain
 
 
 # -- what they propose

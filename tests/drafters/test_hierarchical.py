@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,10 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import Cancelled, CapabilityError, ModelNotFound, VocabularyMismatch
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Draft, Logits, Verdict
-from laws import ALPHA_1E6, chi_square_score
-from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once
+from lossless import DEMO, PROMPTS, VOCABULARY
 from table_engine import TableEngine
 
 SAMPLED = Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, seed=9)
@@ -129,42 +126,6 @@ def test_it_stops_where_the_next_token_does_not_pay(target: TableEngine) -> None
     assert asked == list(range(1, 9))
 
 
-@pytest.mark.parametrize("context_length", [400, 48])
-def test_coupled_text_is_plain_text(target: TableEngine, context_length: int) -> None:
-    """Also where small and medium see a window of the text only, which slides."""
-    cached = CachedSequence(target)
-    for settings in (Sampling(temperature=0.0), PLAIN, SAMPLED):
-        plain = run_once(cached, None, "coupled", 0, settings, 300)
-        for length, inner in itertools.product((1, 3, 8, 40), (0, 2, 7)):
-            drafter = pair_of(target, inner, context_length)
-            found = run_once(cached, drafter, "coupled", length, settings, 300)
-            assert [(e.token_id, e.logprob) for e in found] == [(e.token_id, e.logprob) for e in plain]
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_law_of_sampled_text_is_the_targets(rule: str) -> None:
-    """Counts of (two tokens before, token) against the table's own probabilities.
-
-    What is drafted is the medium's own text to the last bit, which is tested above, so a small sample is enough here.
-    """
-    size = 4
-    target = TableEngine.random(size, order=2, seed=3, spread=1.0, context_length=4100)
-    drafter, cached = pair_of(target, 3, 4100), CachedSequence(target)
-    counts = np.zeros((size, size, size))
-    for seed in range(2):
-        events = run_once(cached, drafter, rule, 4, replace(PLAIN, seed=seed), 4000, logprobs=False)
-        ids = [0, 1, *(event.token_id for event in events)]
-        np.add.at(counts, (ids[:-2], ids[1:-1], ids[2:]), 1)
-    expected = np.zeros_like(counts)
-    for before in itertools.product(range(size), repeat=2):
-        row = np.exp(target.row(before).astype(np.float64))
-        expected[before] = counts[before].sum() * row / row.sum()
-    tested = expected.min(axis=2) >= 5
-    assert tested.sum() > 10
-    freedom = int(tested.sum()) * (size - 1)
-    assert chi_square_score(counts[tested], expected[tested], freedom) < ALPHA_1E6
-
-
 @pytest.mark.parametrize("whose", ["small", "medium"])
 def test_a_cancelled_draft_leaves_both_caches_whole(target: TableEngine, whose: str) -> None:
     drafter, untouched = pair_of(target), pair_of(target)
@@ -198,20 +159,6 @@ def test_its_bytes_are_the_mediums(target: TableEngine) -> None:
 def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
     with edgespec.load("demo", engine=request.param, drafter="hierarchical", reproducible=True) as model:
         yield model
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-def test_demo_text_does_not_depend_on_the_draft(demo: edgespec.Model, temperature: float) -> None:
-    for seed, prompt in enumerate(PROMPTS):
-        ids = demo.encode_chat([{"role": "user", "content": prompt}])
-        sampling = Sampling(temperature=temperature, seed=seed)
-        plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=64, drafter="none", ignore_eos=True))
-        for drafter, length in (("hierarchical", 1), ("hierarchical", 5), ("hierarchical", "auto"), ("model", 3)):
-            options = GenerateOptions(max_tokens=64, drafter=drafter, draft_length=length, ignore_eos=True)
-            found = demo.generate(ids, sampling, options)
-            assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs), (drafter, length)
-            assert found.reproducible
-            assert length == "auto" or found.stats.accepted_tokens > 0
 
 
 def test_the_medium_agrees_more_often_than_the_draft(demo: edgespec.Model) -> None:

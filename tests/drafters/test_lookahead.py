@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 
-import edgespec
-from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
@@ -21,31 +17,12 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Draft, TokenIds, Verdict
-from laws import ALPHA_1E6, law_score
-from lossless import GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once
+from lossless import GREEDY, PLAIN, VOCABULARY, run_once
 from table_engine import TableEngine
 
 
 def request(token_ids: TokenIds, most: int = 32, branches: int = 15) -> DraftRequest:
     return DraftRequest(token_ids, most, Sampler(GREEDY, VOCABULARY), max_branches=branches)
-
-
-@pytest.mark.parametrize("settings", SAMPLINGS)
-def test_coupled_text_is_plain_text_token_by_token(settings: Sampling) -> None:
-    target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
-    cached = CachedSequence(target)
-    plain = run_once(cached, None, "coupled", 0, settings, 150)
-    drafter = LookaheadDrafter()
-    for most in (1, 3, 8, 16, 40):
-        found = run_once(cached, drafter, "coupled", most, settings, 150)
-        assert [event.token_id for event in found] == [event.token_id for event in plain]
-        assert [event.logprob for event in found] == [event.logprob for event in plain]
-
-
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_joint_law_of_sampled_text_is_the_targets(rule: str) -> None:
-    """laws.py runs the same over 2e5 tokens and more."""
-    assert law_score(rule, "lookahead", num_tokens=16_000) < ALPHA_1E6
 
 
 def test_it_drafts_within_its_limits() -> None:
@@ -183,21 +160,3 @@ def test_memory_is_bounded_over_a_long_prompt() -> None:
     drafter.begin(text)
     drafter.draft(request(text))
     assert 0 < drafter.bytes_used <= 1000 * 800
-
-
-@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
-def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
-    with edgespec.load("demo", engine=request.param, drafter="lookahead", reproducible=True, threads=1) as model:
-        yield model
-
-
-@pytest.mark.parametrize("temperature, seed", [(0.0, 0), (0.8, 11), (0.8, 12), (1.2, 13)])
-def test_demo_text_does_not_depend_on_the_window(demo: edgespec.Model, temperature: float, seed: int) -> None:
-    for prompt, most in zip(PROMPTS, (8, 16, 32), strict=True):
-        ids = demo.encode_chat([{"role": "user", "content": prompt}])
-        sampling = Sampling(temperature=temperature, seed=seed)
-        plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
-        found = demo.generate(ids, sampling, GenerateOptions(max_tokens=48, draft_length=most, ignore_eos=True))
-        assert found.token_ids == plain.token_ids
-        assert found.logprobs == plain.logprobs
-        assert found.drafter == "lookahead"

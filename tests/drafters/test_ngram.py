@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
 from edgespec.config.options import Sampling
 from edgespec.drafters.base import DraftRequest
-from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.ngram import FollowedText, NgramDrafter
 from edgespec.sampling import Sampler
-from edgespec.types import Draft, Verdict
+from edgespec.types import Draft, TokenIds, Verdict
 
 SAMPLER = Sampler(Sampling(), 100)
+
+
+def array(*token_ids: int) -> TokenIds:
+    return np.array(token_ids, np.int32)
 
 
 def request(ids: list[int], most: int = 4) -> DraftRequest:
@@ -78,16 +83,6 @@ def test_a_new_generation_forgets_the_old_text_unless_it_goes_on_from_it() -> No
     assert drafter.draft(request([7, 1, 2])).num_tokens == 0
 
 
-def test_work_per_token_does_not_grow_with_the_history() -> None:
-    """Counted, not timed: a place list never exceeds its bound, so a lookup looks at a bounded number of places."""
-    ids = ([1, 2] * 20_000) + [1]
-    drafter = NgramDrafter(places_kept=4)
-    drafter.begin(np.array(ids, np.int32))
-    assert drafter.draft(request(ids, 3)).token_ids.tolist() == [2, 1, 2]
-    assert max(len(places) for places in drafter._places.values()) <= 4
-    assert 0 < drafter.bytes_used < 36 * len(ids) + 10_000, "the text itself, and next to nothing"
-
-
 def test_empty_draft_and_short_history() -> None:
     drafter = NgramDrafter()
     drafter.begin(np.array([1], np.int32))
@@ -110,3 +105,29 @@ def test_a_long_history_takes_bounded_memory_and_its_latest_half_is_found() -> N
         again = [*ids[:end], *ids[end - back : end - back + 3]]
         assert drafter.draft(request(again, 1)).token_ids.tolist() == [ids[end - back + 3]]
         drafter.begin(np.array(ids[:end], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("later", "start"),
+    [
+        (array(1, 2, 3, 4), 3),
+        (array(1, 2, 3), 3),
+        (array(1, 2), 0),  # a turn was taken back
+        (array(1, 9, 3, 4), 0),
+        (array(7), 0),
+    ],
+)
+def test_a_prompt_that_continues_the_last_text_is_new_from_its_end_on(later: TokenIds, start: int) -> None:
+    text = FollowedText()
+    assert [text.grow(array(1, 2)), text.grow(array(1, 2, 3))] == [0, 2]
+    text.begin(later)
+    assert text.grow(later) == start
+    assert text.ids == later.tolist()
+
+
+def test_an_empty_prompt_frees_the_text_at_once() -> None:
+    text = FollowedText()
+    text.grow(array(1, 2))
+    text.begin(array())
+    assert text.bytes_used == 0
+    assert text.grow(array(1, 2)) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -27,8 +26,7 @@ from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import coupled
 from edgespec.sampling.stopping import StopRules
 from edgespec.types import Batch, Draft, Logits
-from laws import ALPHA_1E6, law_score
-from lossless import DEMO, PENALISED_GREEDY, PLAIN, PROMPTS, SAMPLINGS, VOCABULARY, run_once, side_branches
+from lossless import DEMO, PLAIN, PROMPTS, VOCABULARY, run_once, side_branches
 from table_engine import TableEngine
 
 TEXT = np.array([0, 1, 2, 3], np.int32)
@@ -45,16 +43,6 @@ def tree_drafter(target: TableEngine, sigma: float = 1.0) -> TreeDrafter:
 
 def request(most: int = 16, branches: int = 8, sampling: Sampling = PLAIN, **more: object) -> DraftRequest:
     return DraftRequest(TEXT, most, Sampler(sampling, VOCABULARY), max_branches=branches, **more)
-
-
-@pytest.mark.parametrize("settings", (*SAMPLINGS, PENALISED_GREEDY))
-def test_coupled_text_is_plain_text_token_by_token(target: TableEngine, settings: Sampling) -> None:
-    cached = CachedSequence(target)
-    plain = run_once(cached, None, "coupled", 0, settings, 100)
-    for most in (1, 3, 8, 24):
-        found = run_once(cached, tree_drafter(target), "coupled", most, settings, 100)
-        assert [event.token_id for event in found] == [event.token_id for event in plain]
-        assert [event.logprob for event in found] == [event.logprob for event in plain]
 
 
 @pytest.mark.parametrize("needs_distributions", [False, True])
@@ -151,13 +139,6 @@ def test_without_trees_it_drafts_a_chain(target: TableEngine, rule: str, most_br
     assert len(run_once(CachedSequence(engine), drafter, rule, 5, PLAIN, 60)) == 60
 
 
-def test_a_full_draft_window_slides(target: TableEngine) -> None:
-    small = TableEngine(target.related(sigma=0.5)._table, context_length=32)
-    plain = run_once(CachedSequence(target), None, "coupled", 0, PLAIN, 300)
-    found = run_once(CachedSequence(target), TreeDrafter(ModelDrafter(small)), "coupled", 8, PLAIN, 300)
-    assert [event.token_id for event in found] == [event.token_id for event in plain]
-
-
 def test_two_drafters_share_one_cache(target: TableEngine) -> None:
     """Rounds of the chain and of the tree in turn, as the automatic choice makes them."""
 
@@ -216,18 +197,6 @@ def test_a_cancelled_draft_ends_quietly_and_the_next_is_whole(target: TableEngin
     assert [event.token_id for event in again] == [event.token_id for event in expected]
 
 
-@pytest.mark.parametrize("rule, name", [("coupled", "tree"), ("rejection", "tree"), ("rejection", "close tree")])
-def test_joint_law_of_sampled_text_is_the_targets(rule: str, name: str) -> None:
-    """laws.py runs the same over 2e5 tokens and more."""
-    assert law_score(rule, name, num_tokens=16_000) < ALPHA_1E6
-
-
-@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
-def demo(request: pytest.FixtureRequest) -> Iterator[edgespec.Model]:
-    with edgespec.load("demo", engine=request.param, reproducible=True, threads=1) as model:
-        yield model
-
-
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "typical"])
 def test_our_kernels_score_trees(rule: RuleName) -> None:
     if library_path() is None:
@@ -244,19 +213,6 @@ def test_our_kernels_score_trees(rule: RuleName) -> None:
     assert rule != "coupled" or (result.token_ids, result.logprobs) == (plain.token_ids, plain.logprobs)
     assert max(record.accepted_tokens for record in records) > 3
     assert any(record.drafted_tokens == 9 for record in records)
-
-
-@pytest.mark.parametrize("temperature, seed", [(0.0, 0), (0.8, 11), (0.8, 12), (1.2, 13)])
-def test_demo_text_does_not_depend_on_the_tree(demo: edgespec.Model, temperature: float, seed: int) -> None:
-    for prompt, most in zip(PROMPTS, (6, 12, 16), strict=True):
-        ids = demo.encode_chat([{"role": "user", "content": prompt}])
-        sampling = Sampling(temperature=temperature, seed=seed)
-        plain = demo.generate(ids, sampling, GenerateOptions(max_tokens=48, drafter="none", ignore_eos=True))
-        options = GenerateOptions(max_tokens=48, drafter="tree", draft_length=most, ignore_eos=True)
-        found = demo.generate(ids, sampling, options)
-        assert found.token_ids == plain.token_ids
-        assert found.logprobs == plain.logprobs
-        assert found.reproducible
 
 
 def test_a_pair_without_a_draft_has_no_tree() -> None:

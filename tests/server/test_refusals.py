@@ -141,6 +141,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"tool_choice": {"type": "any"}}, None, "no tools are given"),
         ({"thinking": {"type": "on"}}, None, "adaptive, disabled, enabled"),
         ({"mcp_servers": [{"type": "url"}]}, None, "runs no tools itself"),
+        ({"thread": {"type": "create"}}, None, "thread is not supported: no conversation is stored"),
         ({"max_token": 3}, None, "did you mean 'max_tokens'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, None, "output_config.format.schema is missing"),
         ({"output_config": {"form": {}}}, None, "output_config.form"),
@@ -186,6 +187,9 @@ def test_a_bad_field_is_named_in_the_shape_of_its_protocol(
     assert error["type"] == "invalid_request_error" and words in error["message"]
     if path == "/v1/messages":
         assert body["type"] == "error"
+        # At this code Anthropic's SDK (its tool runner) sends whole conversations instead.
+        unthreaded = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert error.get("details") == (unthreaded if "thread" in fields else None)
     else:
         assert error.keys() == {"message", "type", "param", "code"} and error["param"] == param
 

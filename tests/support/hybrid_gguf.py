@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from tiny_gguf import Shape, add_tensor, vocabulary, write_vocabulary
+from tiny_gguf import Shape, begin, finish, vocabulary, write_vocabulary
 
 Extents = Mapping[str, tuple[int, ...]]
 CONV_KERNEL = 4
@@ -69,8 +69,7 @@ def write_lfm2(
             }
         else:
             extents |= _attention(layer, shape, size, shape.heads * size, shape.heads * size)
-    _finish(writer, extents, shape, tensors or {})
-    return path
+    return _finish(writer, path, extents, shape, tensors or {})
 
 
 def write_qwen35(
@@ -135,20 +134,12 @@ def write_qwen35(
             }
         else:
             extents |= _attention(layer, shape, size, 2 * shape.heads * size, shape.heads * size)
-    _finish(writer, extents, shape, tensors or {})
-    return path
+    return _finish(writer, path, extents, shape, tensors or {})
 
 
 def _begin(path: Path, architecture: str, shape: HybridShape, layers: int) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny hybrid")
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.width)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(shape.hidden)
-    writer.add_head_count(shape.heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    return writer
+    sizes = {"context": shape.context, "width": shape.width, "hidden": shape.hidden, "heads": shape.heads}
+    return begin(path, architecture, layers=layers, **sizes)
 
 
 def _feed_forward(layer: int, shape: HybridShape, norm: str) -> Extents:
@@ -184,18 +175,15 @@ def _attention(layer: int, shape: HybridShape, size: int, queries: int, output: 
 
 
 def _finish(
-    writer: gguf.GGUFWriter, extents: Extents, shape: HybridShape, given: Mapping[str, NDArray[np.float32]]
-) -> None:
+    writer: gguf.GGUFWriter, path: Path, extents: Extents, shape: HybridShape, given: Mapping[str, NDArray[np.float32]]
+) -> Path:
     tokens = write_vocabulary(writer, Shape(merges=shape.merges))
     rng = np.random.default_rng(shape.seed)
     further = {name: values.shape for name, values in given.items() if name not in extents}
-    for name, size in {"token_embd.weight": (tokens, shape.width), **extents, **further}.items():
-        kind = shape.weights if "conv" not in name else gguf.GGMLQuantizationType.F32
-        add_tensor(writer, name, given.get(name, _values(rng, name, size)), kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    sizes = {"token_embd.weight": (tokens, shape.width), **extents, **further}
+    drawn = {name: given.get(name, _values(rng, name, size)) for name, size in sizes.items()}
+    kind = gguf.GGMLQuantizationType.F32
+    return finish(writer, path, drawn, kind=lambda name: kind if "conv" in name else shape.weights)
 
 
 def _values(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:

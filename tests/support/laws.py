@@ -13,11 +13,14 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from edgespec import Sampling
 from edgespec.control.base import FixedLength
+from edgespec.corpus.database import joined
+from edgespec.corpus.index import SuffixIndex
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.early_exit import EarlyExitDrafter
@@ -80,7 +83,29 @@ def hierarchical(target: TableEngine, temperature: float) -> HierarchicalDrafter
 
 def heads(kind: str, target: TableEngine) -> Drafter:
     """Heads that know the target as far as a head of one token can."""
-    return drafter_of(table_heads(kind, averaged(target)), VOCABULARY)
+    return drafter_of(table_heads(kind, averaged(target)), target.vocabulary.size)
+
+
+def opened(head: type[OpenHead | OpenBlock], target: TableEngine) -> Any:
+    return head(200, vocabulary=target.vocabulary.size)
+
+
+def texts_like(target: TableEngine) -> list[TokenIds]:
+    """What the target might have written before, and as much that it never would."""
+    rng, ids = np.random.default_rng(0), [0, 1]
+    for _ in range(400):
+        row = target.row(ids).astype(np.float64)
+        weights = np.exp(row - row.max())
+        ids.append(int(rng.choice(weights.size, p=weights / weights.sum())))
+    never = rng.integers(0, target.vocabulary.size, 400)
+    return [np.array(each, np.int32) for each in (ids[:200], ids[200:], never)]
+
+
+def remembering(target: TableEngine) -> CacheDrafter:
+    first, second, never = texts_like(target)
+    drafter = CacheDrafter(target.vocabulary.size, [first, never])
+    drafter.learn(second)
+    return drafter
 
 
 MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
@@ -94,11 +119,13 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "early-exit": EarlyExitDrafter,
     "medusa": lambda target: heads("medusa", target),
     "eagle": lambda target: heads("eagle", target),
-    "eagle3": lambda target: Eagle3Drafter(OpenHead(200, vocabulary=VOCABULARY), max_features=512),
-    "dflash": lambda target: DFlashDrafter(OpenBlock(200, vocabulary=VOCABULARY), max_features=512),
+    "eagle3": lambda target: Eagle3Drafter(opened(OpenHead, target), max_features=512),
+    "dflash": lambda target: DFlashDrafter(opened(OpenBlock, target), max_features=512),
     "ngram": lambda target: NgramDrafter(min_ngram=1),
     "suffix": lambda target: SuffixDrafter(),
-    "cache": lambda target: CacheDrafter(VOCABULARY),
+    "corpus": lambda target: SuffixDrafter(corpora=[SuffixIndex.of(joined(texts_like(target)))]),
+    "cache": lambda target: CacheDrafter(target.vocabulary.size),
+    "kept answers": remembering,
     "lookahead": lambda target: LookaheadDrafter(ngram=3),
 }
 CELLS = list(itertools.product(("rejection", "block", "coupled"), MAKERS))
@@ -106,16 +133,24 @@ CELLS = list(itertools.product(("rejection", "block", "coupled"), MAKERS))
 
 def averaged(target: TableEngine) -> TableEngine:
     """A table of order 1 that knows what the target, of order 2, does on average of the token further back."""
-    rows = np.stack([[target.row((first, last)) for first in range(VOCABULARY)] for last in range(VOCABULARY)])
+    ids = range(target.vocabulary.size)
+    rows = np.stack([[target.row((first, last)) for first in ids] for last in ids])
     return TableEngine(rows.mean(axis=1), order=1)
+
+
+def sequence_for(drafter: Drafter, target: TableEngine) -> CachedSequence:
+    """The target's sequence with what the drafter reads of it."""
+    cached = CachedSequence(target)
+    cached.keep_features(drafter.wants_features)
+    cached.keep_layer_inputs(drafter.wants_layers)
+    return cached
 
 
 def law_score(rule: str, drafter_name: str, num_tokens: int, draft_length: int = 6) -> float:
     """How far the counts are from the law, as a standard normal score (Wilson-Hilferty)."""
     target = TableWithExit.random(VOCABULARY, order=2, seed=3, spread=1.0, context_length=TEXT_LENGTH + 2)
-    drafter, cached = MAKERS[drafter_name](target), CachedSequence(target)
-    cached.keep_features(drafter.wants_features)
-    cached.keep_layer_inputs(drafter.wants_layers)
+    drafter = MAKERS[drafter_name](target)
+    cached = sequence_for(drafter, target)
     counts = np.zeros((VOCABULARY,) * 3)
     num_accepted = 0
     for seed in range(math.ceil(num_tokens / TEXT_LENGTH)):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from demo import ROOT
-from edgespec import Sampling
+import edgespec
+from demo import ROOT, TEST_THREADS
+from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -41,8 +42,7 @@ PROMPTS = (
 )
 
 
-def make_drafter(name: str, target: TableEngine) -> Drafter:
-    return NgramDrafter(min_ngram=1) if name == "ngram" else ModelDrafter(target.related(sigma=1.0))
+TEMPERATURES = 0.0, 0.8, 1.2, 1.2, 0.0, 0.8  # of the prompts, each twice
 
 
 def run_once(
@@ -60,6 +60,60 @@ def run_once(
     if drafter is None:
         return list(autoregressive(run))
     return list(speculative(run, FixedLength(drafter, length), RULES[rule]))
+
+
+def assert_same_text(
+    model: edgespec.Model, asked: Sequence[tuple[Any, Any]], num_tokens: int = 48
+) -> dict[tuple[Any, Any], edgespec.Stats]:
+    """Of (drafter, draft length) pairs: tokens and log probabilities are plain decoding's. Counters of each, summed."""
+    found: dict[tuple[Any, Any], edgespec.Stats] = {}
+    for seed, (prompt, temperature) in enumerate(zip(PROMPTS * 2, TEMPERATURES, strict=True)):
+        has_template = model.target.vocabulary.chat_template is not None
+        ids = model.encode_chat([{"role": "user", "content": prompt}]) if has_template else model.encode(prompt)
+        sampling = Sampling(temperature=temperature, seed=seed)
+        options = GenerateOptions(max_tokens=num_tokens, ignore_eos=True, drafter="none")
+        plain = model.generate(ids, sampling, options)
+        for drafter, length in asked:
+            drafted = model.generate(ids, sampling, replace(options, drafter=drafter, draft_length=length))
+            assert drafted.token_ids == plain.token_ids, (drafter, length, prompt, temperature)
+            assert drafted.logprobs == plain.logprobs, (drafter, length, prompt, temperature)
+            assert drafted.reproducible and not drafted.stats.notes
+            sums = found.setdefault((drafter, length), edgespec.Stats())
+            sums.drafted_tokens += drafted.stats.drafted_tokens
+            sums.accepted_tokens += drafted.stats.accepted_tokens
+    return found
+
+
+def assert_several_draft_apart(target: str, texts: Sequence[str], drafter: Any, **options: Any) -> None:
+    """Texts that are decoded together are those that they are alone, and as many of their drafts are accepted."""
+    usual = GenerateOptions(max_tokens=24, drafter=drafter, draft_length=4, ignore_eos=True)
+    with edgespec.load(target, reproducible=True, parallel=3, threads=TEST_THREADS, **options) as model:
+        for sampling in (Sampling(temperature=0.0, seed=2), Sampling(temperature=0.9, seed=2)):
+            plain, alone = [], []
+            for text in texts:
+                plain.append(model.generate(text, sampling, replace(usual, drafter="none")))
+                model.forget()
+                alone.append(model.generate(text, sampling, usual))
+                model.forget()
+            found = model.generate_all(texts, sampling, usual)
+            for one, other, together in zip(plain, alone, found, strict=True):
+                assert (together.token_ids, together.logprobs) == (one.token_ids, one.logprobs)
+                assert together.stats.drafted_tokens > 24
+                assert together.stats.accepted_tokens == other.stats.accepted_tokens
+            model.forget()
+
+
+def assert_window_changes_no_text(target: str, drafter: Any, **options: Any) -> None:
+    """A text longer than what the head can see."""
+    options |= {"draft_context_length": 40, "drafter": drafter, "threads": TEST_THREADS, "reproducible": True}
+    with edgespec.load(target, **options) as model:
+        ids = model.encode("A text that is longer than what the head can see. " * 6)
+        usual, sampling = GenerateOptions(max_tokens=80, ignore_eos=True), Sampling(temperature=0.8, seed=4)
+        plain = model.generate(ids, sampling, replace(usual, drafter="none"))
+        found = model.generate(ids, sampling, replace(usual, draft_length=5))
+        assert found.token_ids == plain.token_ids and found.stats.drafted_tokens > 300
+        model.forget()
+        assert model.generate(ids, sampling, usual).token_ids == plain.token_ids
 
 
 def score_of_pairs(target: TableEngine, drafter: Drafter, rule: str) -> tuple[float, list[TokenEvent]]:

@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from tiny_gguf import finish
+
 
 def write_reordered_gguf(source: Path, path: Path, order: Sequence[int]) -> Path:
     """Write the model at `source` with token `order[i]` of it as token i; what `order` lacks is left out."""
@@ -36,11 +38,7 @@ def write_reordered_gguf(source: Path, path: Path, order: Sequence[int]) -> Path
     for tensor in reader.tensors:
         rows = tensor.data[list(order)] if tensor.name in ("token_embd.weight", "output.weight") else tensor.data
         writer.add_tensor(tensor.name, np.ascontiguousarray(rows), raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path, {})
 
 
 def write_reordered_onnx(source: Path, folder: Path, order: Sequence[int]) -> Path:

@@ -267,10 +267,7 @@ class World:
     def model(self) -> TracedDrafter:
         machine, clock = self.machine, self.clock
         return TracedDrafter(
-            clock,
-            self.draft_share * machine.plain_s,
-            READ_SHARE * machine.plain_s,
-            lambda: machine.factor(clock()),
+            clock, self.draft_share * machine.plain_s, READ_SHARE * machine.plain_s, lambda: machine.factor(clock())
         )
 
     def auto(self, share: float = 0.02, curve_error: float = 0.0) -> AutoController:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import gguf
 
+from tiny_gguf import finish
+
 _STRUCTURE = "GGUF."  # what the reader calls the counts of the file itself
 
 
@@ -21,8 +23,5 @@ def split(source: Path, stem: Path, tensors_per_file: int) -> list[Path]:
             writer.add_key_value(key, field.contents(), kind, item)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, stem, {})
     return sorted(stem.parent.glob(f"{stem.name}-*-of-*.gguf"))

@@ -8,6 +8,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tiny_gguf import finish
+
 WORDS = ["find", "me", "a", "bus", "to", "hello", "world", "table", "for", "two"]
 LETTERS = [chr(ord("a") + i) for i in range(26)]
 
@@ -45,19 +47,13 @@ def write_bert(
     for layer in range(layers):
         shapes |= {f"blk.{layer}.attn_{part}": (width, width) for part in ("q", "k", "v", "output")}
         shapes |= {f"blk.{layer}.ffn_up": (2 * width, width), f"blk.{layer}.ffn_down": (width, 2 * width)}
+    tensors = dict[str, NDArray[np.float32]]()
     for name, shape in shapes.items():
-        values = (rng.standard_normal(shape) / np.sqrt(width) * 2).astype(np.float32)
-        if damaged is not None and name == "blk.0.attn_v":
-            values = damaged
-        writer.add_tensor(f"{name}.weight", values)
+        tensors[f"{name}.weight"] = (rng.standard_normal(shape) / np.sqrt(width) * 2).astype(np.float32)
         if name.startswith("blk."):
-            writer.add_tensor(f"{name}.bias", (rng.standard_normal(shape[0]) / 10).astype(np.float32))
+            tensors[f"{name}.bias"] = (rng.standard_normal(shape[0]) / 10).astype(np.float32)
+    tensors |= {} if damaged is None else {"blk.0.attn_v.weight": damaged}
     norms = [f"blk.{layer}.{name}" for layer in range(layers) for name in ("attn_output_norm", "layer_output_norm")]
     for name in ("token_embd_norm", *norms):
-        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
-        writer.add_tensor(f"{name}.bias", np.zeros(width, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        tensors |= {f"{name}.weight": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
+    return finish(writer, path, tensors)

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from tiny_gguf import Shape, add_tensor, replace_metadata, write_vocabulary
+from tiny_gguf import Shape, begin, finish, write_vocabulary
 
 TARGET = Shape(layers=4)  # a tiny Llama with enough layers to read three of
 LAYERS = [0, 2, 3]
@@ -60,16 +60,8 @@ def write_dflash(
     `metadata` and `tensors` replace what a sound file would hold, None leaves an entry out: this makes faulty files,
     and heads that share the target's tables.
     """
-    writer = gguf.GGUFWriter(path, "dflash")
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.hidden)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.size)
-    writer.add_value_length(shape.size)
-    writer.add_layer_norm_rms_eps(EPSILON)
+    sizes = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads}
+    writer = begin(path, "dflash", context=shape.context, width=WIDTH, size=shape.size, epsilon=EPSILON, **sizes)
     writer.add_uint32("dflash.block_size", shape.block)
     writer.add_array("dflash.target_layers", list(shape.target_layers))
     if shape.causal is not None:
@@ -81,15 +73,7 @@ def write_dflash(
         writer.add_bool("dflash.sample_from_anchor", shape.from_anchor)
     write_vocabulary(writer, TARGET)
     writer.add_mask_token_id(MASK_ID)
-    replace_metadata(writer, metadata or {})
-    for name, values in {**_tensors(shape), **(tensors or {})}.items():
-        if values is not None:
-            add_tensor(writer, name, values, shape.weights)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path, {**_tensors(shape), **(tensors or {})}, metadata, shape.weights)
 
 
 def _tensors(shape: HeadShape) -> dict[str, NDArray[Any]]:

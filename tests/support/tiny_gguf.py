@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,22 +99,55 @@ def write_model(
 
     `metadata` and `tensors` replace what a sound file would hold, None leaves an entry out: this makes faulty files.
     """
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.hidden)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    sizes = {"width": shape.width, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads}
+    writer = begin(path, "llama", context=shape.context, layers=shape.layers, **sizes)
     writer.add_rope_dimension_count(shape.width // shape.heads)
-    writer.add_layer_norm_rms_eps(1e-5)
     tokens = write_vocabulary(writer, shape)
+    return finish(writer, path, {**matrices(shape, tokens), **(tensors or {})}, metadata, shape.weights)
+
+
+def begin(
+    path: Path,
+    architecture: str,
+    *,
+    context: int,
+    width: int,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int | None = None,
+    size: int | None = None,
+    epsilon: float = 1e-5,
+) -> gguf.GGUFWriter:
+    """A file with the sizes that every architecture has; `size`: of its heads, where it is not width / heads."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(context)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_layer_norm_rms_eps(epsilon)
+    if kv_heads is not None:
+        writer.add_head_count_kv(kv_heads)
+    if size is not None:
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+    return writer
+
+
+def finish(
+    writer: gguf.GGUFWriter,
+    path: Path,
+    tensors: Mapping[str, NDArray[Any] | None],
+    metadata: Mapping[str, Any] | None = None,
+    kind: gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType] = gguf.GGMLQuantizationType.F32,
+) -> Path:
+    """Write the file; `kind` of its matrices, by name if it is a function. A tensor that is None is left out."""
     replace_metadata(writer, metadata or {})
-    found = {**matrices(shape, tokens), **(tensors or {})}
-    for name, values in found.items():
+    for name, values in tensors.items():
         if values is not None:
-            add_tensor(writer, name, values, shape.weights)
+            add_tensor(writer, name, values, kind(name) if callable(kind) else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -132,7 +165,7 @@ def replace_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> No
         if isinstance(value, np.uint32):  # a new entry that llama.cpp wants to have no sign
             kind = gguf.GGUFValueType.UINT32
         else:
-            kind = before.type if before and not isinstance(value, str) else gguf.GGUFValueType.get_type(value)
+            kind = before.type if before and not isinstance(value, str | list) else gguf.GGUFValueType.get_type(value)
         item = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) and value else None
         entries[key] = gguf.gguf_writer.GGUFValue(value, kind, item)
 
@@ -149,17 +182,11 @@ def write_recurrent_model(path: Path) -> Path:
     """Write a random Mamba of one layer: a model whose state cannot be rolled back."""
     width, inner, state, kernel, rank = 32, 64, 8, 4, 2
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "mamba")
-    writer.add_context_length(512)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(0)
-    writer.add_head_count(0)
-    writer.add_block_count(1)
+    writer = begin(path, "mamba", context=512, width=width, layers=1, hidden=0, heads=0)
     writer.add_ssm_conv_kernel(kernel)
     writer.add_ssm_inner_size(inner)
     writer.add_ssm_state_size(state)
     writer.add_ssm_time_step_rank(rank)
-    writer.add_layer_norm_rms_eps(1e-5)
     tokens = write_vocabulary(writer, Shape(merges=5))
     shapes = {
         "token_embd.weight": (tokens, width),
@@ -174,14 +201,9 @@ def write_recurrent_model(path: Path) -> Path:
         "blk.0.ssm_d": (inner,),
         "blk.0.ssm_out.weight": (width, inner),
     }
-    for name, extents in shapes.items():
-        writer.add_tensor(name, (rng.standard_normal(extents) / 4).astype(np.float32))
-    writer.add_tensor("blk.0.ssm_a", -np.abs(rng.standard_normal((inner, state))).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    tensors = {name: (rng.standard_normal(extents) / 4).astype(np.float32) for name, extents in shapes.items()}
+    tensors["blk.0.ssm_a"] = -np.abs(rng.standard_normal((inner, state))).astype(np.float32)
+    return finish(writer, path, tensors)
 
 
 def sentencepiece() -> dict[str, Any]:

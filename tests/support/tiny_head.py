@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from tiny_gguf import Shape, add_tensor, replace_metadata, write_vocabulary
+from tiny_gguf import Shape, begin, finish, write_vocabulary
 
 TARGET = Shape(layers=4)  # a tiny Llama with enough layers to read three of
 LAYERS = [0, 1, 3]
@@ -118,24 +117,10 @@ def write_head(
     tensors: Mapping[str, NDArray[Any] | None] | None = None,
 ) -> Path:
     """A head for `write_model(..., TARGET)` with the whole vocabulary; `metadata` and `tensors` as there."""
-    writer = gguf.GGUFWriter(path, "eagle3")
-    writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    sizes = {"width": WIDTH, "hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS}
+    writer = begin(path, "eagle3", context=128, layers=1, **sizes)
     writer.add_rope_dimension_count(WIDTH // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
     writer.add_array("eagle3.target_layers", LAYERS)
     writer.add_uint32("eagle3.target_hidden_size", shape.width)
     tokens = write_vocabulary(writer, shape)
-    replace_metadata(writer, metadata or {})
-    for name, values in {**head_tensors(shape, tokens), **(tensors or {})}.items():
-        if values is not None:
-            add_tensor(writer, name, values, gguf.GGMLQuantizationType.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path, {**head_tensors(shape, tokens), **(tensors or {})}, metadata)

@@ -73,10 +73,7 @@ def _heads(target: TableEngine, arrays: dict[str, np.ndarray], *, kind: str, dep
 
 
 def drafter_of(
-    heads: HeadFile,
-    vocabulary_size: int,
-    given_layers: tuple[int, ...] = (),
-    end_ids: frozenset[int] = frozenset(),
+    heads: HeadFile, vocabulary_size: int, given_layers: tuple[int, ...] = (), end_ids: frozenset[int] = frozenset()
 ) -> StateDrafter:
     kind = MedusaDrafter if heads.manifest.kind == "medusa" else EagleDrafter
     return kind(heads, vocabulary_size, end_ids, given_layers)

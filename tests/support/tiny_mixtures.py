@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from tiny_gguf import Shape, add_tensor, replace_metadata, vocabulary, write_vocabulary
+from tiny_gguf import Shape, begin, finish, vocabulary, write_vocabulary
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -50,6 +50,7 @@ class Case:
     has_values: bool = True
     yarn: tuple[float, float, float, float] = ()  # type: ignore[assignment]  # factor, trained context, fast, slow
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    merges: int = 40
     seed: int = 0
 
     @property
@@ -83,7 +84,7 @@ class Case:
         return layer if layer < own else next(same)
 
     def tokens(self) -> int:
-        return len(vocabulary(40)[0])
+        return len(vocabulary(self.merges)[0])
 
 
 YARN = (8.0, 64.0, 32.0, 1.0)
@@ -179,37 +180,23 @@ def write(
 ) -> Path:
     """`kinds`: the type of what a GGUF name ends with, F32 for the rest; `metadata` and `changed` replace entries."""
     kind, layers = case.kind, case.layers
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_name("tiny")
-    writer.add_context_length(case.context)
-    writer.add_embedding_length(case.width)
-    writer.add_block_count(layers)
-    writer.add_head_count(case.heads)
-    writer.add_key_length(case.size)
-    writer.add_value_length(case.size)
+    sizes = {"layers": layers, "width": case.width, "hidden": case.inner, "heads": case.heads, "size": case.size}
+    writer = begin(path, kind, context=case.context, kv_heads=case.kv_heads, epsilon=case.epsilon, **sizes)
     writer.add_rope_freq_base(case.base)
-    writer.add_layer_norm_rms_eps(case.epsilon)
+    own: dict[str, Any] = {}
     count, used, expert_inner = case.experts
     if count:
         writer.add_expert_count(count)
         writer.add_expert_used_count(used)
         writer.add_expert_feed_forward_length(expert_inner)
     if case.is_gemma:
-        writer.add_feed_forward_length([case.inner_of(layer) for layer in range(layers)])
-        writer.add_head_count_kv([case.kv_heads_of(layer) for layer in range(layers)])
-        writer.add_uint32(f"{kind}.attention.key_length_swa", case.size_windowed)
-        writer.add_uint32(f"{kind}.attention.value_length_swa", case.size_windowed)
-        writer.add_rope_dimension_count(case.size)
-        writer.add_uint32(f"{kind}.rope.dimension_count_swa", case.size_windowed)
-        writer.add_float32(f"{kind}.rope.freq_base_swa", case.base_windowed)
-        writer.add_array(f"{kind}.attention.sliding_window_pattern", [case.is_windowed(n) for n in range(layers)])
+        own = {"feed_forward_length": [case.inner_of(layer) for layer in range(layers)]}
+        own |= {"attention.head_count_kv": [case.kv_heads_of(layer) for layer in range(layers)]}
+        add_windows(writer, kind, case, layers)
         writer.add_uint32(f"{kind}.embedding_length_per_layer_input", case.per_layer)
         writer.add_uint32(f"{kind}.attention.shared_kv_layers", case.sharing)
         writer.add_float32(f"{kind}.final_logit_softcapping", case.cap)
-    else:
-        writer.add_feed_forward_length(case.inner)
-        writer.add_head_count_kv(case.kv_heads)
-    if case.window:
+    elif case.window:
         writer.add_sliding_window(case.window)
     if case.yarn:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -217,17 +204,24 @@ def write(
         writer.add_rope_scaling_orig_ctx_len(int(case.yarn[1]))
         writer.add_float32(f"{kind}.rope.scaling.yarn_beta_fast", case.yarn[2])
         writer.add_float32(f"{kind}.rope.scaling.yarn_beta_slow", case.yarn[3])
-    write_vocabulary(writer, Shape(merges=40))
-    replace_metadata(writer, {**case.metadata, **(metadata or {})})
-    for name, values in {**tensors(case), **(changed or {})}.items():
-        if values is not None:
-            stored = next((made for end, made in (kinds or {}).items() if name.endswith(end)), "F32")
-            add_tensor(writer, name, values, gguf.GGMLQuantizationType[stored])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    write_vocabulary(writer, Shape(merges=case.merges))
+
+    def stored(name: str) -> gguf.GGMLQuantizationType:
+        found = next((made for end, made in (kinds or {}).items() if name.endswith(end)), "F32")
+        return gguf.GGMLQuantizationType[found]
+
+    given = {f"{kind}.{key}": value for key, value in own.items()} | {**case.metadata, **(metadata or {})}
+    return finish(writer, path, {**tensors(case), **(changed or {})}, given, stored)
+
+
+def add_windows(writer: gguf.GGUFWriter, kind: str, case: Case, layers: int) -> None:
+    """What a Gemma 4 and its drafter say of layers with a window."""
+    writer.add_sliding_window(case.window)
+    writer.add_array(f"{kind}.attention.sliding_window_pattern", [case.is_windowed(n) for n in range(layers)])
+    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+        writer.add_uint32(f"{kind}.{key}", case.size_windowed)
+    writer.add_rope_dimension_count(case.size)
+    writer.add_float32(f"{kind}.rope.freq_base_swa", case.base_windowed)
 
 
 class Twin:
@@ -240,24 +234,40 @@ class Twin:
     def logits(self, token_ids: list[int]) -> Doubles:
         """[tokens, vocabulary] of one text."""
         case, whole = self.case, self._all
+        logits: Doubles = self.states(token_ids) @ whole.get("output.weight", whole["token_embd.weight"]).T
+        return case.cap * np.tanh(logits / case.cap) if case.cap else logits
+
+    def states(self, token_ids: list[int]) -> Doubles:
+        """[tokens, width] of one text, behind the last norm; its keys and values are kept."""
+        case, whole = self.case, self._all
         x = whole["token_embd.weight"][token_ids] * (math.sqrt(case.width) if case.is_gemma else 1.0)
         beside = self._beside(token_ids, x) if case.per_layer else None
-        cache: dict[int, tuple[Doubles, Doubles]] = {}
+        self.cache: dict[int, tuple[Doubles, Doubles]] = {}
         for layer in range(case.layers):
-            start = f"blk.{layer}."
-            own = {n.removeprefix(start).removesuffix(".weight"): v for n, v in whole.items() if n.startswith(start)}
-            attended = self._attend(layer, own, self._norm(x, own["attn_norm"]), cache)
-            if case.is_gemma:
-                attended = self._norm(attended, own["post_attention_norm"])
-            x = x + attended
-            x = x + self._feed(own, x)
-            if beside is not None:
-                gated = _gelu(x @ own["inp_gate"].T) * beside[:, layer]
-                x = x + self._norm(gated @ own["proj"].T, own["post_norm"])
-            x = x * own.get("layer_output_scale", 1.0)
-        x = self._norm(x, whole["output_norm.weight"])
-        logits: Doubles = x @ whole.get("output.weight", whole["token_embd.weight"]).T
-        return case.cap * np.tanh(logits / case.cap) if case.cap else logits
+            x = self.layer(layer, whole, x, case.read_layer(layer), None if beside is None else beside[:, layer])
+        return self._norm(x, whole["output_norm.weight"])
+
+    def layer(
+        self,
+        layer: int,
+        weights: Mapping[str, Doubles],
+        x: Doubles,
+        read: int,
+        beside: Doubles | None = None,
+        first: int = 0,
+    ) -> Doubles:
+        """A layer of `weights` over `x` [rows, width] from place `first` on; it attends to what layer `read` kept."""
+        start = f"blk.{layer}."
+        own = {n.removeprefix(start).removesuffix(".weight"): v for n, v in weights.items() if n.startswith(start)}
+        attended = self._attend(layer, own, self._norm(x, own["attn_norm"]), read, first)
+        if self.case.is_gemma:
+            attended = self._norm(attended, own["post_attention_norm"])
+        x = x + attended
+        x = x + self._feed(own, x)
+        if beside is not None:
+            gated = _gelu(x @ own["inp_gate"].T) * beside
+            x = x + self._norm(gated @ own["proj"].T, own["post_norm"])
+        return x * own.get("layer_output_scale", 1.0)
 
     def _norm(self, x: Doubles, weight: Doubles | float = 1.0) -> Doubles:
         found: Doubles = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.case.epsilon) * weight
@@ -272,9 +282,7 @@ class Twin:
         found: Doubles = (self._norm(projected, whole["per_layer_proj_norm.weight"]) + looked_up) / math.sqrt(2)
         return found
 
-    def _attend(
-        self, layer: int, own: Mapping[str, Doubles], inner: Doubles, cache: dict[int, tuple[Doubles, Doubles]]
-    ) -> Doubles:
+    def _attend(self, layer: int, own: Mapping[str, Doubles], inner: Doubles, read: int, first: int) -> Doubles:
         case, count, size, kv_heads = self.case, len(inner), self.case.size_of(layer), self.case.kv_heads_of(layer)
 
         def project(kind: str, heads: int) -> Doubles:
@@ -284,28 +292,30 @@ class Twin:
             return found
 
         queries = project("q", case.heads)
-        queries = self._rotated(self._norm(queries, own["attn_q_norm"]) if "attn_q_norm" in own else queries, layer)
+        queries = self._rotated(
+            self._norm(queries, own["attn_q_norm"]) if "attn_q_norm" in own else queries, layer, first
+        )
         if "attn_k" in own:
             keys = project("k", kv_heads)
             values = project("v", kv_heads) if "attn_v" in own else keys
-            keys = self._rotated(self._norm(keys, own["attn_k_norm"]) if "attn_k_norm" in own else keys, layer)
+            keys = self._rotated(self._norm(keys, own["attn_k_norm"]) if "attn_k_norm" in own else keys, layer, first)
             values = self._norm(values) if case.is_gemma else values
-            cache[layer] = _halves(keys), _halves(values)
+            self.cache[layer] = _halves(keys), _halves(values)
         per_key = case.heads // kv_heads
-        keys, values = (each.repeat(per_key, axis=1) for each in cache[case.read_layer(layer)])
+        keys, values = (each.repeat(per_key, axis=1) for each in self.cache[read])
         scores = np.einsum("qhd,khd->hqk", queries, keys) * (1.0 if case.is_gemma else size**-0.5)
-        distance = np.arange(count)[:, None] - np.arange(count)[None]
+        distance = first + np.arange(count)[:, None] - np.arange(len(keys))[None]
         is_seen = (distance >= 0) & ((distance < case.window) | (not case.is_windowed(layer)))
         scores = np.where(is_seen, scores, -np.inf)
         sinks = np.broadcast_to(own["attn_sinks"][:, None, None], (case.heads, count, 1)) if case.is_gpt_oss else None
         joined = scores if sinks is None else np.concatenate((scores, sinks), axis=-1)
         shares = np.exp(joined - joined.max(-1, keepdims=True))
-        shares = (shares / shares.sum(-1, keepdims=True))[..., :count]
+        shares = (shares / shares.sum(-1, keepdims=True))[..., : len(keys)]
         attended = np.einsum("hqk,khd->qhd", shares, values).reshape(count, -1)
         found: Doubles = attended @ own["attn_output"].T + own.get("attn_output.bias", 0.0)
         return found
 
-    def _rotated(self, x: Doubles, layer: int) -> Doubles:
+    def _rotated(self, x: Doubles, layer: int, first: int) -> Doubles:
         case, half = self.case, x.shape[-1] // 2
         is_own = case.is_gemma and case.is_windowed(layer)
         frequencies = (case.base_windowed if is_own else case.base) ** (-np.arange(half) / half)
@@ -318,10 +328,10 @@ class Twin:
             low, high = max(low, 0.0), min(high, 2 * half - 1.0)
             ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
             frequencies, scale = frequencies * (ramp / factor + 1 - ramp), 0.1 * math.log(factor) + 1
-        angles = np.arange(len(x))[:, None] * frequencies
+        angles = (first + np.arange(len(x)))[:, None] * frequencies
         cos, sin = scale * np.cos(angles)[:, None], scale * np.sin(angles)[:, None]
-        first, second = x[..., :half], x[..., half:]
-        return np.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
+        left, right = x[..., :half], x[..., half:]
+        return np.concatenate((left * cos - right * sin, left * sin + right * cos), axis=-1)
 
     def _feed(self, own: Mapping[str, Doubles], x: Doubles) -> Doubles:
         case = self.case

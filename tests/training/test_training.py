@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,10 @@ with warnings.catch_warnings():
     import demo_family as family
     from trainlib import demo_network
     from trainlib import demo_texts as texts
-    from trainlib.demo_network import BatchSchedule, DocumentSampler, Network, NetworkShape, pretrain, split_documents
+    from trainlib.demo_network import BatchSchedule, DocumentSampler, network_config, pretrain, split_documents
     from trainlib.hub import Target
 
-TINY = NetworkShape(320, 32, 48, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = network_config(32, 48, layers=3, heads=2, kv_heads=1, head_dim=16, vocab_size=320)
 TEXTS = [
     texts.BOS + texts.turn("user", f"find a bus to town {i}") + texts.turn("assistant", "one bus") for i in range(30)
 ]
@@ -37,23 +36,24 @@ def uncompiled() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-def saved(folder: Path, seed: int = 0) -> Network:
-    torch.manual_seed(seed)
-    network = Network(TINY).eval()
+def saved(folder: Path) -> None:
+    torch.manual_seed(0)
+    network = demo_network.new_network(TINY)
     with torch.no_grad():
         for weight in network.parameters():
             if weight.ndim == 2:
                 weight.mul_(8)  # the initial weights are so small that every distribution is flat
-    family.save_hf_model(network, texts.train_tokenizer(TEXTS, 320), TEMPLATE, folder)
-    return network
+    family.save_target(network, texts.train_tokenizer(TEXTS, 320), TEMPLATE, folder)
 
 
-def test_the_network_is_a_llama(tmp_path: Path) -> None:
-    network = saved(tmp_path / "hf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    ids = torch.arange(40)[None]
+def test_its_states_are_those_of_a_plain_llama(tmp_path: Path) -> None:
+    saved(tmp_path / "hf")
+    model, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), torch.arange(40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(network(ids), model(ids).logits, atol=0.02, rtol=0.02)  # weights in fp16
+        states, early = demo_network.hidden_states(model.float(), ids, exit_layer=2)
+        expected = model(ids, output_hidden_states=True)
+        torch.testing.assert_close(early, expected.hidden_states[2], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model.lm_head(model.model.norm(states)), expected.logits, atol=1e-3, rtol=1e-3)
 
 
 def test_a_student_equal_to_the_target_is_always_accepted(tmp_path: Path) -> None:
@@ -96,20 +96,6 @@ def test_the_tokenizer_keeps_marks_whole_and_tool_marks_readable() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "user\n<tool_call>{}</tool_call>"
     stream = texts.encode_documents(tokenizer, TEXTS)
     assert stream.dtype == np.int32 and (stream == 0).sum() == len(TEXTS)
-
-
-def test_an_edit_says_its_text_again_with_the_new_word_alone() -> None:
-    text = "def count_words(lines):\n    return sum(len(line.split()) for line in lines)"
-    renamed = 0
-    for seed in range(20):
-        document = texts.edit_document(text, ["harness"], random.Random(seed))
-        _, request, answer = document.split(texts.TURN_START)
-        content = answer.removeprefix("assistant\n").removesuffix(texts.TURN_END + "\n")
-        content = content.removeprefix("```python\n").removesuffix("\n```")
-        assert text in request
-        renamed += content != text
-        assert content == text or (content.count("harness") >= 1 and len(content.split()) == len(text.split()))
-    assert 10 <= renamed <= 19
 
 
 def test_the_stages_make_a_family(tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ from edgespec.contained import Containment, Overrun
 from edgespec.errors import ConfigError
 from edgespec.installation import install_command, is_importable
 from edgespec.sampling.constraint.exact import ONE_OF
-from edgespec.sampling.constraint.library import Library, on_stack, tried
+from edgespec.sampling.constraint.library import Library, in_plain_words, on_stack, tried
 from edgespec.sampling.constraint.schema import cleaned, large_numbers, place_of, with_cleaned_schemas
-from edgespec.sampling.constraint.words import in_plain_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

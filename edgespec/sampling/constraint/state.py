@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ConfigError
 from edgespec.sampling.constraint.grammar import Checked, Grammar, compiled
-from edgespec.sampling.constraint.library import Library
-from edgespec.sampling.constraint.words import in_plain_words
+from edgespec.sampling.constraint.library import Library, in_plain_words
 from edgespec.types import NO_PARENT, Draft, Logits, TokenIds
 from edgespec.vocabulary import Vocabulary
 

@@ -143,10 +143,10 @@ async function start() {
 
 /** What the server says of itself, which another model may be when it was restarted. */
 function display(about) {
-  const { model_alias: name, engine, device, drafter } = about;
+  const { model_alias: name, device } = about;
   $("model").textContent = document.title = name;
-  const place = device ? `${engine} on ${device}, drafter ${drafter}.` : "its first question loads it.";
-  $("welcome-text").textContent = `${name} runs on this machine: ${place}`;
+  const place = device ? `runs on this machine (${device})` : "is loaded by its first question";
+  $("welcome-text").textContent = `${name} ${place}.`;
   showDefaults(about.default_generation_settings.params);
   showThinking(about.chat_template);
   setContextLength(about.default_generation_settings.n_ctx);

@@ -5,6 +5,7 @@ The target reads each batch again: its states of all texts would be 5 KB for a t
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from trainlib.head_network import Distance, EagleHead, Heads
 from trainlib.head_texts import Batch, Batches, Texts
 from trainlib.llama import Llama
-from trainlib.optimise import Muon
+from trainlib.optimise import Schedule, make_optimizers, update
 
 LATER_WEIGHT, SHARE = 0.8, 0.5
 VECTOR_RATE = 0.002
@@ -104,15 +105,8 @@ class Trainer:
         head.project[:, : left.shape[0]] = torch.linalg.solve(through.T @ through + damping, through.T @ left.T)
 
     def train(self, texts: Texts, course: Course, say: Say, save: Callable[[], None], seed: int) -> None:
-        parameters = list(self.head.parameters())
-        optimisers: list[torch.optim.Optimizer] = [
-            Muon([weight for weight in parameters if weight.ndim == 2], lr=course.rate),
-            torch.optim.AdamW(
-                [w for w in parameters if w.ndim == 1], lr=VECTOR_RATE, betas=(0.9, 0.95), weight_decay=0
-            ),
-        ]
-        groups = [group for optimiser in optimisers for group in optimiser.param_groups]
-        rates = [group["lr"] for group in groups]
+        rates = Schedule(1, matrix_rate=course.rate, embedding_rate=VECTOR_RATE)
+        optimisers = make_optimizers(self.head, rates)
         rng, batches, begun = random.Random(seed), Batches(texts, self._target.device), time.monotonic()
         said, steps, seen, apart = begun, 0, torch.zeros(()), torch.zeros(())
         while time.monotonic() - begun < course.seconds:
@@ -120,9 +114,9 @@ class Trainer:
                 progress = (time.monotonic() - begun) / course.seconds
                 if progress >= 1:
                     break
-                for group, rate in zip(groups, rates, strict=True):
-                    group["lr"] = rate * course.factor(progress)
-                number, variation = self._step(batch, course, optimisers)
+                number, variation = self._step(batch, course)
+                if number:
+                    update(self.head, optimisers, course.factor(progress), math.inf)
                 steps, seen, apart = steps + 1, seen + number, apart + variation
                 if time.monotonic() - said > BETWEEN_REPORTS:
                     said = time.monotonic()
@@ -131,10 +125,8 @@ class Trainer:
                     seen, apart = torch.zeros(()), torch.zeros(())
                     save()
 
-    def _step(
-        self, batch: Batch, course: Course, optimisers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[int, Tensor | float]:
-        """Learn from the drafts that begin in the answers; their number, and the first tokens' total variation."""
+    def _step(self, batch: Batch, course: Course) -> tuple[int, Tensor | float]:
+        """Gradients of the drafts that begin in the answers; their number, and the first tokens' total variation."""
         features = self._target.read(batch.ids[:, :-1])[0]
         drafts = _Drafts(batch)
         valid = drafts.reach(2)
@@ -158,11 +150,7 @@ class Trainer:
             loss = loss + LATER_WEIGHT**step * distance / count
             if step == 0:
                 apart = variation.detach()
-        for optimiser in optimisers:
-            optimiser.zero_grad(set_to_none=True)
         loss.backward()
-        for optimiser in optimisers:
-            optimiser.step()
         return count, apart.cpu()
 
     def _drafted(self, features: Tensor, batch: Batch, drafts: _Drafts, depth: int) -> Iterator[Tensor]:

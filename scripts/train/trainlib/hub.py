@@ -36,6 +36,13 @@ def folder_of(source: str) -> Path:
     return found.folder
 
 
+def save_model(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write a model of transformers, which is of that type from now on."""
+    model.to(dtype).save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes files that only their owner can read
+
+
 class Target:
     """The frozen model of a folder and its tokenizer. Raises ModelFileError if transformers cannot load them."""
 

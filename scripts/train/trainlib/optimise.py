@@ -98,9 +98,11 @@ def make_optimizers(network: nn.Module, schedule: Schedule) -> list[torch.optim.
     return optimizers
 
 
-def update(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate_factor: float) -> None:
-    """One step of all optimizers along the gradients that are there, which are cleared."""
-    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+def update(
+    network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate_factor: float, most_norm: float = 1.0
+) -> None:
+    """One step of all optimizers along the gradients that are there, cut to `most_norm`; then they are cleared."""
+    torch.nn.utils.clip_grad_norm_(network.parameters(), most_norm)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * rate_factor
