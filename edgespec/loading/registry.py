@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound, shown, shown_path
-from edgespec.formats.gguf.check import SPLIT_NAME
+from edgespec.formats.gguf.check import SPLIT_NAME, split_names
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair, read_table
 from edgespec.installation import quoted
@@ -204,7 +204,7 @@ def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
         raise ModelFileError(
             f"{text} is not a .gguf or .onnx file; convert a Hugging Face folder first: edgespec export"
         )
-    file = ModelFile(path)
+    file = _file_at(path)
     if engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
@@ -269,7 +269,13 @@ def _given_file(role: str, given: Path, engine: str) -> ModelFile:
         raise (None if hint else _how_to_get(text)) or ModelNotFound(
             f"no {role} file {shown_path(given)}: {hint}give the path of a .gguf or .onnx file, or the name of a model"
         )
-    return ModelFile(path)
+    return _file_at(path)
+
+
+def _file_at(path: Path) -> ModelFile:
+    """A file, with the others of a model that is split, where all are there: loading says which one is not."""
+    others = [path.with_name(name) for name in split_names(path.name)[1:]]
+    return ModelFile(path, parts=tuple(map(ModelFile, others)) if all(map(is_file, others)) else ())
 
 
 # GGUF models that other programs keep: Ollama, LM Studio and the cache of the Hugging Face hub. They run where they are

@@ -25,6 +25,7 @@ from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
 from edgespec.types import Batch
+from split_gguf import split
 from tiny_graphs import mean_kl, tiny_files
 
 TARGET, DRAFT = DEMO / "demo-target-q8_0.gguf", DEMO / "demo-draft-q8_0.gguf"
@@ -55,6 +56,18 @@ def scored(engine, ids, step):
     """Logits of all tokens [n, vocabulary] in passes of `step` rows."""
     engine.rollback(0)
     return np.concatenate([engine.forward(Batch.chain(ids[at : at + step])).copy() for at in range(0, len(ids), step)])
+
+
+def test_a_model_in_several_files_is_the_model(engine, tmp_path):
+    first, *others = split(TARGET, tmp_path / "whole", 20)
+    assert len(others) > 1
+    with edgespec.load(first, threads=TEST_THREADS, context_length=64) as model:
+        ids = model.encode(TEXTS[0])
+        assert model.target.facts.name == "onnx"
+        assert np.array_equal(model.target.forward(Batch.chain(ids)), scored(engine, ids, len(ids)))
+    others[-1].write_bytes(others[-1].read_bytes()[:-1])
+    with pytest.raises(ModelFileError, match=others[-1].name):
+        edgespec.load(first)
 
 
 def test_a_row_has_the_same_bits_in_passes_of_all_widths(engine):

@@ -152,13 +152,13 @@ class GgufFile(Source):
     """A GGUF on our kernels, or the layer in it that predicts a further token (`nextn`). Raises as `open_source`."""
 
     def __init__(self, path: Path, *, nextn: bool = False) -> None:
-        self.path, self.files = path, (path,)
+        self.path, self.files = path, model_files(path)
         self.model = readable_model(path, nextn=nextn)
         config = self.model.config
         self.max_positions = config.max_positions
         self.reads_cache = isinstance(config, Gemma4Config) and bool(config.target_width)
         self.is_drafter = self.reads_cache or (isinstance(config, HybridConfig) and config.is_nextn)
-        self._version = file_key(path)
+        self._version = tuple(map(file_key, self.files))
         self._packed: dict[str, NDArray[np.uint8]] = {}
         self._given: dict[str, NDArray[np.uint8]] = {}  # tiles of the model that it drafts for
         self._folder: Path | None = None
@@ -178,17 +178,17 @@ class GgufFile(Source):
         found = GgufFile(path or self.path, nextn=path is None)
         found._folder = self._folder
         if path is None:
-            found._lend(self, {info.offset: name for name, info in self._ends()})
+            found._lend(self, {info.place: name for name, info in self._ends()})
         elif isinstance(found.model.config, Gemma4Config):
             found._read_cache_of(self)
         return found
 
-    def _lend(self, model: GgufFile, names: Mapping[int, str]) -> None:
+    def _lend(self, model: GgufFile, names: Mapping[tuple[int, int], str]) -> None:
         """Use tiles of `model`, whose tensors have these `names` by their place."""
         nothing = np.empty(0, np.uint8)  # before anything is packed, as in a plan
         for name, info in self._ends():
-            if info.offset in names:
-                self._given[name] = model._packed.get(tiles_name(names[info.offset]), nothing)
+            if lent := names.get(info.place):
+                self._given[name] = model._packed.get(tiles_name(lent), nothing)
 
     def _read_cache_of(self, model: GgufFile) -> None:
         """Let the layers of Gemma 4's drafter read the keys and values of the last two layers, and its embeddings."""
@@ -211,7 +211,7 @@ class GgufFile(Source):
     def _reused(self) -> set[str]:
         """The embeddings or the head, where these are tiles of the model's, or the first ones of the embeddings."""
         infos = dict(self._ends())
-        is_tied = not self._given and HEAD in infos and infos[HEAD].offset == infos[EMBEDDING].offset
+        is_tied = not self._given and HEAD in infos and infos[HEAD].place == infos[EMBEDDING].place
         return {*self._given, *([HEAD] if is_tied else [])}
 
     def reused_bytes(self) -> int:
@@ -238,7 +238,7 @@ class GgufFile(Source):
         _, data = self._write(cells)
         if not self._packed:
             self._packed = self._pack(data)
-            if file_key(self.path) != self._version:
+            if tuple(map(file_key, self.files)) != self._version:
                 raise ModelFileError(f"{self.path} was changed while it was read: load it again")
         return {**data.arrays, **self._packed}
 
@@ -295,8 +295,6 @@ def readable_model(path: Path, *, nextn: bool = False) -> GgufModel:
 
 def _readable_model(path: Path, nextn: bool) -> GgufModel:
     header = check_gguf(path)
-    if len(model_files(path)) > 1:
-        raise CapabilityError("it is one of several files of a model")
     if header.architecture not in KINDS:
         known = ", ".join(KINDS)
         raise CapabilityError(f"the kernels have no architecture {header.architecture!r}, only {known}")

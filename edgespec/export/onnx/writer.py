@@ -15,7 +15,7 @@ from edgespec.errors import CapabilityError, ConfigError, ModelFileError
 from edgespec.export.onnx.hub_model import HubModel, copy_companions
 from edgespec.export.onnx.weights import FILE_TYPES, GgufWeights, HubWeights, QuantisedTiles
 from edgespec.export.request import DEFAULT_GROUP_SIZES, ONNX_QUANTS, TILED
-from edgespec.formats.gguf.check import check_gguf, model_files
+from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.model import GgufModel, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
@@ -36,8 +36,6 @@ from edgespec.types import Progress, no_progress
 def open_gguf(path: Path) -> GgufModel:
     """The model in a file. Raises ModelNotFound, and ModelFileError for one that cannot be converted, or only later."""
     header = check_gguf(path)
-    if len(model_files(path)) > 1:
-        raise ModelFileError(f"{path} is one of several files of a model: join them first (llama-gguf-split --merge)")
     if header.architecture in KINDS and header.architecture not in WRITABLE:
         raise ModelFileError(
             f"{path} is of the architecture {header.architecture!r}, which edgespec runs as it is, on its own kernels; "

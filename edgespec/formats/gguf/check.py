@@ -140,10 +140,17 @@ def shard_names(path: Path, header: GgufHeader) -> list[str]:
             f"{path} is one of {count} parts of a model, but is not named like one: give it the name that it was "
             f"published with, which ends in -00001-of-{count:05}.gguf"
         )
-    names = [f"{parts['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    names = split_names(path.name)
     if header.metadata.get(NUMBER) != 0 or path.name != names[0]:
         raise ModelFileError(f"{path} is a part of a model: open its first file, {names[0]}")
     return names[1:]
+
+
+def split_names(name: str) -> list[str]:
+    """The names of all parts of a model, of which this is one; empty where it is not named like one."""
+    if (parts := SPLIT_NAME.fullmatch(name)) is None:
+        return []
+    return [f"{parts['stem']}-{number:05}-of-{parts['count']}.gguf" for number in range(1, int(parts["count"]) + 1)]
 
 
 def with_shards(path: Path, header: GgufHeader) -> GgufHeader:
@@ -160,9 +167,11 @@ def with_shards(path: Path, header: GgufHeader) -> GgufHeader:
             f"{path} is not a usable model: it names {len(names)} parts and says {NUMBER} "
             f"{header.metadata.get(NUMBER)!r}, {COUNT} {header.metadata.get(COUNT)!r}"
         )
+    shards = [_read_shard(path, path.parent / name, header, number) for number, name in enumerate(names, start=1)]
+    places = tuple((name, shard.data_start) for name, shard in zip(names, shards, strict=True))
     tensors = list(header.tensors)
-    for number, name in enumerate(names, start=1):
-        tensors += _read_shard(path, path.parent / name, header, number).tensors
+    for number, shard in enumerate(shards, start=1):
+        tensors += (replace(tensor, shard=number) for tensor in shard.tensors)
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise ModelFileError(f"{path} is not a usable model: two of its parts hold the same tensor. Export it again")
     if header.metadata.get(TENSORS) != len(tensors):
@@ -170,7 +179,7 @@ def with_shards(path: Path, header: GgufHeader) -> GgufHeader:
             f"{path} is not a usable model: its parts hold {len(tensors)} tensors, it says "
             f"{header.metadata.get(TENSORS)!r}. Export it again"
         )
-    return replace(header, tensors=tuple(tensors))
+    return replace(header, tensors=tuple(tensors), shards=places)
 
 
 def _read_shard(path: Path, file: Path, header: GgufHeader, number: int) -> GgufHeader:

@@ -119,20 +119,27 @@ MAX_NAME_BYTES = 63
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`shape` in GGUF order, fastest dimension first; `offset` in bytes from the start of the data."""
+    """`shape` in GGUF order, fastest dimension first; `offset` in bytes from the start of the data of file `shard`."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
     offset: int
     num_bytes: int
+    shard: int = 0  # of a model in several files
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it begins; two tensors of a model can be one."""
+        return self.shard, self.offset
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """All that stands before the tensor data, which begins at byte `data_start` and has `data_bytes`.
 
-    `spans`: for each metadata key the bytes (from, to) of its entry, to copy it as it is.
+    `spans`: for each metadata key the bytes (from, to) of its entry, to copy it as it is; `shards`: names of a model's
+    further files, each with its `data_start`.
     """
 
     metadata: dict[str, Value]
@@ -140,6 +147,12 @@ class GgufHeader:
     data_start: int
     data_bytes: int
     spans: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
+    shards: tuple[tuple[str, int], ...] = ()
+
+    def place_of(self, tensor: TensorInfo, path: Path) -> tuple[Path, int]:
+        """The file and the byte in it at which a tensor begins; `path`: of the first file."""
+        name, start = ((path.name, self.data_start), *self.shards)[tensor.shard]
+        return path.with_name(name), start + tensor.offset
 
     @property
     def architecture(self) -> str:

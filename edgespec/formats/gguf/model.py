@@ -289,8 +289,8 @@ class Reader:
             return ()
         if tensor.kind != "F32" or tensor.shape != (num_rotated // 2,):
             raise self._wrong(f"{name} is {tensor.kind} {tensor.shape}, F32 ({num_rotated // 2},) is needed")
-        place = self._header.data_start + tensor.offset
-        found = np.fromfile(self._path, np.float32, num_rotated // 2, offset=place)
+        file, place = self._header.place_of(tensor, self._path)
+        found = np.fromfile(file, np.float32, num_rotated // 2, offset=place)
         if not (np.isfinite(found).all() and (found > 0).all()):
             raise self._wrong(f"{name} contains values that cannot divide a frequency")
         return tuple(float(each) for each in found)
@@ -396,7 +396,7 @@ class GgufTensors:
 
     def __init__(self, model: GgufModel) -> None:
         self._tensors, self._config = model.tensors, model.config
-        self._path, self._start, self.is_tied = model.path, model.header.data_start, model.is_tied
+        self._path, self._header, self.is_tied = model.path, model.header, model.is_tied
         self.file_type = model.header.metadata.get("general.file_type")  # llama.cpp's number, if the file has one
 
     def kind(self, name: str) -> str:
@@ -448,10 +448,10 @@ class GgufTensors:
     def _raw(self, tensor: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes [rows, bytes] of some rows."""
         size = tensor.num_bytes // rows_of(tensor)
-        place = self._start + tensor.offset + start * size
-        found = np.fromfile(self._path, np.uint8, (stop - start) * size, offset=place)
+        file, place = self._header.place_of(tensor, self._path)
+        found = np.fromfile(file, np.uint8, (stop - start) * size, offset=place + start * size)
         if found.size < (stop - start) * size:
-            raise ModelFileError(f"{self._path} became shorter while {tensor.name} was read. Download it again")
+            raise ModelFileError(f"{file} became shorter while {tensor.name} was read. Download it again")
         return found.reshape(stop - start, size)
 
     def _order(self, count: int, row: Tensor) -> NDArray[np.intp] | None:
