@@ -34,7 +34,7 @@ from tiny_graphs import CASES, IDS, difference, graph, logits
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gemma2"])  # to ONNX from a GGUF only
 def test_a_float_graph_computes_what_transformers_does(case: str, tmp_path: Path):
     """The logits of transformers are stored beside the tests."""
     found = logits(graph(write_checkpoint(tmp_path / case, case), tmp_path / "made"))

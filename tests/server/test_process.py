@@ -126,7 +126,7 @@ def test_the_openai_client(url: str):
 def test_the_page_on_the_server_is_true(url: str):
     """Requests and the Python example of docs/server.md, sent to this server."""
     requests = re.findall(r"^curl http://127.0.0.1:8080(\S+) -d '(.+)'$", PAGE, re.MULTILINE)
-    assert len(requests) == 3
+    assert len(requests) == 2
     for path, body in requests:
         answered = httpx.post(url + path, content=body.encode(), timeout=ENDS_WITHIN_S)
         assert answered.status_code == (501 if path == "/v1/embeddings" else 200), "the demo writes text"
