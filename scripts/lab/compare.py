@@ -12,9 +12,9 @@ the question to its last token, the reading of the prompt included; it ends wher
 compared up to the last token of the shorter one. Ratios are over the fastest plain decoding of the others.
 
 FOLDER gets report.md, report.json and a journal: the same command, or one with other models, temperatures or runtimes,
-adds what is not there yet. With --clients so many prompts are asked at once, over HTTP of the servers. edgespec
-starts from an empty cache folder and keeps there what it learns; --cold adds its first answers, a new process with an
-empty folder for each prompt. DATA is the folder with spec_bench_dev.jsonl.xz.
+adds what is not there yet. With --clients so many prompts are asked at once, over HTTP of the servers, the next one when
+an answer has come. edgespec starts from an empty cache folder and keeps there what it learns; --cold adds its first
+answers, a new process with an empty folder for each prompt. DATA is the folder with spec_bench_dev.jsonl.xz.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from peers.report import AGAIN, Cell, Journal, as_json, markdown, tuned_key
 from trainlib.public_data import library_functions
 
 NUM_TUNING = 2
+EACH_ASKS = 3  # questions of each of several clients, one after the other
 FOLDERS = re.compile(r"(?<![^=,])/\S*/")  # of a path, which reports leave out
 KINDS = ("spec-bench", "edits")
 EDITED = range(400, 1600)  # characters of a function that is to be edited
@@ -108,7 +109,8 @@ class Comparison:
         """Sweep and measure whatever the journal lacks."""
         measured, tuning = self._encoded()
         clients = self._given.clients
-        groups = [measured[start : start + clients] for start in range(0, len(measured), clients)]
+        size = clients if clients == 1 else clients * EACH_ASKS
+        groups = [measured[start : start + size] for start in range(0, len(measured), size)]
         learnt_on = [(tuning[place:] + tuning * clients)[:clients] for place in range(NUM_TUNING)]
         short = max(1, self._given.tokens // 2)
         questions = [replace(self._question(group, 0.0), max_tokens=short) for group in learnt_on]

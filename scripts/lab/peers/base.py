@@ -45,7 +45,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Prompts (token ids) that are asked at once, one by each client."""
+    """Prompts (token ids); each client asks the next one when it has its answer."""
 
     prompts: Sequence[Sequence[int]]
     max_tokens: int
@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Token ids without the end token, and the seconds from the question until each came."""
+    """Token ids without the end token, and the seconds from the first question until each came."""
 
     token_ids: Sequence[int]
     times_s: Sequence[float]

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 import zlib
@@ -32,14 +31,9 @@ class ServerRuntime(Runtime):
     """A server in a process of its own, with `/health` and llama.cpp's `/completion`."""
 
     def ask(self, question: Question) -> list[Answer]:
-        started = threading.Barrier(len(question.prompts))
-
-        def answer(prompt: Sequence[int]) -> Answer:
-            started.wait()
-            return self._stream(prompt, question)
-
-        with ThreadPoolExecutor(len(question.prompts)) as clients:
-            return list(clients.map(answer, question.prompts))
+        started_s = perf_counter()
+        with ThreadPoolExecutor(self._clients) as clients:
+            return list(clients.map(lambda prompt: self._stream(prompt, question, started_s), question.prompts))
 
     def process_ids(self) -> list[int]:
         return [self._process.pid]
@@ -52,11 +46,11 @@ class ServerRuntime(Runtime):
             self._process.kill()
             self._process.wait()
 
-    def start(self, command: Sequence[str], log: Path) -> None:
+    def start(self, command: Sequence[str], files: Files) -> None:
         """Returns when the server answers. Raises Refusal when it ends before, or takes too long."""
-        self._log, port = log, _free_port()
+        self._log, self._clients, port = Path(files["log"]), int(files["clients"]), _free_port()
         self._url = f"http://127.0.0.1:{port}"
-        with log.open("w", encoding="utf-8") as output:
+        with self._log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
                 stdin=subprocess.DEVNULL,
@@ -93,7 +87,7 @@ class ServerRuntime(Runtime):
         except OSError:  # not listening yet, or still loading: 503
             return False
 
-    def _stream(self, prompt: Sequence[int], question: Question) -> Answer:
+    def _stream(self, prompt: Sequence[int], question: Question, started_s: float) -> Answer:
         body = {
             "prompt": list(prompt),
             "n_predict": question.max_tokens,
@@ -111,7 +105,6 @@ class ServerRuntime(Runtime):
         )
         token_ids: list[int] = []
         times_s: list[float] = []
-        started_s = perf_counter()
         with HTTP.open(asked, timeout=ANSWER_S) as reply:
             for line in reply:
                 if line.startswith(b"data: {"):
@@ -140,7 +133,7 @@ class LlamaServer(ServerRuntime):
         program = shutil.which(files.get("program", "llama-server"))
         if program is None:
             raise Refusal("no llama-server is given or found: build llama.cpp and give --llama-server PATH")
-        self.start([program, *arguments(files, settings)], Path(files["log"]))
+        self.start([program, *arguments(files, settings)], files)
         if settings["setting"] == "draft" and (complaint := self.complaint()):
             self.close()
             raise Refusal(complaint)
@@ -212,7 +205,7 @@ class IkServer(ServerRuntime):
             given += ["--spec-type", settings["type"], *(["--spec-autotune"] if settings["autotune"] else ())]
             flags = {"--spec-ngram-size-n": settings["ngram"], "--draft-max": settings["max_tokens"]}
             given += [part for flag, value in flags.items() if value for part in (flag, str(value))]
-        self.start([program, *given], Path(files["log"]))
+        self.start([program, *given], files)
         return titled("ik_llama.cpp's server", program)
 
     def tokens_of(self, told: Mapping[str, Any]) -> Sequence[int]:
@@ -230,7 +223,7 @@ class EdgespecServer(ServerRuntime):
         elif settings["setting"] != "default alone":
             flags = {"draft": "--model-draft", "heads": "--heads"}
             command += [part for role, flag in flags.items() if role in files for part in (flag, files[role])]
-        self.start(command, Path(files["log"]))
+        self.start(command, files)
         return f"edgespec serve {version('edgespec')}"
 
 

@@ -134,7 +134,13 @@ class Row:
 
 
 def ratio(entry: Entry, bases: Sequence[Entry]) -> float | None:
-    """How many times as fast as the mean of `bases`, to the last token of the shortest answer of all; None of none."""
+    """How many times as fast as the mean of `bases`, to the last token of the shortest answer of all; None of none.
+
+    Of several clients the tokens per second of all, since a longer answer delays those behind it.
+    """
+    if entry.cell.clients > 1:
+        tokens = mean(base.tokens / base.seconds for base in bases)
+        return entry.tokens / entry.seconds / tokens if entry.seconds and tokens else None
     lengths = [[len(answer.token_ids) for answer in each.answers] for each in (entry, *bases)]
     counts = [min(each) for each in zip(*lengths, strict=True)]
     seconds = entry.seconds_to(counts)
