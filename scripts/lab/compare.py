@@ -12,8 +12,8 @@ the question to its last token, the reading of the prompt included; it ends wher
 compared up to the last token of the shorter one. Ratios are over the fastest plain decoding of the others.
 
 FOLDER gets report.md, report.json and a journal: the same command, or one with other models, temperatures or runtimes,
-adds what is not there yet. With --clients so many prompts are asked at once, over HTTP of the servers, the next one when
-an answer has come. edgespec starts from an empty cache folder and keeps there what it learns; --cold adds its first
+adds what is not there yet. With --clients so many prompts are asked at once, over HTTP of the servers, the next when an
+answer has come. edgespec starts from an empty cache folder and keeps there what it learns; --cold adds its first
 answers, a new process with an empty folder for each prompt. DATA is the folder with spec_bench_dev.jsonl.xz.
 """
 
