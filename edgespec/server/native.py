@@ -218,8 +218,11 @@ class NativeExchange(Exchange):
         for index, answer in enumerate(answers):
             num_sent = 0
             async for piece in answer.pieces():
-                tokens, num_sent = list(answer.token_ids[num_sent:]), len(answer.token_ids)
-                counts = {"tokens_predicted": num_sent, "tokens_evaluated": answer.stats.prompt_tokens}
+                ids, begin = answer.token_ids, num_sent
+                has_end = bool(ids) and ids[-1] in self.vocabulary.end_ids  # which may come with text, or alone later
+                num_sent = len(ids) - has_end
+                tokens = list(ids[begin:num_sent])
+                counts = {"tokens_predicted": len(ids), "tokens_evaluated": answer.stats.prompt_tokens}
                 told = {"timings": answer.timings} if self._request.timings_per_token else {}
                 if piece.progress is not None:
                     told = {"prompt_progress": prompt_progress(piece.progress)}

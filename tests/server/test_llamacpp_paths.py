@@ -432,7 +432,7 @@ def test_both_paths_take_the_same_fields_and_answer_in_one_form(coder: TestClien
     same = [each for part in parts[:-1] for each in part["completion_probabilities"]]
     assert [each["id"] for each in same] == [each["id"] for each in probs]
     sent = [token for part in parts[:-1] for token in part["tokens"]]
-    assert sent == tokens[: len(sent)] and [each["id"] for each in probs] == tokens[: len(probs)]
+    assert sent == tokens[:-1] and [each["id"] for each in probs] == tokens[: len(probs)]
     assert all(part["timings"]["predicted_n"] for part in parts)
     shown = answer["generation_settings"]
     assert (shown["seed"], shown["n_predict"], shown["n_probs"], shown["repeat_last_n"]) == (5, 32, 2, 64)
