@@ -202,7 +202,7 @@ def served(pair: ModelPair, job: Job, chosen: argparse.Namespace) -> dict[str, A
         label = " ".join(flags[:2] + flags[4:]) or "plain"
         server = LlamaServer()
         try:
-            server.start([*own, *flags], chosen.out / f"{job.name}.server.log")
+            server.start([*own, *flags], {"log": str(chosen.out / f"{job.name}.server.log"), "clients": "1"})
             with closing(server):
                 told = (server.post("/v1/chat/completions", body)["timings"] for body in bodies)
                 found[label] = server.complaint() or median(each["predicted_per_second"] for each in told)

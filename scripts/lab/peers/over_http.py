@@ -197,7 +197,7 @@ class IkServer(ServerRuntime):
         clients, threads = int(files["clients"]), str(settings["threads"])
         given = ["--model", files["target"], "--ctx-size", str(clients * int(files["context"])), "--run-time-repack"]
         given += ["--parallel", str(clients), "--threads", threads, "--threads-batch", threads, "--cache-ram", "0"]
-        given += ["--flash-attn", settings["flash_attention"]]
+        given += ["--flash-attn", settings["flash_attention"], "--log-disable"]
         if settings["setting"] == "draft":
             given += ["--model-draft", files["draft"], "--draft-p-min", str(settings["min_probability"])]
             given += ["--draft-max", str(settings["max_tokens"])]
