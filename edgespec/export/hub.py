@@ -193,9 +193,12 @@ SAMPLING_NAMES = {
 
 def card_licence(folder: Path) -> str:
     """The licence named in a model card's front matter; empty if there is none."""
+    hub = library()
+    from yaml import YAMLError  # type: ignore[import-untyped]  # what the library reads cards with
+
     try:
-        card = library().metadata_load(folder / "README.md") or {}
-    except Exception:  # no such file, or what the library's parser raises
+        card = hub.metadata_load(folder / "README.md") or {}
+    except (OSError, ValueError, RecursionError, YAMLError):  # no such file, or none of YAML
         return ""
     found = card.get("license")
     found = found[0] if isinstance(found, list) and found else found
