@@ -257,8 +257,8 @@ def test_auto_takes_trees_where_rows_are_cheap_and_only_there(
 ) -> None:
     engine = Timed.random(VOCABULARY, order=1, seed=1, context_length=500)
     engine.row_s = row_s
-    monkeypatch.setattr("edgespec.generation.run_state.perf_counter", lambda: engine.now_s)
-    monkeypatch.setattr("edgespec.control.threads.perf_counter", lambda: engine.now_s)
+    for module in ("generation.run_state", "generation.decode", "control.threads"):
+        monkeypatch.setattr(f"edgespec.{module}.perf_counter", lambda: engine.now_s)
     drafter = drafter_of(table_heads(kind, engine.related(sigma=0.8)), VOCABULARY)
     curve = CostCurve({1: 1.0, 65: 1.0 + 64 * row_s})
     controller = Watched({kind: drafter}, RunCosts(curve, {}), clock=lambda: engine.now_s)
