@@ -17,7 +17,7 @@ from pathlib import Path
 from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, SamplingError
-from edgespec.loading.hub import Overloaded, cached, describe, endpoint, library, reason_of, transport_errors
+from edgespec.loading.hub import describe, endpoint, failures, library, reason_of
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -92,17 +92,15 @@ def hub_source(hub_id: str, revision: str) -> Source:
     hub = library()
     try:
         found = describe(hub_id, revision)
-    except (ModelNotFound, DownloadError, Overloaded, ConnectionError) as error:
+    except (ModelNotFound, DownloadError) as error:
         return _cached_source(hub_id, revision, error)
     sizes = {name: file.bytes for name, file in found.files.items()}
     weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint()}", list(sizes))}
 
-    failures: tuple[type[Exception], ...] = (OSError, ValueError, *transport_errors())
-
     def fetch(name: str, at: str = found.commit) -> Path:
         try:
             return Path(hub.hf_hub_download(hub_id, name, revision=at, endpoint=endpoint()))
-        except failures as error:
+        except failures() as error:
             raise ModelNotFound(
                 f"{name} of {hub_id} could not be fetched from {endpoint()} ({reason_of(error)}): run the same command "
                 "again, finished files are kept"
@@ -115,7 +113,8 @@ def hub_source(hub_id: str, revision: str) -> Source:
         raise ModelNotFound(f"{hub_id} changed at {endpoint()} while it was fetched: run the same command again")
     for name in _matching(list(sizes), SMALL_FILES):
         fetch(name)
-    missing = {name: size for name, size in weights.items() if cached(found, name) is None}
+    in_cache = {name: hub.try_to_load_from_cache(hub_id, name, revision=found.commit) for name in weights}
+    missing = {name: size for name, size in weights.items() if not isinstance(in_cache[name], str)}
     return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
 
 

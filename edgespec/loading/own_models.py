@@ -19,7 +19,6 @@ import tomli_w
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import (
     Busy,
-    CapabilityError,
     ConfigError,
     EdgespecError,
     ModelFileError,
@@ -91,22 +90,6 @@ def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
     if file.parts:
         made["parts"] = [_entry(root, part) for part in file.parts]
     return made
-
-
-def replace_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
-    """`write_manifest`; removes the files that only the manifest before it names, and unfinished ones."""
-    before: set[Path] = set()
-    if is_file(folder / MANIFEST):
-        with contextlib.suppress(ModelFileError, CapabilityError):
-            old = read_pair(folder, check_hashes=False)
-            parts = (part.path for file in old.files.values() for part in file.all_files)
-            before = {path for path in parts if folder in path.parents}  # others are the user's own
-    write_manifest(folder, about, roles)
-    (folder / UNFINISHED).unlink(missing_ok=True)
-    kept = {part.path for file in roles.values() for part in file.all_files}
-    for path in (before - kept) | set(folder.rglob(f".*{PART}")):
-        with contextlib.suppress(OSError):  # in use on Windows
-            path.unlink()
 
 
 def add(path: Path, name: str = "", draft: Path | None = None) -> str:

@@ -16,7 +16,6 @@ from edgespec.cli.chat import CHOSEN_HERE
 from edgespec.cli.main import cli
 from edgespec.cli.stdin import line_reader
 from edgespec.errors import DownloadError, ModelFileError
-from edgespec.loading.download import Patience
 from edgespec.loading.registry import resolve
 from split_gguf import split
 from tiny_gguf import Shape, write_model
@@ -167,19 +166,6 @@ def test_a_folder_that_cannot_be_converted_is_refused_before_packages_are_asked_
     assert f"no folder '{folder}/x'" in refused("export", "org/model", "--draft", f"{folder}/x")
     write_model(folder / "tiny.gguf")
     assert "already holds GGUF files (tiny.gguf)" in refused("export", str(folder))
-
-
-def test_a_hub_that_is_not_reached_is_said_while_it_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("edgespec.loading.download.sleep", lambda seconds: None)
-    patience = Patience("o/model")
-    with pytest.raises(DownloadError, match="could not be fetched"):
-        while True:
-            patience.wait(ConnectionError("no route"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "o/model cannot be fetched (no route): retrying for a few seconds"
-    ]
 
 
 @pytest.mark.parametrize(
