@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,6 @@ from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import swap_command
-from edgespec.platform.files import shipped_models
 from tiny_gguf import Shape, write_model
 
 EVERYDAY = "chat run serve ls show pull plan bench export doctor"
@@ -501,14 +499,12 @@ def test_doctor_reports_engine_and_versions():
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_doctor_names_models_by_their_folders_and_tells_which_are_damaged(tmp_path, monkeypatch):
+def test_doctor_tells_which_models_are_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
-    shutil.copytree(shipped_models() / "demo", tmp_path / "copy")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / MANIFEST).write_text("no = = toml")
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
-    assert {"copy", "demo"} <= {model["name"] for model in report["models"]}
     assert result.exit_code == 1 and any(f"broken{os.sep}{MANIFEST}" in problem for problem in report["problems"])
 
 
@@ -528,7 +524,7 @@ def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):
 
 
 def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
-    monkeypatch.setattr("edgespec.cli.doctor._version", lambda package: "1.0")
+    monkeypatch.setattr("edgespec.cli.doctor._is_installed", lambda package: True)
     result = run("doctor")
     assert result.exit_code == 1 and result.stdout.startswith("Not ready: 1 problem")
     (problem,) = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]

@@ -15,7 +15,7 @@ from command_line import refusal, run
 from edgespec.cli.chat import CHOSEN_HERE
 from edgespec.cli.main import cli
 from edgespec.cli.stdin import line_reader
-from edgespec.errors import DownloadError, ModelFileError
+from edgespec.errors import ModelFileError
 from edgespec.loading.registry import resolve
 from split_gguf import split
 from tiny_gguf import Shape, write_model

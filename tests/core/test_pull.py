@@ -247,7 +247,7 @@ def test_a_model_that_is_not_there(get, hub, repo):
     with pytest.raises(ModelNotFound, match="has no revision 'v7'"):
         get(revision="v7")
     hub.faults.refusals, hub.faults.refused = [(404, {"X-Error-Code": "EntryNotFound"})], "/store/"
-    with pytest.raises(ModelNotFound, match="could not be fetched .*: run the same command again"):
+    with pytest.raises(ModelNotFound, match=r"could not be fetched .*: run the same command again"):
         get()
 
 
