@@ -373,19 +373,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
 
 
 @POSIX
-def test_what_is_typed_during_an_answer_waits_for_the_prompt(slow_path):
-    with Terminal("chat", str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
-        terminal.enter("/set max-tokens 30")
-        terminal.enter("hello")
-        terminal.wait_for_more()
-        terminal.type("/stats")
-        assert "/stats" not in terminal.wait_for(ASKING)
-        terminal.wait_for("/stats")
-        terminal.type("\r")
-        terminal.wait_for("1 answer in all")
-
-
-@POSIX
 def test_keys_in_a_terminal(target_path, private_home):
     """A remembered line, completion of a command, the end of input."""
     with Terminal("chat", str(target_path), "--drafter", "none", "-n", "4", "--seed", "1") as terminal:
