@@ -196,7 +196,7 @@ def test_find_takes_hyphens_and_underscores():
 
 @pytest.mark.parametrize(
     ("typed", "near"),
-    [("--tmep", "--temp"), ("--temprature", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
+    [("--tmep", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
 )
 def test_the_nearest_name(typed, near):
     hint = did_you_mean(typed, ["--temp", "--top-k", "--chat-template", "--model", "-m"])
