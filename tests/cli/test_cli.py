@@ -227,7 +227,7 @@ def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
 @POSIX
 def test_an_input_without_end_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(piped, "MAX_TEXT_BYTES", 1 << 20)
-    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE, text=True) as endless:
         monkeypatch.setattr("sys.stdin", endless.stdout)
         with pytest.raises(PromptError, match="more than 1 MiB"):
             piped.text_behind()
