@@ -58,10 +58,6 @@ def one_writer(name: str, on_wait: Callable[[], None] | None = None) -> Iterator
     lock = library().utils.WeakFileLock
     from filelock import Timeout  # what huggingface_hub locks with
 
-    if is_folder(folder) and name not in (same := [path.name for path in models_folder().iterdir()]):
-        # Windows and macOS take two spellings for one folder.
-        taken = next((each for each in same if each.lower() == name.lower()), name)
-        raise ConfigError(f"the name {name} is taken by {taken}: give another, or write it like that")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock(locks / f"{name}.lock", timeout=0.2))
@@ -167,7 +163,7 @@ def own_folders() -> dict[str, Path]:
 def _table_of(folder: Path) -> Mapping[str, Any] | None:
     """The manifest of a folder that `edgespec pull` or `add` made, empty where it is damaged or not there yet."""
     if not is_file(folder / MANIFEST):
-        return {} if is_file(folder / UNFINISHED) or any(folder.rglob(f".*{PART}")) else None
+        return {} if is_file(folder / UNFINISHED) else None
     try:
         table = read_table(folder / MANIFEST)
     except ModelFileError:  # a model that cannot be used is no loss
