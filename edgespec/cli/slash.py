@@ -127,6 +127,8 @@ _OLLAMAS = {
     "quiet": "stats off",
     "think": "thinking on",
     "nothink": "thinking off",
+    "wordwrap": "raw off",
+    "nowordwrap": "raw on",
     "format json": 'json-schema {"type": "object"}',
 }
 
@@ -140,7 +142,7 @@ def _set(chat: Chat, argument: str) -> None:
     if not name or not text.strip():
         raise ConfigError("/set needs a name and a value, such as: /set temp 0.5 (/unset takes a setting back)")
     setting = find(CALLED.get(name.lower().replace("_", "-"), name), "/set")
-    value = setting.parse(text.strip(), f"/set {setting.key}")
+    value = setting.read(text.strip(), f"/set {setting.key}")
     if setting.name == "seed" and value == RANDOM_SEED:
         _unset(chat, name)
         return

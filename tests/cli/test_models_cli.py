@@ -157,7 +157,8 @@ def test_rm_keeps_what_it_did_not_bring(home: Path):
     assert failed.exit_code == 2 and "neither pulled nor added" in failed.stderr
     assert (home / "own" / "precious.gguf").exists()
     (home / "half").mkdir()
-    (home / "half" / ".m.gguf.0123.part").write_bytes(b"GGUF")
+    for name in (".m.gguf.0123.part", ".unfinished"):
+        (home / "half" / name).write_bytes(b"GGUF")
     assert "unfinished" in run("ls").stdout
     assert run("rm", "half").exit_code == 0 and not (home / "half").exists()
 
@@ -220,7 +221,7 @@ def test_a_pulled_target_gets_drafts_of_its_family(neighbours: Path):
     target = neighbours.rename(neighbours.with_name("Qwen3-8B-Q4_K_M.gguf"))
     with target.open("ab") as file:
         file.truncate(5 << 30)  # as large as the model that it is named for; the rest is never read
-    names = [each.name for each in rank(find_aim(str(target))) if not each.is_here and not each.is_head]
+    names = [each.name for each in rank(find_aim(str(target))) if each.path is None and not each.is_head]
     assert names[0] == "qwen3-0.6b" and set(names) <= {"qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
 
 

@@ -211,7 +211,7 @@ def test_auto_is_for_this_machines_memory() -> None:
     for options in ({"gpu_layers": "auto"}, {"gpu_layers": 4}, {"provider": "cuda"}, {"rpc": "host:1"}):
         with pytest.raises(ConfigError, match="context_length auto is chosen by this machine's memory"):
             LoadOptions(context_length="auto", **options)
-    for wrong in ("max", "4k", -1, 15, True, 2.5):
+    for wrong in ("most", "4k", -1, 15, True, 2.5):
         with pytest.raises(ConfigError, match="context_length"):
             LoadOptions(context_length=wrong)  # type: ignore[arg-type]
 
