@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -313,11 +313,6 @@ class LoadOptions:
         if self.draft_device is not None:
             return -1 if self.draft_devices else 0
         return 0 if self.rpc is not None else self.target_gpu_layers
-
-
-def keywords_of(options: LoadOptions) -> dict[str, Any]:
-    """The keywords with which `edgespec.load` makes these options again."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 _limited = partial(from_to, error=SamplingError)
