@@ -87,8 +87,6 @@ def held_out(pairs: dict[str, str], number: int, seed: int, most_context: int) -
         options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
         options |= {"cache_type_k": keys, "cache_type_v": values} if keys else {}
         if drafter in ("model", "tree"):
-            draft_keys, draft_values = draw.choice(OTHER_CACHES[engine])
-            options |= {"draft_cache_type_k": draft_keys, "draft_cache_type_v": draft_values}
             options |= {"draft_context_length": draw.choice((512, context))}
         case = Case(pairs[path], {**options, "threads": 1})
         if str(case) not in seen:

@@ -55,15 +55,6 @@ def test_the_planned_cells_are_those_of_the_load(drafter: Any, reproducible: boo
     assert cells_of(options) == loaded
 
 
-@pytest.mark.parametrize("elsewhere", [{"gpu_layers": -1}, {"rpc": "127.0.0.1:50052"}])
-def test_what_runs_elsewhere_has_cells_of_its_own_in_reproducible_mode_too(elsewhere: Any) -> None:
-    options = replace(OPTIONS, engine="llamacpp", drafter="suffix", parallel=3, context_length=500)
-    options = replace(options, kv_offload=False, **elsewhere)
-    own, shared = (cells_of(replace(options, reproducible=wanted)) for wanted in (True, False))
-    assert own == 3 * -(-(500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
-    assert shared == -(-(3 * 500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
-
-
 @pytest.mark.skipif(library_path() is None, reason="the kernels are not built: scripts/run.py test builds them")
 def test_there_is_room_for_as_many_answers_as_fit_with_full_texts() -> None:
     options = replace(OPTIONS, parallel="auto")
