@@ -202,7 +202,7 @@ class SettingsCommand(click.Command):
         is_whole = shows_all(ctx)
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)  # None for arguments and hidden options
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None  # None of hidden ones, too
             if record is not None and (is_whole or getattr(param, "is_basic", True)):
                 sections[OTHER if "--help" in param.opts else getattr(param, "group", OWN)].append(record)
         formatter.write_paragraph()
