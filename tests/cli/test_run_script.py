@@ -99,14 +99,6 @@ def test_an_interrupted_build_of_llama_cpp_leaves_a_ready_environment(script, in
     assert not script.is_ready(["llamacpp"])
 
 
-def test_the_gpu_build_takes_the_place_of_the_other_each_time(script, installed, tmp_path):
-    script.set_up(["gpu"])
-    assert [command[3] for command in installed] == ["install", "uninstall", "install"]
-    assert installed[1][-1] == "onnxruntime" and installed[2][-1] == "onnxruntime-gpu>=1"
-    script.set_up(["server"])
-    assert installed[3][-1] == f"{tmp_path}[gpu,server]" and installed[5][-1] == "onnxruntime-gpu>=1"
-
-
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """The user's folder, with a few models in it that hold nothing."""
@@ -126,32 +118,20 @@ def models(tmp_path, monkeypatch):
     ("line", "why"),
     [
         ("chat", ""),
-        ("chat demo", ""),
         ("chat x.gguf", "x.gguf"),
         ("generate -m x.gguf -p hello", "x.gguf"),
-        ("generate --model=x.gguf", "x.gguf"),
         ("chat onnx/model.onnx -md x.gguf", "x.gguf"),
         ("chat none.gguf", ""),
         ("chat noise.gguf", ""),
-        ("show x.gguf", ""),
         ("add x.gguf --name x", "x.gguf"),
-        ("bench x.gguf", "x.gguf"),
-        ("chat both", ""),
         ("chat gguf", "gguf"),
-        ("chat onnx", ""),
-        ("chat pair", ""),
         ("chat old", "old"),
         ("chat bad", ""),
         ("chat --engine llamacpp", "--engine llamacpp"),
-        ("chat --engine=llamacpp", "--engine llamacpp"),
-        ("chat --engine onnx", ""),
         ("generate -p llamacpp", ""),
         ("test -k cli", "the test suite"),
-        ("lint", ""),
         ("export folder", "writing GGUF"),
-        ("export folder --to both", "writing GGUF"),
         ("export folder --to onnx", ""),
-        ("export folder --to=onnx", ""),
     ],
 )
 def test_a_command_tells_whether_it_needs_llama_cpp(script, models, line, why):
@@ -185,9 +165,8 @@ def test_a_backend_is_compiled_afresh_and_takes_the_place_of_the_other_build(scr
     assert script.is_ready(["llamacpp"])
 
 
-@pytest.mark.parametrize("words", [["--backend", "opengl"], ["llamacpp", "--backend"], ["llamacpp", "--backend=,"]])
-def test_an_unknown_backend_is_refused_with_the_known_ones(script, installed, capsys, words):
-    assert script.main(["install", *words]) == 2
+def test_an_unknown_backend_is_refused_with_the_known_ones(script, installed, capsys):
+    assert script.main(["install", "llamacpp", "--backend", "opengl"]) == 2
     assert "known: cuda, metal, rocm, vulkan, rpc" in capsys.readouterr().err
     assert not installed
 
@@ -214,7 +193,7 @@ def test_an_environment_without_pip_is_replaced_only_if_it_is_ours(script, insta
     assert own.exists() and installed == []
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"key": 1}'])
+@pytest.mark.parametrize("content", ["", '{"key": 1}'])
 def test_a_damaged_marker_is_not_ready(script, content):
     script.MARKER.write_text(content)
     assert not script.is_ready([])
@@ -224,12 +203,9 @@ def test_a_damaged_marker_is_not_ready(script, content):
     ("output", "fix"),
     [
         ("CMake Error: No CMAKE_CXX_COMPILER could be found.", "install a C++ compiler"),
-        ("error: command 'gcc' failed: No such file", "install a C++ compiler"),
-        ("error: Microsoft Visual C++ 14.0 or greater is required", "Visual Studio Build Tools"),
         ("Temporary failure in name resolution", "network connection"),
         ("OSError: [Errno 28] No space left on device", "disk space"),
         ("Could NOT find Vulkan (missing: glslc) (found version 1.3.239)", "apt install libvulkan-dev"),
-        ("glslc -O x\nggml-vulkan.cpp:1: error: 'LayerSettingEXT' is not a member of 'vk'", "1.3.272 or newer"),
         ("glslc -O x.comp\ng++: fatal error: Killed signal terminated program cc1plus", "out of memory"),
         ("The virtual environment was not created: ensurepip is not available", "python3-venv"),
     ],
@@ -265,11 +241,6 @@ def test_a_second_setup_waits_for_the_first(script, tmp_path, monkeypatch):
         with script.setup_lock():
             assert said == ["another installation is running in this checkout: waiting for it"]
         assert other.wait(60) == 0
-
-
-def test_help_needs_no_setup():
-    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True)
-    assert "scripts/run.py chat" in done.stdout
 
 
 @pytest.mark.skipif(os.name == "nt", reason="on Windows the script waits for a child instead of exec")
