@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -443,6 +444,26 @@ class Exchange(ABC):
     def failed_early(cls, error: HttpError) -> bytes:
         """The only part of a stream that failed before its request was read."""
         return sse(error.body(""))
+
+
+@asynccontextmanager
+async def answering(exchange: Exchange, notes: list[str]) -> AsyncIterator[list[Answer]]:
+    """The answers of a request, to be read within the block, which ends what still runs. Adds what its options bring
+    to `notes`. Raises as `Scheduler.submit`.
+    """
+    tickets = await exchange.work.loaded.scheduler.submit(exchange.jobs)
+    try:
+        notes += [note for ticket in tickets for note in ticket.generation.request.notes]
+        yield [exchange.answer(ticket) for ticket in tickets]
+    finally:
+        for ticket in tickets:
+            ticket.cancel()
+
+
+async def notes_on(loaded: Loaded, answers: Sequence[Answer]) -> list[str]:
+    """What is wrong with answers that are finished."""
+    checked = [each for answer in answers if (each := answer.ticket.generation).request.schema]
+    return list(filter(None, [await loaded.scheduler.prepare(each.check_answer) for each in checked]))
 
 
 def sse(value: Any, event: str = "") -> bytes:

@@ -20,7 +20,7 @@ from edgespec.server.facts import served_name, written
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import Logprobs, Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
 from edgespec.server.requests import Asked, Fields, read, sent_as, unsupported, wrong
-from edgespec.server.service import Loaded, Names
+from edgespec.server.service import Loaded, Service
 from edgespec.server.structure import ANY_OBJECT
 
 _OPTIONS = (*Sampled.__struct_fields__, "stop")
@@ -180,16 +180,18 @@ def _exchange(
     return OllamaExchange(work, keep_s, is_chat=is_chat, is_stream=request.stream is not False)
 
 
-def unload_at_rest(names: Names, values: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
+def unload_at_rest(service: Service, values: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
     """The answer to a request to unload the model while it is not loaded; None for one that needs it.
 
     Raises HttpError.
     """
+    if service.is_new or service.answers_at_once:
+        return None
     is_empty = values.get("messages") == [] if is_chat else not (values.get("prompt") or values.get("suffix"))
     if not is_empty or read_keep_alive(values.get("keep_alive")) != 0:
         return None
-    require_model(names, served_name(names, values.get("model")), [])
-    return preloaded(names.own, 0, is_chat=is_chat)
+    require_model(service.names, served_name(service.names, values.get("model")), [])
+    return preloaded(service.name, 0, is_chat=is_chat)
 
 
 def read_keep_alive(given: Any) -> float | None:

@@ -23,7 +23,7 @@ from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
 from edgespec.server.guard import LOOPBACK
 from edgespec.server.residence import Loading, handling
-from edgespec.server.scheduler import DaemonThreads
+from edgespec.server.scheduler import in_thread
 from edgespec.server.service import Services
 
 logger = logging.getLogger("edgespec")
@@ -114,7 +114,7 @@ def serve(services: Services, binding: Binding, loading: Loading, announce: Call
     def on_end(done: Future[None]) -> None:
         server.should_exit = server.should_exit or done.exception() is not None
 
-    loaded = DaemonThreads("edgespec-load").submit(load_and_announce)
+    loaded = in_thread("edgespec-load", load_and_announce)
     loaded.add_done_callback(on_end)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()

@@ -31,7 +31,6 @@ class Limits:
 
     max_queued: int = 32
     max_body_bytes: int = 8 * 1024 * 1024
-    body_timeout_s: float = 30.0
     timeout_s: float | None = 600.0
 
 

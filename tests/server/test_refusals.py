@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import random
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from edgespec.cli.serve import command
 from edgespec.errors import EngineError, ModelFileError, Unreachable
 from edgespec.server import facts
 from edgespec.server.app import create_app
-from edgespec.server.http_errors import HttpError, as_http_error
+from edgespec.server.http_errors import as_http_error
 from edgespec.server.requests import parse_object
 from edgespec.server.run import Binding
 from edgespec.server.service import Limits, Service, Services
-from edgespec.server.web import NOTES, Bodies
+from edgespec.server.web import NOTES
 from serving import BASE_URL
 
 CHAT = "/v1/chat/completions"
@@ -285,45 +281,6 @@ def test_a_list_of_tokens_has_a_limit(client: TestClient, monkeypatch: pytest.Mo
     assert client.post("/tokenize", json={"content": "a b"}).status_code == 200
     answered = client.post("/tokenize", json={"content": "a b c d e"})
     assert answered.status_code == 400 and "tokens; at most 3 are listed" in answered.json()["error"]["message"]
-
-
-def test_what_a_refused_request_held_is_let_go(client: TestClient):
-    body = json.dumps({"prompt": [1] * 300_001})  # the client keeps what it is given, so that it gets no list
-    gc.collect()
-    gc.disable()  # which finds it late, and holds up everything when it does
-    try:
-        assert client.post("/v1/completions", content=body).status_code == 400
-        for _ in range(200):
-            held = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 300_001]
-            if not held:
-                break
-            time.sleep(0.05)
-    finally:
-        gc.enable()
-    assert not held
-
-
-async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(service: Service):
-    service.limits = Limits(max_body_bytes=100_000, body_timeout_s=0.05)
-    bodies = Bodies(service.limits)
-
-    def body(size: int) -> Any:
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b"x" * size, "more_body": False}
-
-        headers = [(b"content-length", str(size).encode())]
-        return bodies.read(Request({"type": "http", "method": "POST", "headers": headers}, receive))
-
-    async with contextlib.AsyncExitStack() as held:
-        first, *_ = [await held.enter_async_context(body(100_000)) for _ in range(4)]
-        with pytest.raises(HttpError) as caught:
-            await held.enter_async_context(body(100_000))
-        assert caught.value.status == 503
-        async with body(1000) as small:
-            assert len(small.data) == 1000
-        first.close()
-        async with body(100_000) as last:
-            assert len(last.data) == 100_000 and not first.data
 
 
 def test_a_large_body_is_refused(service: Service):

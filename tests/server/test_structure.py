@@ -45,6 +45,7 @@ def tool(name: str, parameters: dict[str, Any] = SCHEMA) -> dict[str, Any]:
 
 TOOLS = [tool("BookTable"), tool("FindTable")]
 
+
 def post(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
     short = (
         {"stream": False, "options": {"temperature": 0}} if path == OLLAMA else {"max_tokens": 120, "temperature": 0}
