@@ -122,7 +122,7 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     if template is None:
         needs = "use /v1/completions, or start the server with --chat-template-file"
         raise bad_request(f"this model has no chat template, as usual for base models: {needs}", "messages")
-    sampling, options = read_settings(chat, loaded, notes, chat.num_logprobs)
+    sampling, options = read_settings(chat, loaded, chat.num_logprobs)
     options = replace(options, prediction=chat.predicted)
     tools, form = _read_tools(chat, template)
     parallel = chat.parallel_tool_calls is not False

@@ -50,7 +50,7 @@ def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
         prompts = _read_filling(loaded, request)
     else:
         prompts = [each.token_ids for each in read_prompts(loaded, request.prompt)]
-    sampling, options = read_settings(request, loaded, notes, request.logprobs)
+    sampling, options = read_settings(request, loaded, request.logprobs)
     if count * len(prompts) > MOST_CHOICES:
         raise bad_request(f"{len(prompts)} prompts with n = {count}: at most {MOST_CHOICES} answers", "prompt")
     jobs = [job_of(request, ids, each, options) for ids, each in itertools.product(prompts, sampling)]

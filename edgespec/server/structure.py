@@ -22,7 +22,6 @@ from edgespec.server.options import (
     Generated,
     OpenAiRequest,
     ResponseFormat,
-    check_llamacpp,
     numbered,
     options_of,
     sampling_of,
@@ -36,7 +35,7 @@ _STRUCTURES = ("json_schema", "grammar", "regex")
 
 
 def read_settings(
-    request: OpenAiRequest, loaded: Loaded, notes: list[str], top_logprobs: int | None
+    request: OpenAiRequest, loaded: Loaded, top_logprobs: int | None
 ) -> tuple[list[Sampling], GenerateOptions]:
     """The sampling of each answer and the options of all, checked. `top_logprobs` None: no log probabilities.
 
@@ -45,7 +44,6 @@ def read_settings(
     sampling = sampling_of(request, loaded, request.logit_bias)
     options = options_of(request, loaded, request.token_limit, top_logprobs)
     options = read_structure(request, loaded, options, request.response_format)
-    check_llamacpp(request, loaded, notes, has_probs=options.logprobs)
     return numbered(sampling, request.n or 1), options
 
 
