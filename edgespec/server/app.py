@@ -32,7 +32,7 @@ from edgespec.server.native import NativeCompletion
 from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.responses import ResponseRequest
-from edgespec.server.service import Names, Service, Services, unknown_model
+from edgespec.server.service import Service, Services, unknown_model
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
@@ -164,37 +164,30 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
         lambda services, _: PlainTextResponse(facts.metrics_text(services), media_type=_PROMETHEUS),
     ),
     "/props": ("Model, engine, drafter, default settings, memory plan", _properties),
-    "/openapi.json": ("This document", lambda services, _: json_response(document(services.names))),
+    "/openapi.json": ("This document", lambda services, _: json_response(document(services))),
     "/api/version": ("The version (Ollama)", lambda *_: json_response(facts.version())),
     "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),
     "/api/ps": ("Those that are loaded (Ollama)", lambda services, _: json_response(facts.running(services))),
 }
 _CHAT = Endpoint(Chat, chat.read_chat, chat.ChatExchange)
-_CHAT_TOKENS = Endpoint(Chat, chat.count_input_tokens)
 _NATIVE = Endpoint(NativeCompletion, native.read_native, native.NativeExchange)
 _RESPONSES = Endpoint(ResponseRequest, responses.read_responses, responses.ResponsesExchange)
-_RESPONSES_TOKENS = Endpoint(ResponseRequest, responses.count_input_tokens)
 _UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
-    "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
     "/v1/completions": Endpoint(Completion, completions.read_completion, completions.CompletionExchange),
     "/v1/responses": _RESPONSES,
-    "/v1/responses/input_tokens": _RESPONSES_TOKENS,
     "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, messages.MessagesExchange),
     "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens),
     "/v1/embeddings": Endpoint(embeddings.OpenAiEmbedding, embeddings.read_openai),
     # llama-server's
     "/chat/completions": _CHAT,
-    "/chat/completions/input_tokens": _CHAT_TOKENS,
     "/responses": _RESPONSES,
-    "/responses/input_tokens": _RESPONSES_TOKENS,
     "/completion": _NATIVE,
     "/completions": _NATIVE,
     "/infill": Endpoint(native.Infill, native.read_infill, native.NativeExchange),
     "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize),
     "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize),
-    "/apply-template": Endpoint(Chat, chat.apply_template),
     # Ollama's
     "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange, _UNLOADS_CHAT),
     "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange, _UNLOADS),
@@ -218,8 +211,8 @@ NOT_HERE = {
 # -- the API's description
 
 
-def document(names: Names) -> Schema:
-    """`/openapi.json`, an OpenAPI 3.1 document, of a server whose model has `names`. Schemas are those that check."""
+def document(services: Services) -> Schema:
+    """`/openapi.json`, an OpenAPI 3.1 document. Schemas are those that check."""
     asked: list[tuple[str, str, type[Fields], str | None, type[Exchange] | None]] = [
         *((path, "post", each.request, each.read.__doc__, each.form) for path, each in ENDPOINTS.items()),
         *((path, how.lower(), request, each.__doc__, None) for path, (how, request, each) in OTHERS.items()),
@@ -229,7 +222,8 @@ def document(names: Names) -> Schema:
     for schema in schemas.values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"$ref": "#/components/schemas/Model"}
-    known: Schema = {"type": ["string", "null"]} if names.any_other else {"enum": [*names.all, None]}
+    names = [name for service in services.all for name in service.names.all]
+    known: Schema = {"enum": [*names, None]} if services.are_several else {"type": ["string", "null"]}
     schemas["Model"] = {**known, "description": "The served model; null or absent too"}
     bodies = dict(zip(requests, found, strict=True))
     paths: Schema = {}

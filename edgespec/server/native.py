@@ -1,7 +1,7 @@
 """llama-server's `/completion` and `/infill`, which editors and SillyTavern use; the answers of both in its own form.
 
-As in llama-server, control tokens that a prompt spells out are read as such, so that the text of `/apply-template` can
-be continued; those in the texts around a gap are not.
+As in llama-server, control tokens that a prompt spells out are read as such, so that a rendered template can be
+continued; those in the texts around a gap are not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Native(Generated):
 
 
 class NativeCompletion(Native, kw_only=True):
-    """A request to `/completion`: one prompt, a text or a list of token ids and texts, or a list of several."""
+    """A request to `/completion`: one prompt, a text or a list of token ids, or a list of several."""
 
     prompt: str | list[Any]
 
@@ -88,8 +88,8 @@ def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> 
     room = length - min(request.token_limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
     before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
     ids, is_cut = fitted(vocabulary, tokens, before, vocabulary.encode(after), request.input_extra or (), room)
-    shown = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
-    return _exchange(loaded, request, notes, [Prompt(ids, shown.decode("utf-8", "replace"), is_cut)])
+    spelled = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
+    return _exchange(loaded, request, notes, [Prompt(ids, spelled.decode("utf-8", "replace"), is_cut)])
 
 
 def _known(kind: type[Native], values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def _known(kind: type[Native], values: Mapping[str, Any], notes: list[str]) -> d
     setting under the names of all servers that they know, and empty texts for none.
     """
     names = {*kind.__struct_fields__, *kind.ignored, *kind.noted, *kind.refused}
-    unknown = [name for name in values if name not in names]
-    notes += [f"{shown(name)}: unknown field{did_you_mean(name, sorted(names))}" for name in unknown if len(name) < 64]
+    unknown = [name for name, value in values.items() if name not in names and value and len(name) < 64]
+    notes += [f"{shown(name)}: unknown field{did_you_mean(name, sorted(names))}" for name in unknown]
     return {name: value for name, value in values.items() if name in names and (name, value) not in _EMPTY}
 
 

@@ -23,7 +23,7 @@ MOST_WHOLE = 2**31 - 1
 MOST_CHOICES, MOST_LOGPROBS, MOST_TOOLS = 16, 20, 128  # OpenAI's limit of log probabilities is 5; clients ask for more
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-100, le=100)]
-Tokens = Annotated[int, Meta(ge=-2, le=MOST_WHOLE, description="-1: no limit; 0: only read the prompt")]
+Tokens = Annotated[int, Meta(ge=-2, le=MOST_WHOLE, description="-1: no limit; 0: as 1")]
 Positive = Annotated[int, Meta(ge=1, le=MOST_WHOLE)]
 Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
 Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
@@ -118,10 +118,7 @@ class Generated(Sampled):
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of new tokens under any of its names; None without any. Raises HttpError if two of them differ.
-
-        0: the prompt is only read, so that the next request finds it in the cache.
-        """
+        """The limit of new tokens under any of its names; None without any. Raises HttpError if two of them differ."""
         given = {name: getattr(self, name) for name in _LIMITS if getattr(self, name, None) is not None}
         return one_of({name: value if value >= 0 else None for name, value in given.items()})
 

@@ -31,7 +31,7 @@ _SUCCESS = {"status": "success"}
 
 
 class ModelName(Fields):
-    """A request to `/api/pull` or `/api/delete`. Older clients call the model `name`."""
+    """A request to `/api/pull` or `/api/delete`. Ollama's client for JavaScript calls the model `name`."""
 
     model: str | None = None
     name: str | None = None

@@ -52,15 +52,13 @@ def in_thread(name: str, function: Callable[[], Returned]) -> Future[Returned]:
 class Job:
     """One generation to run: the prompt's token ids [n], and the options of `Model.stream`.
 
-    `tells_progress`: its reader is told how much of the prompt is read. `reads_only`: the prompt is read for later
-    requests; the token that this takes is not shown.
+    `tells_progress`: its reader is told how much of the prompt is read.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     options: GenerateOptions
     tells_progress: bool = False
-    reads_only: bool = False
 
 
 class Ticket:
@@ -279,13 +277,6 @@ class Scheduler:
             self._changed.notify()
         for ticket in waiting:
             ticket.end(stopping())
-
-    def end_running(self) -> None:
-        """`stop`, and tell the readers of running jobs that the server stops before these are done."""
-        self.stop()
-        for ticket in list(self._running):
-            ticket.end(stopping())
-            ticket.cancel()
 
     def close(self) -> None:
         """`stop`, cancel the running jobs and wait for the thread to end. The model stays open."""

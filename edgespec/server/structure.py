@@ -48,7 +48,7 @@ def read_settings(
 
 
 def job_of(request: Generated, prompt_ids: Sequence[int], sampling: Sampling, options: GenerateOptions) -> Job:
-    return Job(prompt_ids, sampling, options, bool(request.return_progress), reads_only=request.token_limit == 0)
+    return Job(prompt_ids, sampling, options, bool(request.return_progress))
 
 
 def read_structure(

@@ -21,7 +21,7 @@ logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
 Handler = Callable[[Request], Awaitable[Response]]
 NOTES = "X-Edgespec-Note"
-_MOST_NOTED, _MOST_NOTE = 64, 2000
+_MOST_NOTE = 2000
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
 BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
 PING_EVERY_S = 10.0
@@ -51,12 +51,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(data)
 
 
-def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
-    """A header with the notes of a request, whose body has no place for them; the log gets each of them once."""
-    for note in notes:
-        if note not in loaded.noted and len(loaded.noted) < _MOST_NOTED:
-            loaded.noted.add(note)
-            logger.info("a request asked for what it does not get: %s", note)
+def _told(notes: Sequence[str]) -> dict[str, str]:
+    """A header with the notes of a request, whose body has no place for them."""
     text = "; ".join(dict.fromkeys(notes))[:_MOST_NOTE]
     return {NOTES: "".join(char if " " <= char <= "~" else "?" for char in text)} if notes else {}
 
@@ -189,7 +185,7 @@ class Answering:
             loaded.scheduler.admit()
             found = await loaded.scheduler.prepare(lambda: self._read(loaded, parse_object(body), notes))
             if isinstance(found, dict):
-                return json_response(found, headers=_told(loaded, notes))
+                return json_response(found, headers=_told(notes))
             async with answering(found, notes) as answers:
                 if found.keep_loaded_s is not None and service.residence is not None:
                     service.residence.keep_for(found.keep_loaded_s)
@@ -199,12 +195,12 @@ class Answering:
                 for answer in answers:
                     await answer.read()
                 whole = found.whole(answers)
-                return json_response(whole, headers=_told(loaded, notes + await notes_on(loaded, answers)))
+                return json_response(whole, headers=_told(notes + await notes_on(loaded, answers)))
 
 
 async def _stream(exchange: Exchange, answers: Sequence[Answer], notes: Sequence[str], stream: Stream) -> None:
     loaded = exchange.work.loaded
-    stream.headers.update(_told(loaded, notes))
+    stream.headers.update(_told(notes))
     stream.failure = exchange.failure
     stream.opened.set()
     async for part in exchange.stream(answers):
@@ -212,4 +208,4 @@ async def _stream(exchange: Exchange, answers: Sequence[Answer], notes: Sequence
         await asyncio.sleep(0)  # lets the loop notice that the client has left
     found_late = await notes_on(loaded, answers)
     if found_late and exchange.ping:  # the headers are sent: a comment, as a ping is
-        await stream.write(f": {_told(loaded, found_late)[NOTES]}\n\n".encode())
+        await stream.write(f": {_told(found_late)[NOTES]}\n\n".encode())

@@ -100,12 +100,6 @@ def test_a_name_that_is_not_served_loads_nothing(hosts: MakeHost):
     assert answer.json()["model"] == GGUF and "no model here has that name" in answer.headers[web.NOTES]
 
 
-def test_any_model_is_answered_by_the_first(hosts: MakeHost):
-    host = hosts(any_model=True)
-    answers = [host.client.post("/v1/chat/completions", json=FIELDS | {"model": name}) for name in ("other", ONNX)]
-    assert [answer.json()["model"] for answer in answers] == [GGUF, ONNX]
-
-
 def test_lists_say_what_can_be_asked_for_and_what_is_loaded(host: Host):
     def status() -> list[str]:
         return [each["status"]["value"] for each in host.client.get("/v1/models").json()["data"]]
