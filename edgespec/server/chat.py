@@ -18,7 +18,7 @@ from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.messages import num_answered, part_text, unread_kinds
 from edgespec.chat.reasoning import Reasoning, before_structure
-from edgespec.chat.template import Ending, answer_prefix, num_characters, render_chat
+from edgespec.chat.template import answer_prefix, num_characters, render_chat
 from edgespec.chat.tool_forms import Form, call_form
 from edgespec.chat.tools import ToolCall
 from edgespec.config.values import ReasoningFormat
@@ -122,7 +122,7 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     model.require_room(num_characters(chat.messages, tools), "characters")
     messages = _read_messages(chat, template, notes)
     prompt_ids = model.encode_chat(messages, tools or None, arguments)
-    prefix = answer_prefix(messages, Ending())
+    prefix = answer_prefix(messages)
     prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
     reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     if reasoning is not None and reasoning.is_open:
