@@ -26,7 +26,7 @@ from edgespec.kernels.library import library_path
 from edgespec.loading.requirements import resolve_pair
 from edgespec.memory.fit import MOST_SEQUENCES
 from edgespec.memory.plan import planned
-from serving import ENDS_WITHIN_S, ends_with_input, errors_of, read_line, served
+from serving import ENDS_WITHIN_S, ends_with_input, errors_of, events_until, read_line, send, served
 from several import DRAFT, ONNX, PATHS, second_demo
 from waiting import until
 
@@ -123,7 +123,7 @@ def test_the_openai_client(url: str):
 
 
 def test_the_page_on_the_server_is_true(url: str):
-    """Requests and the Python example of docs/server.md, sent to this server."""
+    """Requests and paths of docs/server.md, sent to this server."""
     requests = re.findall(r"^curl http://127.0.0.1:8080(\S+) -d '(.+)'$", PAGE, re.MULTILINE)
     assert len(requests) == 2
     for path, body in requests:
@@ -133,11 +133,6 @@ def test_the_page_on_the_server_is_true(url: str):
     assert len(paths) == 8
     for path in paths:
         assert httpx.get(url + path).status_code == 200
-    pytest.importorskip("openai", reason="the openai package is not installed")
-    (example,) = re.findall(r"^```py\n(.+?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    code = example.replace("http://127.0.0.1:8080", url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_the_end_of_standard_input_ends_it(private_home: Path):
@@ -300,6 +295,17 @@ def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
         for name in ("target", "demo", "target"):
             assert complete(url, name).status_code == 200
         assert loaded(url) == (["demo", "target"] if context == "max" else ["target"])
+
+
+def test_the_sidecar_serves_several_too(private_home: Path):
+    with served(private_home, PATHS[ONNX], "--stdio", "-c", "1024") as process:
+        assert [read_line(process)["event"] for _ in range(2)] == ["hello", "ready"]
+        for name, error in (("target", None), ("other", "model_not_found"), ("demo", None)):
+            send(process, {"op": "generate", "id": name, "prompt": "Once", "max_tokens": 4, "model": name})
+            *_, event = events_until(process, name)
+            assert event["event"] == ("done" if error is None else "error")
+            assert error is None or event["error"]["code"] == error
+        ends_with_input(process)
 
 
 # -- `--idle-unload` in a process: its memory, its end while nothing is loaded or something is, the sidecar

@@ -126,24 +126,6 @@ def test_lists_say_what_can_be_asked_for_and_what_is_loaded(host: Host):
     assert metrics.count("# TYPE edgespec_tokens_total") == 1
 
 
-@pytest.mark.parametrize("name", [ONNX, DRAFT])
-def test_what_is_told_before_a_model_is_loaded_is_true(hosts: MakeHost, name: str):
-    host = hosts((GGUF, name))
-
-    def told() -> tuple[Any, ...]:
-        (entry,) = [each for each in host.client.get("/api/tags").json()["models"] if each["name"] == name]
-        shown = host.client.post("/api/show", json={"name": name}).json()
-        listed = host.client.get("/v1/models").json()["data"][1]["meta"]
-        properties = host.client.get(f"/props?model={name}").json()
-        known = {key: properties[key] for key in ("model_alias", "chat_template", "engine", "verify")}
-        return entry, shown, listed, known, properties["default_generation_settings"]
-
-    before = told()
-    assert host[name].num_loads == 0
-    host.ask(name)
-    assert told() == before and host.client.get(f"/props?model={name}").json()["is_sleeping"] is False
-
-
 async def test_a_request_for_another_model_waits_for_the_answers_that_run(host: Host, hasty: None):
     running = endless(host, GGUF)
     await reached(lambda: running.sent)
