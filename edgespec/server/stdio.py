@@ -216,7 +216,8 @@ class _Sidecar:
                     request.answer = answer
                     async for piece in answer.pieces():
                         self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
-                    notes += await notes_on(loaded, [answer])
+                    await notes_on(loaded, [answer])
+                    notes = [*dict.fromkeys([*notes, *answer.ticket.stats.notes])]  # those of its checks and drafters
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))
