@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +16,6 @@ from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.service import Limits, Loaded, Service, Services
 
-logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
 Handler = Callable[[Request], Awaitable[Response]]
 NOTES = "X-Edgespec-Note"
