@@ -24,7 +24,7 @@ from edgespec.formats.onnx.forms import quantise_blocks
 from edgespec.installation import child_environment
 from edgespec.types import Progress
 
-INSTALL = "uv tool install optimum --with optimum-onnx"
+INSTALL = "uv tool install optimum --with 'optimum-onnx[onnxruntime]'"
 STEPS = 3
 REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 COPIED = ("config.json", "generation_config.json", "special_tokens_map.json", CHAT_TEMPLATE, *REQUIRED)
