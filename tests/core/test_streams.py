@@ -56,6 +56,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], code: int, said: str
         ("E --help <&-", 0, ""),
         ("set -o pipefail; E --help | true", 141, ""),
         ("set -o pipefail; E chat --help | true", 141, ""),
+        ("ulimit -n 9; E generate -n 2 -p x", 2, "Too many open files"),
     ],
 )
 def test_closed_streams(command: str, code: int, said: str) -> None:
