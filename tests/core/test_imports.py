@@ -42,7 +42,7 @@ RANKS = {
     **dict.fromkeys(("__main__",), 15),
 }
 ENGINES_MAY_USE = {"closing", "errors", "installation", "config", "types", "vocabulary", "engines"}
-ENGINES_MAY_USE |= {"formats", "platform", "kernels"}
+ENGINES_MAY_USE |= {"formats", "platform", "kernels", "contained"}
 DRAFTERS_MAY_USE = {
     "config",
     "errors",

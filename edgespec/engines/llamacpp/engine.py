@@ -101,8 +101,8 @@ class LlamaCppEngine(BookedEngine):
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
 
     @classmethod
-    def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> Self:
-        """Load `path` and measure what it can do; `changes`: of `use`.
+    def load(cls, path: Path, use: ModelUse | None = None, cancel: CancelFlag | None = None, **changes: Any) -> Self:
+        """Load `path` and measure what it can do; `changes`: of `use`; `cancel`: ends its passes.
 
         RPC servers, whose devices this process must have (see `RemoteEngine`), hold all layers unless `gpu_layers` says
         how many. The widest pass of a width class limits `facts.max_batch`, so that prompts are read inside it.
@@ -112,7 +112,7 @@ class LlamaCppEngine(BookedEngine):
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
         """
-        use = replace(use or ModelUse(), **changes)
+        use, cancel = replace(use or ModelUse(), **changes), cancel or CancelFlag()
         if use.endpoints and not use.gpu_layers:
             use = replace(use, gpu_layers=-1)
         header = checked_target(path)
@@ -123,8 +123,8 @@ class LlamaCppEngine(BookedEngine):
         types_are_free = use.cache_type_k is use.cache_type_v is None and use.flash_attention is not False
         engine = None
         if use.reproducible and not use.gpu_layers and types_are_free:
-            engine = cls._open_unpadded(path, checked(replace(use, cache_type_k="q8_0")))
-        engine = engine or cls._open(path, checked(use))
+            engine = cls._open_unpadded(path, checked(replace(use, cache_type_k="q8_0")), cancel)
+        engine = engine or cls._open(path, checked(use), cancel)
         with closed_on_failure(engine):
             if use.speculates is None and state and state.snapshots and not snapshots:
                 engine.facts = replace(engine.facts, why_no_speculation=why_only_asked(header, state))
@@ -132,7 +132,7 @@ class LlamaCppEngine(BookedEngine):
         return engine
 
     @classmethod
-    def _open_unpadded(cls, path: Path, settings: ContextSettings) -> Self | None:
+    def _open_unpadded(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self | None:
         """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
 
         With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
@@ -140,7 +140,7 @@ class LlamaCppEngine(BookedEngine):
         behind 1,536 tokens q8_0 values made prompts a quarter slower and single tokens a seventh.
         """
         try:
-            engine = cls._open(path, settings)
+            engine = cls._open(path, settings, cancel)
         except CapabilityError:
             return None
         if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
@@ -154,12 +154,11 @@ class LlamaCppEngine(BookedEngine):
         return None
 
     @classmethod
-    def _open(cls, path: Path, settings: ContextSettings) -> Self:
+    def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
         model = open_for(path, settings)
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
         if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)
-        cancel = CancelFlag()
         try:
             require_generator(model, path)
             context = create_context(model, path, settings, cancel)
