@@ -167,7 +167,7 @@ def _try_gguf(path: Path) -> str | None:
         with EncoderEngine.load(path, **small) as encoder:
             before, behind = encoder.vocabulary.embedded_ends()
             ids = np.array([*before, *encoder.vocabulary.encode("a b"), *behind][:16] or [0], np.int32)
-            if not np.isfinite(encoder.embed([ids], "mean")).all():
+            if not np.isfinite(encoder.embed(ids, "mean")).all():
                 fault = "its embeddings are not numbers"
     else:
         with LlamaCppEngine.load(path, max_batch=8, reproducible=False, **small) as engine:

@@ -10,7 +10,6 @@ loaded can be continued, not shortened.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +50,7 @@ from edgespec.engines.llamacpp.states import HiddenStates, LayerInputs
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows, check_texts
+from edgespec.engines.rows import SequenceBook, SequenceRows, check_text
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,
@@ -95,7 +94,7 @@ class LlamaCppEngine(BookedEngine):
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
         self._hidden_states = HiddenStates(model, context, self._max_outputs)
-        self.facts: EngineFacts = read_facts(model, context, settings)
+        self.facts: EngineFacts = read_facts(model, settings, context)
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
@@ -237,13 +236,13 @@ class LlamaCppEngine(BookedEngine):
         self._require_open()
         return self._layer_inputs.read()
 
-    def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
+    def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         self._require_open()
-        check_texts(texts, self.facts.context_length, self.vocabulary.size)
+        check_text(token_ids, self.facts.context_length, self.vocabulary.size)
         if self._embedder is None:
             self._embedder = Embedder(self._model, self._settings, self._cancel, self.facts.kv_bytes_per_token)
         self._held.check()
-        return self._embedder.embed(texts, pooling)
+        return self._embedder.embed(token_ids, pooling)
 
     def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Head:
         """The head `path` for this model; close it first. Raises as `heads.load_head`.

@@ -27,8 +27,8 @@ POOLINGS = {"0": "", "1": "mean", "2": "cls", "3": "last", "4": "rank"}
 _ROUNDING = 0.1  # of the range of the logits
 
 
-def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFacts:
-    """The facts that need no pass."""
+def read_facts(model: Any, settings: ContextSettings, context: Any = None) -> EngineFacts:
+    """The facts that need no pass. `context`: None for a model that keeps no cache."""
     llama = library()
     can_rollback, placement = not settings.keeps_state, _placement(settings)
     return EngineFacts(
@@ -36,9 +36,9 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         architecture=metadata(model, "general.architecture"),
         context_length=settings.context_length,
         max_sequences=settings.max_sequences,
-        max_batch=min(settings.max_batch, llama.llama_n_batch(context)),
+        max_batch=min(settings.max_batch, llama.llama_n_batch(context)) if context else settings.max_batch,
         can_rollback=can_rollback,
-        rollback_rows=0 if can_rollback else int(llama.llama_n_rs_seq(context)),
+        rollback_rows=int(llama.llama_n_rs_seq(context)) if settings.keeps_state else 0,
         has_checkpoints=settings.keeps_state,
         state_window=int(llama.llama_model_n_swa(model)),
         can_tree=can_rollback and settings.max_branches > 0,
