@@ -171,9 +171,9 @@ class Embedder:
             self._run(part, start, gives_states=True)
             states = np.ctypeslib.as_array(llama.llama_get_embeddings(self._context), (len(part), self._width))
             if self._is_encoder and pooling != "mean":
-                return states[0 if pooling == "cls" else -1].copy()
+                states = states[:1] if pooling == "cls" else states[-1:]
             found += states.sum(axis=0)
-        return found / np.float32(size) if pooling == "mean" else found
+        return found / np.float32(size if pooling == "mean" else 1)
 
     def _run(self, token_ids: TokenIds, position: int, *, gives_states: bool) -> None:
         """One pass over the tokens from `position` on."""

@@ -37,7 +37,7 @@ from edgespec.engines.llamacpp.library import (
     version,
 )
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.running_state import RunningState, keeps_running_state, why_only_asked
+from edgespec.engines.llamacpp.running_state import ONLY_ASKED, RunningState, keeps_running_state
 from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     choose_context_length,
@@ -105,8 +105,6 @@ class LlamaCppEngine(BookedEngine):
 
         RPC servers, whose devices this process must have (see `RemoteEngine`), hold all layers unless `gpu_layers` says
         how many. The widest pass of a width class limits `facts.max_batch`, so that prompts are read inside it.
-        Where reproducible mode would pad single tokens with keys in f16, and no type was asked for, they are cached in
-        q8_0.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
@@ -117,40 +115,13 @@ class LlamaCppEngine(BookedEngine):
         header = checked_target(path)
         state = RunningState.of(header)
         length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
-        snapshots = state.snapshots_for(use.speculates) if state else 0
-        checked = partial(ContextSettings.checked, context_length=length, snapshots=snapshots)
-        types_are_free = use.cache_type_k is use.cache_type_v is None and use.flash_attention is not False
-        engine = None
-        if use.reproducible and not use.gpu_layers and types_are_free:
-            engine = cls._open_unpadded(path, checked(replace(use, cache_type_k="q8_0")), cancel)
-        engine = engine or cls._open(path, checked(use), cancel)
+        snapshots = state.snapshots(use.speculates) if state else 0
+        engine = cls._open(path, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
         with closed_on_failure(engine):
-            if use.speculates is None and state and state.snapshots and not snapshots:
-                engine.facts = replace(engine.facts, why_no_speculation=why_only_asked(header, state))
+            if state and state.has_snapshots and not snapshots and not use.endpoints:
+                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
             engine.read_layers(use.state_layers)
         return engine
-
-    @classmethod
-    def _open_unpadded(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self | None:
-        """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
-
-        With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
-        tokens have to be padded, which takes 1.5 to 2 times as long. With keys in q8_0 it has not. Values stay f16:
-        behind 1,536 tokens q8_0 values made prompts a quarter slower and single tokens a seventh.
-        """
-        try:
-            engine = cls._open(path, settings, cancel)
-        except CapabilityError:
-            return None
-        if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
-            note = (
-                "reproducible: the cached keys are q8_0, so that single-token steps need no padding (-ctk f16 keeps "
-                "f16, at up to twice the time per undrafted token)"
-            )
-            engine.facts = replace(engine.facts, notes=(*engine.facts.notes, note))
-            return engine
-        engine.close()
-        return None
 
     @classmethod
     def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
