@@ -155,8 +155,6 @@ class LlamaCppEngine(BookedEngine):
         kept = self._rows.widen_outputs(batch.outputs, low)
         forget_complaints()
         result = self._decode(self._context, self._rows.struct)
-        if result >= 0:
-            self._cells.ran()
         if result:
             self._hidden_states.forget()
             self._layer_inputs.passed(0)
