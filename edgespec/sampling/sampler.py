@@ -126,15 +126,13 @@ class Sampler:
         with np.errstate(over="ignore"):  # inf for a token of hardly any probability, which then comes last
             return self.noise.exponential(stream, position, distribution.token_ids, index) / distribution.probs
 
-    def ranked(
-        self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
-    ) -> tuple[Distribution, NDArray[np.float64]]:
+    def ranked(self, distribution: Distribution, position: int) -> tuple[Distribution, NDArray[np.float64]]:
         """The tokens of a distribution [n], ordered by noise / prob ascending, and these values [n].
 
         The first k are a sample of size k without replacement (Kool et al. 2019, arXiv 1903.06059, section 3).
         """
         token_ids, probs = distribution
-        times = self._times(distribution, position, stream, index)
+        times = self._times(distribution, position, Stream.TARGET, 0)
         order = times.argsort(kind="stable")
         return Distribution(token_ids[order], probs[order]), times[order]
 
