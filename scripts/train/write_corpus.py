@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from edgespec.config.options import GenerateOptions, LoadOptions, Sampling
-from edgespec.corpus.database import MAX_NAME_LENGTH, Corpus, check_name
 from edgespec.corpus.store import vocabulary_key
+from edgespec.corpus.texts import MAX_NAME_LENGTH, Corpus, check_name
 from edgespec.errors import EdgespecError, PromptError
 from edgespec.generation.handle import Result
 from edgespec.runtime import Model, load
