@@ -11,7 +11,7 @@ import pytest
 
 from edgespec import installation
 from edgespec.cli import main
-from edgespec.errors import ConfigError, ModelNotFound, StateError
+from edgespec.errors import ModelNotFound, StateError
 from edgespec.loading import own_models
 from edgespec.loading.catalogue import check_name
 
