@@ -44,7 +44,7 @@ from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
-COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}
+COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta"}
 OTHER_COLOUR = "green"
 SVG_COLUMNS = 96
 _FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes

@@ -406,9 +406,6 @@ class GenerateOptions:
     strings that end the answer and are not part of it. `logprobs`: return each token's natural log probability under
     the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: number of most likely tokens to
     return the same for. `max_wait_s`: seconds to wait for another generation to end; 0: do not wait; None: no limit.
-    `noise_offset`: sample position i with the random numbers of position i + `noise_offset`. Set it when the oldest
-    turns of a conversation were dropped, else a new answer may get the random numbers of an old one and repeat it;
-    `edgespec.chat.conversation.Conversation.noise_offset` computes it.
 
     Structured output, one of: `json_schema`: the answer is JSON that matches it, a dict or JSON text; `grammar`: a Lark
     or GBNF grammar that the answer follows; `regex`: a regular expression that the whole answer matches.
@@ -440,7 +437,6 @@ class GenerateOptions:
     max_wait_s: float | None = _answer(
         None, check=from_to(0, _MAX_WAIT_S, f"from 0 to {_MAX_WAIT_S} seconds, or None for no limit")
     )
-    noise_offset: int = _answer(0, check=at_least(0))
     json_schema: Mapping[str, Any] | str | None = _answer(
         None,
         "--json-schema FILE|JSON",
