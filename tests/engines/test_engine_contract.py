@@ -17,7 +17,7 @@ import pytest
 
 from demo import TEST_THREADS
 from edgespec.engines.base import Engine
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.remote import RemoteEngine
 from edgespec.errors import BatchError, Cancelled, CapabilityError, ContextFull, EngineError, StateError
 from edgespec.kernels.library import library_path

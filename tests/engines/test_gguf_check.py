@@ -13,7 +13,8 @@ import pytest
 import trials
 from edgespec.config.options import LoadOptions
 from edgespec.engines import trial
-from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.header import read_header

@@ -20,10 +20,12 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.chat.template import encode_messages
 from edgespec.engines import proof, widths
-from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile, settings
 from edgespec.engines.llamacpp import library as llama_library
+from edgespec.engines.llamacpp import settings
 from edgespec.engines.llamacpp.devices import devices, gpus, overriding
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.library import library, listening
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.proof import Bits
 from edgespec.engines.proof import classes as classes_of
 from edgespec.errors import (

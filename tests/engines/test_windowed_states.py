@@ -13,7 +13,7 @@ pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.sequence import CachedSequence
