@@ -216,13 +216,6 @@ def test_an_old_pair_is_replaced_only_when_asked_and_only_at_the_end(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_interrupted_replacement_is_undone(tmp_path):
-    old_pair(tmp_path / ".out.replaced")
-    with pytest.raises(UsageError, match="--force"), opened(tmp_path / "out", replace=False):
-        pass
-    assert (tmp_path / "out" / "old.gguf").exists()
-
-
 def test_a_replacement_that_fails_between_its_renames_is_undone(tmp_path, monkeypatch):
     output, rename = old_pair(tmp_path / "out"), Path.replace
 
