@@ -188,15 +188,6 @@ def finish(workspace: Workspace, role: str) -> Artefact:
     return made
 
 
-def test_publishing_leaves_nothing_but_the_pair(tmp_path):
-    with opened(tmp_path / "out", replace=False) as workspace:
-        finish(workspace, "target")
-        assert not (tmp_path / "out").exists()
-        workspace.publish()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out" / "target.gguf").read_text() == "weights"
-
-
 def old_pair(output: Path) -> Path:
     output.mkdir()
     (output / "old.gguf").write_text("old")
@@ -265,12 +256,6 @@ def test_a_second_export_is_refused_until_the_first_is_gone(tmp_path):
 
 
 # tokenizers
-
-
-def test_token_names_cover_added_tokens():
-    names = token_names(TARGET)
-    assert len(names) <= 4096
-    assert names[2] == "<|im_end|>"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": 7}}'])
