@@ -18,7 +18,7 @@ from edgespec.formats.head_file import read_head_file, write_head_file
 
 PACKAGE = Path(edgespec.__file__).parent
 ENGINES_MAY_USE = {"closing", "errors", "installation", "config", "types", "vocabulary", "engines"}
-ENGINES_MAY_USE |= {"formats", "platform", "kernels"}
+ENGINES_MAY_USE |= {"formats", "platform", "kernels", "contained"}
 DRAFTERS_MAY_USE = {"config", "errors", "types", "vocabulary", "sampling", "formats", "platform", "drafters"}
 BASES = {
     "engines.base",
