@@ -26,9 +26,8 @@ from tokenizers import Tokenizer
 
 from distill import Plan, distill
 from edgespec.config.options import Sampling
-from edgespec.export.gguf.convert import convert
-from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.writer import convert_hub
+from edgespec.export.gguf.convert import convert, own_precision
+from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.export.workspace import write_manifest
 from edgespec.formats.manifest import sha256_of
 from edgespec.loading.registry import GRAPH
@@ -215,7 +214,8 @@ def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:
         convert(folder, path, "q8_0", name=f"edgespec demo {role}", licence=LICENCE.lower())
         shutil.rmtree(out / "onnx" / role, ignore_errors=True)
         (out / "onnx" / role).mkdir(parents=True)
-        convert_hub(open_hub(folder), out / "onnx" / role, "int8")
+        exact = convert(folder, run.work / f"{role}.gguf", own_precision(folder))
+        convert_gguf(open_gguf(exact), out / "onnx" / role, "int8")
         parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
         values["files"][role] = {**_file(out, path), "parameters": parameters}
         graph, *others = sorted((out / "onnx" / role).iterdir(), key=lambda path: path.name != GRAPH)
