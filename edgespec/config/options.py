@@ -93,7 +93,6 @@ class LoadKeywords(TypedDict, total=False):
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
-    draft_temperature: float
     max_slowdown: float | None
     verify: RuleName
     reproducible: bool | None
@@ -226,12 +225,6 @@ class LoadOptions:
         "Draft tokens per step",
         basic=True,
         check=as_draft_length,
-    )
-    draft_temperature: float = _speculation(
-        1.0,
-        "--draft-temp --draft-temperature",
-        "Draft temperature as a multiple of --temp",
-        check=from_to(0.05, 20),
     )
     max_slowdown: float | None = _speculation(
         None,
