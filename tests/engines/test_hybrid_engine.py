@@ -15,14 +15,12 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.cached_text import PROMPT_END
 from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
-from edgespec.formats.gguf.header import read_header
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
@@ -265,10 +263,9 @@ def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) ->
 
 
 def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> None:
-    """And drafts by default, also where llama.cpp would take it only if asked."""
+    """And drafts by default."""
     plain = write_qwen35(tmp_path / "plain.gguf")
     both = write_qwen35(tmp_path / "both.gguf", has_mtp=True, tensors=tensors_of(plain))
-    assert not auto_takes_mtp(read_header(both))
     planned, without = (footprint(both, ModelUse(400, threads=1, has_mtp=each)) for each in (True, False))
     with opened(both) as engine, load_drafter(engine) as head:
         assert planned.cache - without.cache == head._engine._cache._chunks.nbytes
