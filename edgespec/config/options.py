@@ -90,7 +90,6 @@ class LoadKeywords(TypedDict, total=False):
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
-    draft_temperature: float
     max_slowdown: float | None
     verify: RuleName
     reproducible: bool | None
@@ -213,12 +212,6 @@ class LoadOptions:
         "Draft tokens per step",
         basic=True,
         check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)),
-    )
-    draft_temperature: float = _speculation(
-        1.0,
-        "--draft-temp --draft-temperature",
-        "Draft temperature as a multiple of --temp",
-        check=from_to(0.05, 20),
     )
     max_slowdown: float | None = _speculation(
         None,

@@ -20,14 +20,14 @@ class EarlyExitDrafter(ChainDrafter):
 
     name = "early-exit"
 
-    def __init__(self, target: Engine, temperature: float = 1.0) -> None:
-        super().__init__(target, temperature)
+    def __init__(self, target: Engine) -> None:
+        super().__init__(target)
         self._exit = target.early_exit()
 
     def begin(self, prompt_ids: TokenIds) -> None:
         """The target reads the prompt for both."""
 
-    def looking_ahead(self, request: DraftRequest) -> Passes[Draft]:
+    def drafting(self, request: DraftRequest) -> Passes[Draft]:
         """Empty if the target's cache holds no prefix of the text."""
         yield from ()  # its rows are the target's own and share no pass
         text = request.token_ids

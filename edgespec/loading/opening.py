@@ -91,7 +91,7 @@ def _opened(
     """The drafters with models for `name` that are not `opened` yet."""
     pair = chosen.pair
     if name == "early-exit":
-        return {name: EarlyExitDrafter(target, options.draft_temperature)}
+        return {name: EarlyExitDrafter(target)}
     if name == "mtp" and chosen.has_own_mtp:
         return {name: open_own_layers(options, target)}
     if name in HEAD_FILES:
@@ -106,14 +106,14 @@ def _opened(
         medium = open_draft(options, pair.files["medium"], target)
         with closed_on_failure(medium):
             check_same_vocabulary(target.vocabulary, medium.vocabulary)
-            return found | {name: HierarchicalDrafter(small, medium, options.draft_temperature)}
+            return found | {name: HierarchicalDrafter(small, medium)}
 
 
 def _model_drafter(options: LoadOptions, file: ModelFile, target: Engine) -> ModelDrafter:
     engine = open_draft(options, file, target)
     with closed_on_failure(engine):
         cache, note = draft_cache(target, engine, file.path.name)
-    return ModelDrafter(engine, cache, (note,) if note else (), options.draft_temperature)
+    return ModelDrafter(engine, cache, (note,) if note else ())
 
 
 @contextmanager

@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         "let a small model draft at its own temperature and not at the medium's",
         "drafters/hierarchical.py",
-        "self._small.looking_ahead(behind)",
+        "self._small.drafting(behind)",
         "self._small.drafting(behind)",
         ("tests/drafters/test_hierarchical.py",),
     ),

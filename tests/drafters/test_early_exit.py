@@ -17,7 +17,6 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
-from edgespec.drafters.model import ChainDrafter
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import Cancelled, CapabilityError, ConfigError, ContextFull
 from edgespec.sampling import Sampler
@@ -294,13 +293,6 @@ def test_an_onnx_exit_is_the_small_model_of_a_hierarchy(onnx_path: Path) -> None
             for name, length in (("hierarchical", 5), ("early-exit", 3), ("auto", "auto")):
                 found = opened.generate(PROMPTS[1], sampling, replace(generate, drafter=name, draft_length=length))
                 assert found.token_ids == plain.token_ids
-
-
-def test_a_draft_temperature_reaches_an_exit() -> None:
-    options = {"engine": "onnx", "exit_layer": LAYERS, "drafter": "early-exit", "threads": 1}
-    with edgespec.load("demo", draft_temperature=0.7, **options) as opened:
-        drafter = opened._pool.drafters["early-exit"]
-        assert isinstance(drafter, ChainDrafter) and drafter.temperature.factor == 0.7
 
 
 def test_an_exit_that_is_not_there_is_refused() -> None:

@@ -33,14 +33,12 @@ class Watched(TableEngine):
         return super().forward(batch)
 
 
-def pair_of(
-    target: TableEngine, inner: int = 3, context_length: int = 400, temperature: float = 1.0
-) -> HierarchicalDrafter:
+def pair_of(target: TableEngine, inner: int = 3, context_length: int = 400) -> HierarchicalDrafter:
     """A small and a medium model related to `target`; the small one drafts `inner` tokens for each of its passes."""
     engines = [target.related(sigma, seed) for sigma, seed in ((1.5, 1), (0.7, 2))]
     for engine in engines:
         engine.facts = replace(engine.facts, context_length=context_length)
-    return HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], temperature, inner)
+    return HierarchicalDrafter(ModelDrafter(engines[0]), engines[1], inner)
 
 
 @pytest.fixture
@@ -57,19 +55,19 @@ def assert_same(found: Draft, wanted: Draft) -> None:
         assert ours.probs.tolist() == theirs.probs.tolist()
 
 
-@pytest.mark.parametrize("compares, factor", [(False, 1.0), (True, 1.0), (False, 0.6), (True, 1.5)])
-@pytest.mark.parametrize("inner", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize("inner", [0, 1, 5])
 @pytest.mark.parametrize("settings", [
     Sampling(temperature=0.0),
     SAMPLED,
     Sampling(temperature=1.2, repeat_penalty=1.3, frequency_penalty=0.2, penalty_window=8, seed=4),
 ])  # fmt: skip
 def test_it_drafts_what_the_medium_alone_would(
-    target: TableEngine, settings: Sampling, inner: int, compares: bool, factor: float
+    target: TableEngine, settings: Sampling, inner: int, compares: bool
 ) -> None:
     """Tokens, evidence and distributions, so whatever holds of a draft model's drafts holds of these."""
-    drafter = pair_of(target, inner, temperature=factor)
-    alone = ModelDrafter(target.related(0.7, 2), temperature=factor)
+    drafter = pair_of(target, inner)
+    alone = ModelDrafter(target.related(0.7, 2))
     rng = np.random.default_rng(0)
     text = rng.integers(0, VOCABULARY, 20).astype(np.int32)
     sampler = Sampler(settings, VOCABULARY)
@@ -85,18 +83,14 @@ def test_it_drafts_what_the_medium_alone_would(
         )
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.3, 3.0])
-def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine, factor: float) -> None:
-    """With a small model that is the medium itself every token agrees, so each pass brings all it scored.
-
-    At any temperature of the medium's, whatever the small model's own would be.
-    """
+def test_the_medium_is_asked_once_for_several_tokens(target: TableEngine) -> None:
+    """With a small model that is the medium itself every token agrees, so each pass brings all it scored."""
     medium = target.related(0.7, 2)
     medium.__class__ = Watched
     assert isinstance(medium, Watched)
     medium.widths = []
-    small = ModelDrafter(target.related(0.7, 2), temperature=factor)
-    drafter = HierarchicalDrafter(small, medium, factor, ahead=5)
+    small = ModelDrafter(target.related(0.7, 2))
+    drafter = HierarchicalDrafter(small, medium, ahead=5)
     text = np.array([0, 1, 2], np.int32)
     sampler = Sampler(SAMPLED, VOCABULARY)
     draft = drafter.draft(DraftRequest(text, 12, sampler))
