@@ -148,6 +148,13 @@ def lfm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lfm2moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with routed experts behind the first layer."""
+    shape = HybridShape(hidden=512, experts=(6, 3, 32))
+    return write_lfm2(tmp_path_factory.mktemp("models") / "lfm2moe.gguf", shape)
+
+
+@pytest.fixture(scope="session")
 def other_tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape as `tiny_path` with other weights."""
     return write_model(tmp_path_factory.mktemp("models") / "other.gguf", Shape(seed=1))

@@ -14,7 +14,6 @@ from typing import Self
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import MAX_DRAFT_LENGTH, DrafterName
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
-from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import has_mtp
@@ -94,12 +93,12 @@ class Chosen:
         return ("target", *sorted(roles & self.pair.files.keys()))
 
 
-def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
-    """Whether drafts will be verified; None: only by lookups, which nobody asked for."""
+def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool:
+    """Whether drafts will be verified that are not only of lookups which nobody asked for."""
     if options.drafter == "none" or options.rpc:
         return False
     has_more = pair.draft is not None or pair.heads or options.heads or _takes_mtp(options, pair)
-    return True if has_more or options.drafter != "auto" else None
+    return bool(has_more or options.drafter != "auto")
 
 
 def target_has_mtp(pair: ModelPair) -> bool:
@@ -109,13 +108,11 @@ def target_has_mtp(pair: ModelPair) -> bool:
 
 
 def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
-    """Whether the target's own layer drafts: by name, and in `auto` where having it ready costs plain passes little."""
+    """Whether the target's own layer drafts."""
     if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
         return False
     target = pair.files["target"]
-    if target.engine == "onnx":
-        return not why_unreadable(target.path, nextn=True)
-    return options.drafter == "mtp" or auto_takes_mtp(read_header(target.path))
+    return target.engine != "onnx" or not why_unreadable(target.path, nextn=True)
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:

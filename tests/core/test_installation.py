@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import tomllib
@@ -84,20 +83,6 @@ def test_a_library_that_fails_to_import_is_told_by_its_cause(error: Exception, t
     said = str(not_importable("a graph", error, "onnx"))
     assert said.startswith(told)
     assert ("pip" in said) == ("more memory" not in said)
-
-
-def test_what_an_uninstallation_left_behind_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    (tmp_path / "some_package_that_left" / "lib").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not installation.is_importable("some_package_that_left")
-    assert installation.is_importable("json")
-
-
-def test_every_hint_comes_from_one_place():
-    """`install_command` puts the words together, so that nobody else spells them."""
-    written = re.compile(r"pip install|edgespec\[[a-z]")
-    places = [p.name for p in (ROOT / "edgespec").rglob("*.py") if written.search(p.read_text(encoding="utf-8"))]
-    assert places == []
 
 
 def test_base_requirements_need_no_compiler():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 
-import click
 import pytest
 
 from edgespec import installation
@@ -38,17 +37,6 @@ def test_words_are_quoted_as_both_shells_take_them(monkeypatch, text: str, word:
     monkeypatch.setattr(installation, "os", _Named)
     assert installation.quoted(text) == word
     assert installation.joined(["edgespec", text]) == f"edgespec {word}"
-
-
-def test_no_hint_is_quoted_for_posix_only():
-    package = Path(installation.__file__).parent
-    found = [p.name for p in package.rglob("*.py") if "shlex." in p.read_text(encoding="utf-8")]
-    assert sorted(found) == ["build.py", "installation.py"]  # the former splits $CXX and names the compiler
-
-
-def test_models_on_two_drives_have_no_folder_in_common():
-    with pytest.raises(ConfigError, match="different drives"):
-        own_models._common_folder([PureWindowsPath("C:/a/x.gguf"), PureWindowsPath("D:/a/y.gguf")])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["con", "NUL", "com1", "aux.gguf", "model."])
@@ -88,20 +76,6 @@ def test_a_model_in_use_can_be_removed_later(home: Path, monkeypatch):
             own_models.remove("pulled")
     own_models.remove("pulled")
     assert not folder.exists()
-
-
-def test_a_pipe_that_nobody_reads_is_no_error(monkeypatch, capsys):
-    """Windows says 'invalid argument' there."""
-    monkeypatch.setattr(main, "_READER_GONE", (errno.EINVAL,))
-
-    def gone(*_: object, **__: object) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(click.Group, "main", gone)
-    with pytest.raises(SystemExit) as ended:
-        main.cli.main(["ls"])
-    assert ended.value.code == main.BROKEN_PIPE
-    assert capsys.readouterr().err == ""
 
 
 def test_files_get_utf_8(tmp_path: Path, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import trials
 from edgespec.config.options import LoadOptions
 from edgespec.engines import trial
 from edgespec.engines.llamacpp import LlamaCppEngine, VocabularyFile
@@ -163,17 +164,11 @@ def test_a_probe_survives_what_ends_its_child(sound, tmp_path, monkeypatch):
     deadly, last = tmp_path / "deadly.gguf", tmp_path / "last.gguf"
     for path in (deadly, last):
         path.write_bytes(sound.read_bytes())
-    # An interpreter that ends itself on one file stands in for a library that aborts on it.
-    stand_in = tmp_path / "python"
-    stand_in.write_text(
-        "#!/bin/sh\nshift 2\n"
-        'for file in "$@"; do\ncase $file in *deadly*) kill -6 $$ ;; esac\necho "{\\"fault\\": null}"\ndone\n'
-    )
-    stand_in.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(stand_in))
+    monkeypatch.setenv("PYTHONPATH", str(Path(trials.__file__).parent))
+    monkeypatch.setattr(trial, "_fault_of", trials.ends_on_deadly)
     found = faults([sound, deadly, last], timeout_s=30)
     assert found[0] is found[2] is None
-    assert "ended a trial process (status -6)" in str(found[1])
+    assert "ended a trial process (SIGABRT" in str(found[1])
 
 
 def test_a_probe_reports_nan_weights_and_logits(tmp_path):
@@ -195,13 +190,13 @@ def test_a_probe_that_hangs_is_ended(tmp_path):
 def started(monkeypatch):
     """The files of every child that is started, which then works as ever."""
     calls: list[list[Path]] = []
-    start = trial.start_child
+    start = trial.new_child
 
     def starting(paths):
         calls.append(list(paths))
         return start(paths)
 
-    monkeypatch.setattr(trial, "start_child", starting)
+    monkeypatch.setattr(trial, "new_child", starting)
     return calls
 
 
