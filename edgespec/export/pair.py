@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
+from edgespec.errors import ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.check import (
     ABSURD,
     CHECK_CONTEXT,
@@ -178,8 +177,6 @@ def _require(request: ExportRequest) -> None:
         from edgespec.export.onnx.optimum import exporter
 
         exporter()
-    elif find_spec("gguf") is None:
-        raise CapabilityError(f"an export needs gguf: {install_command('convert')}")
     if "onnx" in request.formats and request.check:
         require_engine("onnx", "checking the conversion")
     require_packages(request.formats, torch=request.check)
