@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgespec.chat.template import render_chat
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.formats.manifest import ModelPair, sha256_of
 from edgespec.loading.registry import resolve
 from edgespec.types import Batch
