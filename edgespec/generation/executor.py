@@ -24,7 +24,6 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.engines.widths import ClassWatch
 from edgespec.errors import EdgespecError
 from edgespec.formats.manifest import ModelPair
-from edgespec.generation.advisor import Advisor
 from edgespec.generation.batching import ContinuousBatch
 from edgespec.generation.request import Request
 from edgespec.generation.run_state import Run
@@ -58,7 +57,6 @@ class Executor:
         self.target = target
         self.sequence = CachedSequence(target)
         self.pool = DrafterPool(options, pair, self.sequence, drafters)
-        self.advisor = Advisor(options, pair, target, self.pool)
         self.class_watch = ClassWatch()
         self.memory = memory
         self.parked = ParkedStates() if memory is None else ParkedStates(most_bytes=memory.parked_bytes)
