@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -17,9 +18,12 @@ from edgespec.generation.turn import Caller, Claim
 from edgespec.reports import FinishReason, Stats, TokenEvent
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     from edgespec.generation.executor import Executor
 
 Returned = TypeVar("Returned")
+_MOST_WORKERS = 4096  # made as they are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,14 @@ class Result:
     lossless: bool
     stats: Stats
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@cache
+def _workers() -> ThreadPoolExecutor:
+    """Threads for asyncio tasks: those that wait for a turn must not keep the one that has it from going on."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(_MOST_WORKERS, "edgespec")
 
 
 class Generation(Closing):
@@ -151,14 +163,12 @@ class Generation(Closing):
         return await self._in_worker(self._whole)
 
     async def _in_worker(self, function: Callable[[Caller], Returned]) -> Returned:
-        """Run `function` in a worker thread once the claim has the turn; no thread is blocked until then."""
+        """Run `function` in a worker thread, which waits for the turn."""
         import asyncio  # takes 30 ms, and only async callers need it
 
-        caller = Caller.now()
+        self._executor.turn.require_open()
         try:
-            if not self._is_over:
-                await self._executor.turn.wait(self._claim, caller, self._max_wait_s)
-            step = asyncio.ensure_future(asyncio.to_thread(function, caller))
+            step = asyncio.get_running_loop().run_in_executor(_workers(), function, Caller.now())
             step.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end after a cancellation
             return await asyncio.shield(step)
         except asyncio.CancelledError:
@@ -275,7 +285,7 @@ class Generation(Closing):
         """`close` without blocking the event loop."""
         import asyncio
 
-        await asyncio.to_thread(self.close)
+        await asyncio.get_running_loop().run_in_executor(_workers(), self.close)
 
     async def __aenter__(self) -> Self:
         return self
