@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -36,7 +36,8 @@ Array = NDArray[np.float64]
 
 
 _EachWidth = Meta(min_length=WIDEST + 1, max_length=WIDEST + 1)
-_Row, _Passes = Annotated[float, Meta(ge=0, le=c.MOST_ROW)], Annotated[float, Meta(ge=0, le=c.MOST_OWN_PASSES)]
+_Row: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_ROW)]
+_Passes: TypeAlias = Annotated[float, Meta(ge=0, le=c.MOST_OWN_PASSES)]
 
 
 class _Kept(msgspec.Struct):

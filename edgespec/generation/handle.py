@@ -73,7 +73,6 @@ class Generation(Closing):
         self._claim = Claim()
         self._has_begun = False
         self._emitted: list[TokenEvent] = []
-        self._found: str | None = None  # by `check_answer`
         self._failure: Exception | None = None
         self._is_over = False
 
@@ -138,16 +137,6 @@ class Generation(Closing):
         """Generate to the end; includes the events that were read before. Raises the errors of iterating."""
         return self._whole(Caller.now())
 
-    def check_answer(self) -> str:
-        """Check an answer that is finished against its whole schema, where that could not be kept while it was written.
-
-        What is wrong with it, which `stats.notes` has then too; "" where nothing is, or nothing was to be checked.
-        """
-        if self._found is None:
-            self._found = self._request.note_on(self.text) if self.finish_reason == "stop" else ""
-            self.stats.notes += [self._found] if self._found else []
-        return self._found
-
     def __aiter__(self) -> Self:
         return self
 
@@ -179,7 +168,6 @@ class Generation(Closing):
         self._step(caller, self._max_wait_s, to_end=True)
         if self._failure is not None:
             raise self._failure
-        self.check_answer()
         request, events = self._request, self._emitted
         tops = tuple(event.top_logprobs for event in events) if request.options.top_logprobs else ()
         return Result(

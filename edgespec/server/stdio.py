@@ -207,8 +207,6 @@ class _Sidecar:
                         self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
                 finally:
                     ticket.cancel()
-                if ticket.generation.request.schema:
-                    await loaded.scheduler.prepare(ticket.generation.check_answer)
                 notes.extend(ticket.stats.notes)
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure

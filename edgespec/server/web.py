@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.errors import shown
 from edgespec.platform.memory import return_freed_memory
-from edgespec.server.answer import Answer, Exchange, compact
+from edgespec.server.answer import Exchange, compact
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import Fields, parse_object
 from edgespec.server.service import Limits, Loaded, Names, Service, Services
@@ -103,13 +103,6 @@ class Body:
             # Later, when what was read is forgotten too; beside the loop, since it takes its time.
             loop = asyncio.get_running_loop()
             loop.call_later(_FORGOTTEN_S, loop.run_in_executor, None, return_freed_memory)
-
-
-async def _found_in(loaded: Loaded, answers: Sequence[Answer]) -> list[str]:
-    """What is wrong with answers that are finished, as notes."""
-    checked = [each for answer in answers if (each := answer.ticket.generation).request.schema]
-    found = [await loaded.scheduler.prepare(each.check_answer) for each in checked]
-    return list(filter(None, found))
 
 
 def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
@@ -267,7 +260,7 @@ class Answering:
             for answer in answers:
                 await answer.read()
             whole = json_response(exchange.whole(answers))
-            whole.headers.update(_told(loaded, notes + await _found_in(loaded, answers)))
+            whole.headers.update(_told(loaded, notes))
             return whole
         stream.headers.update(_told(loaded, notes))
         stream.failure = exchange.failure
@@ -275,9 +268,6 @@ class Answering:
         async for part in exchange.stream(answers):
             await stream.write(part)
             await asyncio.sleep(0)  # lets the loop notice that the client has left
-        found_late = await _found_in(loaded, answers)
-        if found_late and exchange.ping:  # the headers are sent: a comment, as a ping is
-            await stream.write(f": {_told(loaded, found_late)[NOTES]}\n\n".encode())
         return None
 
 
