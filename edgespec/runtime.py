@@ -119,7 +119,10 @@ class Model(Closing):
             notes += self._why_not_reproducible()
         elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
             slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
-            notes.append(f"Reproducible mode: single-token steps are {slowdown} on this model; see --no-reproducible")
+            fix = "-ctk q8_0 may help; " if self.target.facts.name == "llamacpp" else ""
+            notes.append(
+                f"Reproducible mode: single-token steps are {slowdown} on this model; {fix}see --no-reproducible"
+            )
         notes += [note for drafter in list(self._pool.drafters.values()) for note in drafter.notes]
         if not self.target.facts.writes:
             return tuple(notes)
@@ -216,7 +219,7 @@ class Model(Closing):
         constraint = self._constraint(chosen, prompt_ids.size)
         request = Request(
             prompt_ids,
-            Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset, constraint),
+            Sampler(sampling, self.target.vocabulary.size, constraint),
             chosen,
             chosen.drafter or self.options.drafter,
             chosen.verify or self.options.verify,

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
 from edgespec.chat.marks import PRINTED_MARKS
-from edgespec.chat.messages import Message, as_written, checked_messages, wants_short_ids, with_short_ids
+from edgespec.chat.messages import Message, checked_messages, wants_short_ids, with_short_ids
 from edgespec.chat.tool_forms import with_tools
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
@@ -106,7 +105,7 @@ def render_chat(
     given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
     given |= {"add_generation_prompt": add_generation_prompt}
     found = [_with_thinking(source, message) for message in checked_messages(messages)]
-    return as_written(found, partial(_render, source, given, arguments or {}))
+    return _render(source, given, arguments or {}, found)
 
 
 def _render(source: str, names: Mapping[str, Any], arguments: Mapping[str, Any], found: Sequence[Message]) -> str:
@@ -307,29 +306,6 @@ def answer_prefix(messages: Sequence[Mapping[str, Any]], ending: Ending = USUAL_
     """
     last = checked_messages(messages)[-1]
     return begun_answer(last) if ending.is_begun(last) else ""
-
-
-def chat_text(
-    vocabulary: Vocabulary,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    ending: Ending = USUAL_ENDING,
-) -> str:
-    """The rendered text, without a token at its beginning that encoding puts there again.
-
-    It ends behind an assistant's text at the end of the conversation, as in `encode_messages`.
-    Control tokens are spelled out, those in messages too: unlike in `encode_messages` these can forge a turn.
-    Raises PromptError without a template or where it leaves that text out, and the errors of `render_chat`.
-    """
-    source = vocabulary.chat_template
-    if source is None:
-        raise PromptError("this model has no chat template")
-    given = _given(messages, tools, arguments)
-    (end,) = unused_characters(1, "\0".join(texts(given)))
-    has_begun = ending.is_begun(given["messages"][-1])
-    text = _ended(_renderer(vocabulary, source), end, ending, has_begun, **given)
-    return text.removeprefix(_name_of(vocabulary, vocabulary.bos_id)) if vocabulary.adds_bos else text
 
 
 def read_template(path: Path | None) -> str | None:

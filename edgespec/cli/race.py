@@ -45,7 +45,7 @@ from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
-COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}
+COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta"}
 OTHER_COLOUR = "green"
 SIDE_BY_SIDE = 64  # columns from which two panels stand beside each other
 SVG_COLUMNS = 96

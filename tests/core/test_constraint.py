@@ -114,22 +114,6 @@ def test_masks_depend_on_the_text_alone() -> None:
         walked._masks.clear()
 
 
-@pytest.mark.parametrize("grammar", [FORCING, PARITY])
-def test_no_forced_token_is_missed_for_what_the_mask_says(grammar: Grammar) -> None:
-    """llguidance is asked for forced tokens only where its mask leaves no choice."""
-    target, draw, num_forced = table(), np.random.default_rng(5), 0
-    found, asked = constraint(grammar, target), constraint(grammar, target)
-    text_ids = PROMPT
-    while text_ids.size < 80 and text_ids[-1] != END:
-        asked._go_to(text_ids[PROMPT.size :])
-        tokens = tuple(asked._matcher.compute_ff_tokens())
-        forced = found.forced(text_ids)
-        assert forced[: len(tokens)] == tokens and set(forced[len(tokens) :]) <= {END}
-        num_forced += bool(tokens)
-        text_ids = np.append(text_ids, draw.choice(found.mask(text_ids).ids)).astype(np.int32)
-    assert bool(num_forced) == (grammar is FORCING)
-
-
 def test_forced_tokens_end_where_there_is_a_choice_and_with_the_end() -> None:
     target = table()
     found = constraint(Grammar("regex", "abc[de]fab"), target)
@@ -258,9 +242,7 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
         ),
         ("grammar", "start: x", "unknown name"),
         ("grammar", 'root ::= "yes" | (', "Expected"),
-        ("grammar", "nothing", "grammar cannot be used"),
         ("grammar", "root ::= missing", "Rule 'missing' not found"),
-        ("grammar", 'other ::= "a"', "No 'root' rule found"),
         ("regex", "[a-", "unclosed character class"),
     ],
 )
@@ -356,8 +338,6 @@ def test_a_rule_of_gbnf_may_end_before_what_it_could_read_too() -> None:
         (r'"caf\u00e9ab"', ("caféab",), ("caf\ue9ab",)),
         (r'"\u0394elta" "\u0022\u005c\u0009"', ('Δelta"\\\t',), ("\u394elta",)),
         (r'[\u00e9ab] "x"', ("éx", "ax"), ("\ue9abx",)),
-        (r"[\u005eab\u002dd]", ("^", "a", "b", "-", "d"), ("c", "e")),
-        (r"[\U0001F600-\U0001F602]", ("😁",), ("😃",)),
         (r"[^\u00e9\u0041-\u005a]", ("a",), ("é", "B")),
         (r'"\\u00e9"', ("\\u00e9",), ("é",)),
     ],
@@ -432,9 +412,7 @@ INT64 = (-(2**63), 2**63 - 1)
     ("schema", "is_allowed", "is_not"),
     [
         ({"minimum": INT64[0], "maximum": INT64[1]}, ("0", "-9223372036854774784", str(2**62)), (str(2**64), "1.5")),
-        ({"minimum": -9223372036854776000, "maximum": 9223372036854776000}, ("7", "-7"), (str(-(2**64)),)),
         ({"minimum": INT64[0] + 1}, ("-5", "123456789012"), (str(-(2**64)),)),
-        ({"exclusiveMaximum": 2**64}, ("-5", "5"), ()),
         ({"minimum": -1e30, "maximum": 1e300}, ("-5", "5"), ()),
         ({"minimum": 0, "maximum": 2**64 - 1}, ("0", str(2**63 - 1024)), ("-1",)),
         ({"minimum": -(2**53), "maximum": 2**53}, (str(2**53), str(-(2**53))), (str(2**53 + 1),)),
@@ -461,7 +439,6 @@ ID, OTHER = 1145141919810364365, 10**30 + 1  # neither is a double
         {"$ref": "#/$defs/x", "$defs": {"x": {"enum": [1e300]}}},
         {"const": -(2**63)},
         {"type": "integer", "minimum": 2**64 - 1, "maximum": 2**64 - 1},
-        {"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 1},
         {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
         {"type": "integer", "minimum": -1e30, "maximum": -1e29},
         {"$ref": "#/x/y", "x": {"y": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}}},

@@ -164,4 +164,4 @@ def test_a_model_for_processors_is_refused_on_webgpu(tiny_path, tmp_path):
     from edgespec.export.onnx.writer import convert_gguf, open_gguf
 
     with pytest.raises(CapabilityError, match="w8a8 runs on processors only"):
-        load(convert_gguf(open_gguf(tiny_path), tmp_path, "w8a8", None), "webgpu")
+        load(convert_gguf(open_gguf(tiny_path), tmp_path, "w8a8"), "webgpu")

@@ -33,7 +33,7 @@ from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.engines.widths import fastest_facts, pinned_facts
+from edgespec.engines.widths import pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
@@ -124,14 +124,12 @@ class OnnxEngine(SessionEngine):
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         gives = use.state_layers or use.hidden_states
         widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
-        key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if reproducible:
+            key = widths_key(source, settings, engine.facts.device, widest, gives)
             advice = "Use --no-reproducible, or another export (w8a8, int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
             assert engine.facts.pinned_class is not None
             engine._pad_to(engine.facts.pinned_class[0])
-        elif reproducible is None:
-            engine.facts = fastest_facts(engine, key)
         return engine
 
     def drop_class(self) -> None:

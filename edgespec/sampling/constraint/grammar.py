@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from edgespec.config.options import GenerateOptions
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import ConfigError
-from edgespec.sampling.constraint.library import Library, in_plain_words, on_stack, tried
+from edgespec.platform.machine import on_stack
+from edgespec.sampling.constraint.library import Library, in_plain_words, tried
 from edgespec.sampling.constraint.schema import cleaned, with_cleaned_schemas
 
 if TYPE_CHECKING:
