@@ -21,7 +21,7 @@ from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle import EagleDrafter
 from edgespec.drafters.growth import MAX_ROW_COST, evidence_of
 from edgespec.drafters.medusa import MedusaDrafter
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
