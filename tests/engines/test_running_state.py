@@ -161,13 +161,6 @@ def test_reproducible_mode_is_refused_by_name(hybrid: Path) -> None:
         edgespec.load(hybrid, threads=1, engine="llamacpp", reproducible=True)
 
 
-@pytest.mark.quiet
-def test_costs_are_measured_without_rolling_back(hybrid: Path) -> None:
-    with edgespec.load(hybrid, threads=1, engine="llamacpp") as model:
-        curve = model.cost_curve
-        assert 0 < curve.at(1) < curve.at(8) * 2
-
-
 def test_the_state_has_the_planned_size(hybrid: Path) -> None:
     state = RunningState.of(read_header(hybrid))
     assert state is not None and state.has_snapshots
