@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -81,15 +81,12 @@ class LoadKeywords(TypedDict, total=False):
     draft_gpu_layers: int | None
     device: str | None
     draft_device: str | None
-    kv_offload: bool
     cpu_moe_layers: int | None
     override_tensor: str | None
     rpc: str | None
     provider: ProviderName
     cache_type_k: CacheType | None
     cache_type_v: CacheType | None
-    draft_cache_type_k: CacheType | None
-    draft_cache_type_v: CacheType | None
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
@@ -185,7 +182,6 @@ class LoadOptions:
     draft_device: str | None = _hardware(
         None, "-devd --device-draft NAMES", "GGUF: devices of the draft model [as --device]", check=as_devices
     )
-    kv_offload: bool = _hardware(True, "--kv-offload", "GGUF: KV cache on the device of its layers")
     cpu_moe_layers: int | None = _hardware(
         None,
         "-ncmoe --n-cpu-moe",
@@ -204,12 +200,6 @@ class LoadOptions:
     provider: ProviderName = _hardware("auto", "--provider", "ONNX: device")
     cache_type_k: CacheType | None = _hardware(None, "-ctk --cache-type-k", "Type of cached keys [f16, ONNX f32]")
     cache_type_v: CacheType | None = _hardware(None, "-ctv --cache-type-v", "Type of cached values [f16, ONNX f32]")
-    draft_cache_type_k: CacheType | None = _hardware(
-        None, "-ctkd --cache-type-k-draft", "Type of the draft model's cached keys [f16, ONNX f32]"
-    )
-    draft_cache_type_v: CacheType | None = _hardware(
-        None, "-ctvd --cache-type-v-draft", "Type of the draft model's cached values [f16, ONNX f32]"
-    )
     memory: str | int | None = _hardware(
         None,
         "--memory 6GiB|80%|auto",
@@ -313,11 +303,6 @@ class LoadOptions:
         if self.draft_device is not None:
             return -1 if self.draft_devices else 0
         return 0 if self.rpc is not None else self.target_gpu_layers
-
-
-def keywords_of(options: LoadOptions) -> dict[str, Any]:
-    """The keywords with which `edgespec.load` makes these options again."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 _limited = partial(from_to, error=SamplingError)

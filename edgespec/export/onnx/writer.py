@@ -97,5 +97,5 @@ def _form(weights: GgufWeights, quant: str) -> Callable[[Nodes], Form]:
     if quant == "w8a8":
         return partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
     if quant == "int4":
-        return partial(OffsetBlocks, GROUP_SIZES[quant], weights, weights)
+        return partial(OffsetBlocks, weights)
     return partial(Blocks, 8, GROUP_SIZES[quant], weights)
