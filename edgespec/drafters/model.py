@@ -223,6 +223,17 @@ class ModelDrafter(ChainDrafter):
             self._engine.close()
 
 
+class EarlyExitDrafter(ModelDrafter):
+    """Drafts with `engine`, the target's own first layers and head over the same weights."""
+
+    name = "early-exit"
+
+    @property
+    def bytes_used(self) -> int:
+        facts = self._engine.facts
+        return facts.kv_bytes_per_token * facts.context_length
+
+
 def _from(token_ids: TokenIds, start: int) -> TokenIds:
     """The first of `token_ids` [n] and those from `start` on."""
     return token_ids if start == 1 else np.concatenate((token_ids[:1], token_ids[start:]))

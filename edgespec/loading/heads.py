@@ -37,13 +37,13 @@ _DRAFTERS: dict[HeadForm, type[HeadDrafter]] = {
 HEAD_THREADS = 2  # reading the weights is most of a pass, and two cores read faster; more take longer to wake
 
 
-def read_heads(options: LoadOptions, pair: ModelPair, *, is_cut: bool) -> dict[Path, HeadFile]:
+def read_heads(options: LoadOptions, pair: ModelPair) -> dict[Path, HeadFile]:
     """The heads in `head_paths`.
 
     Raises CapabilityError where the chosen drafter has no heads or the target gives no states, ModelFileError for a
     damaged file.
     """
-    paths = head_paths(options, pair, is_cut=is_cut)
+    paths = head_paths(options, pair)
     found = {path: read_head_file(path) for path in paths}
     if options.drafter in HEAD_KINDS and options.drafter not in {each.manifest.kind for each in found.values()}:
         has = f"{paths[0].name} holds {found[paths[0]].manifest.kind} heads" if paths else f"{pair.name!r} has none"

@@ -191,7 +191,7 @@ def planned(options: LoadOptions, pair: ModelPair) -> Plan:
         if role != "target"
     ]
     engines = {pair.files[role].engine for role in roles}
-    paths = head_paths(options, pair, is_cut=chosen.is_cut)
+    paths = head_paths(options, pair)
     heads, heads_opening = heads_bytes(paths, context, options.sequences)
     others: tuple[str, ...] = ()
     if "onnx" in engines and options.provider == "auto":

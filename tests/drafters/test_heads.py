@@ -353,16 +353,6 @@ def assert_same_text(model: edgespec.Model, drafters: tuple[Any, ...]) -> None:
             assert found.reproducible
 
 
-def test_a_target_that_ends_early_on_onnx_runtime_has_no_heads(with_little_heads: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="ONNX Runtime is an extra")
-    options = {"engine": "onnx", "exit_layer": 3, "threads": TEST_THREADS, "reproducible": False}
-    with edgespec.load(str(with_little_heads), **options) as model:
-        assert "early-exit" in model.drafter_names
-        assert not {"eagle", "medusa"} & set(model.drafter_names)
-    with pytest.raises(CapabilityError, match=r"leave out heads=.* or exit_layer="):
-        edgespec.load("demo", heads=with_little_heads / "eagle.npz", **options)
-
-
 def archive(*entries: tuple[str, bytes], flags: int = 0, method: int = 0) -> bytes:
     """A zip file whose directory and entries claim these flags and this compression."""
     made = io.BytesIO()

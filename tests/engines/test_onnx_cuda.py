@@ -108,18 +108,6 @@ def test_texts_are_those_without_drafts(model, temperature, request):
     assert [each.logprobs for each in drafted] == [plain.logprobs] * 2
 
 
-def test_a_graph_that_is_cut_is_adapted_in_all_parts(onnx_path):
-    with load(onnx_path, exit_layer=4) as exported, load_half(onnx_path, exit_layer=4) as engine:
-        assert engine.facts.kv_bytes_per_token * 2 == exported.facts.kv_bytes_per_token
-        assert difference(scored(engine), scored(exported)) < CODES
-        drafts = []
-        for each in (exported, engine):
-            exit = each.early_exit()
-            assert exit.follow(IDS[:50]) == 48
-            drafts.append(exit.feed(IDS[48:50]).copy())
-        assert difference(drafts[1], drafts[0]) < CODES
-
-
 def test_a_plan_for_cuda_counts_two_bytes_of_a_value(onnx_path):
     use = ModelUse(context_length=200, max_sequences=3, reproducible=True)
     wide, narrow = (footprint(onnx_path, replace(use, provider=name)).device for name in ("webgpu", "cuda"))

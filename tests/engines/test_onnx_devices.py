@@ -141,25 +141,6 @@ def test_classes_belong_to_the_device_that_runs(tiny_graph_path, monkeypatch):
 
 
 @NEEDS_WEBGPU
-def test_a_cut_graph_is_tried_on_the_device_as_well(onnx_path):
-    ids = np.random.default_rng(0).integers(0, 4000, 60).astype(np.int32)
-    with load(onnx_path, exit_layer=4) as cpu, load(onnx_path, "webgpu", exit_layer=4) as gpu:
-        assert 8 <= gpu.facts.max_batch <= ROWS
-        for first, last in ((0, 8), (8, 8 + min(gpu.facts.max_batch, 40)), (50, 51)):
-            first, last = min(first, gpu.length()), min(last, 60)
-            wanted, found = (engine.forward(Batch.chain(ids[first:last])).copy() for engine in (cpu, gpu))
-            np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std())
-        for engine in (cpu, gpu):
-            engine.rollback(20)
-        drafts = []
-        for engine in (cpu, gpu):
-            exit = engine.early_exit()
-            assert exit.follow(ids[:22]) == 20
-            drafts.append(exit.feed(ids[20:24]).copy())
-        np.testing.assert_allclose(drafts[1], drafts[0], atol=0.1 * drafts[0].std())
-
-
-@NEEDS_WEBGPU
 def test_a_model_for_processors_is_refused_on_webgpu(tiny_path, tmp_path):
     from edgespec.export.onnx.writer import convert_gguf, open_gguf
 

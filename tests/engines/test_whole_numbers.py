@@ -25,7 +25,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-TARGET, EXIT = DEMO / "demo-target-q8_0.gguf", 4
+TARGET = DEMO / "demo-target-q8_0.gguf"
 INNER, OUTER = 96, 80
 TEXT = " ".join(PROMPTS) + " def clamp(value, low, high):\n    return max(low, min(value, high))\n" * 3
 
@@ -122,20 +122,3 @@ def test_text_does_not_depend_on_the_draft(pair: edgespec.Model, prompt: str, te
         assert found.token_ids == plain.token_ids, (drafter, length)
         assert found.logprobs == plain.logprobs, (drafter, length)
         assert found.reproducible
-
-
-def test_an_exit_shares_its_layers_to_the_bit(whole: Path) -> None:
-    """In three parts it computes what it computes in one, drafts in between or not."""
-    ids = np.random.default_rng(3).integers(3, 4000, 60).astype(np.int32)
-    with (
-        open_engine(whole, reproducible=True) as one,
-        open_engine(whole, reproducible=True, exit_layer=EXIT) as three,
-    ):
-        for start, stop in ((0, 1), (1, 30), (30, 31), (31, 43), (43, 60)):
-            np.testing.assert_array_equal(score(one, ids[start:stop]), score(three, ids[start:stop]))
-        for engine in (one, three):
-            engine.rollback(40)
-        found = three.early_exit()
-        assert found.follow(ids[:41]) == 40
-        found.feed(ids[40:50])
-        np.testing.assert_array_equal(score(one, ids[40:52]), score(three, ids[40:52]))

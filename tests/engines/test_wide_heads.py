@@ -104,20 +104,6 @@ def test_a_context_that_ends_behind_the_edge_can_be_filled(context: int, wide: P
         assert np.array_equal(np.concatenate(found), wanted)
 
 
-def test_an_early_exit_leaves_the_bits(wide: Path):
-    with opened(wide) as engine:
-        wanted = read(engine, [48, 16])
-    with opened(wide, exit_layer=1) as engine:
-        ids, exit_ = text(engine), engine.early_exit()
-        assert exit_ is not None
-        engine.forward(Batch.chain(ids[:48]))
-        while engine.length() < 100:
-            base = engine.length()
-            exit_.follow(ids[: base + 1])
-            exit_.feed(ids[base : base + 5])
-            assert np.array_equal(engine.forward(Batch.chain(ids[base : base + 6])), wanted[base : base + 6])
-
-
 def test_only_reproducible_sessions_go_without_flash_attention(wide: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[str | None] = []
     inner = sessions._open

@@ -35,17 +35,14 @@ LARGEST_HEAD, HEAD_STEP = 256, 8
 _ACTIVATIONS, _TABLES = (0, 1, 2), (7, 8)  # query, key and value, or all in the first; cosines and sines
 
 
-def widest_correct(
-    passes: Passes, files: Sequence[Path], provider: str, vocabulary: int, rows: int, exit_layer: int | None = None
-) -> int:
+def widest_correct(passes: Passes, files: Sequence[Path], provider: str, vocabulary: int, rows: int) -> int:
     """Most rows of a pass, up to `rows`, that gives the logits of narrow ones. Uses cache 0.
 
-    Tried once per model, device and version. `exit_layer`: the layer after which the graph is cut, since a part of a
-    graph is tried separately. Raises CapabilityError where not even narrow passes agree.
+    Tried once per model, device and version. Raises CapabilityError where not even narrow passes agree.
     """
     if passes.capacity < 4 * NARROW:  # too small a context to try anything in
         return min(rows, NARROW)
-    measured = (provider, version(), device_identity(provider), rows, type(passes).__name__, exit_layer)
+    measured = (provider, version(), device_identity(provider), rows, type(passes).__name__)
     key = key_of("device", METHOD, measured, *map(file_key, files))
     known: int | None = disk_cache.get("devices", key, int)
     if known is None or known < 1:
@@ -121,10 +118,7 @@ def _declare(graph: Any, cached: set[str]) -> None:
 
 
 def _cast(graph: Any) -> None:
-    """Cast what attention reads to float16, and its result to float32. Casts of tables are done when a session is made.
-
-    The result keeps its name, at which a graph may be cut.
-    """
+    """Cast what attention reads to float16, and its result to float32; tables are cast when a session is made."""
     from onnx import helper
 
     nodes: list[Any] = []

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import EarlyExit, EngineFacts
+from edgespec.engines.base import EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx.devices import widest_correct
-from edgespec.engines.onnx.exits import ExitPasses, OnnxExit
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
@@ -50,13 +49,13 @@ class OnnxEngine(SessionEngine):
         self._sessions = passes.sessions
         self.thread_change_s = sum(sessions.make_s for sessions in self._sessions)
         self.thread_change_bytes = graph.weight_bytes
-        self._exit_passes = passes if isinstance(passes, ExitPasses) else None
         max_batch = min(settings.max_batch, settings.context_length)
         widest = max_batch
         if device.provider != "cpu":
-            tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch, settings.exit_layer
+            tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch
             widest = widest_correct(*tried)
-        self._passes, self._edge, self._least_rows = passes, settings.edge, 1
+        self._passes, self._edge = passes, settings.edge
+        self._least_rows = 1  # narrower passes are padded
         # Whether single rows of several sequences share a pass.
         self._batches = passes if isinstance(passes, SharedPasses) and passes.has_batches else None
         self._ids = np.zeros((settings.max_sequences, passes.capacity), np.int32)  # in the cells of each sequence
@@ -67,8 +66,7 @@ class OnnxEngine(SessionEngine):
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
         self._held = HeldFiles(source.mapped)
-        kinds = device.provider, cache_name(graph), settings.exit_layer
-        self._stamp = StateStamp.of("onnx", source.files, version(), *kinds)
+        self._stamp = StateStamp.of("onnx", source.files, version(), device.provider, cache_name(graph))
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
@@ -129,20 +127,14 @@ class OnnxEngine(SessionEngine):
             advice = "Use --no-reproducible, or another export (w8a8, int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
             assert engine.facts.pinned_class is not None
-            engine._pad_to(engine.facts.pinned_class[0])
+            engine._least_rows = engine.facts.pinned_class[0]
         elif reproducible is None:
             engine.facts = fastest_facts(engine, key)
         return engine
 
     def drop_class(self) -> None:
         super().drop_class()
-        self._pad_to(1)
-
-    def _pad_to(self, rows: int) -> None:
-        """Give narrower passes so many rows."""
-        self._least_rows = rows
-        if self._exit_passes is not None:
-            self._exit_passes.least_rows = rows
+        self._least_rows = 1
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         if any(part.is_tree for part in placed.values()):
@@ -273,16 +265,10 @@ class OnnxEngine(SessionEngine):
             return self._states
         return self._passes.hidden()[self._shift : self._shift + width]
 
-    def early_exit(self) -> EarlyExit:
-        self._require_open()
-        if self._exit_passes is None:
-            return super().early_exit()
-        return OnnxExit(self._exit_passes, self._book.lengths, self._ids[0], self.widest_pass)
-
     def _free(self) -> None:
         super()._free()
         del self._passes  # they hold the sessions too
-        self._exit_passes = self._batches = None
+        self._batches = None
 
 
 def _device_notes(provider: str, widest: int, asked: int, *, is_cast: bool) -> Iterator[str]:

@@ -83,15 +83,16 @@ class Products:
 
 
 def footprint(path: Path, use: ModelUse) -> Footprint:
-    """The memory of the model at `path`, with the layer in it that drafts for it where `use` says so.
+    """The memory of the model at `path`, with the layers in it that draft for it where `use` says so.
 
     Raises ModelNotFound, ModelFileError, CapabilityError, and ConfigError.
     """
     source = open_source(path)
     found = _of_source(source, use)
-    if not use.has_mtp or not isinstance(source, GgufFile):
+    if not isinstance(source, GgufFile) or not (use.has_mtp or use.exit_layer):
         return found
-    layer = _of_source(source.drafter(), replace(use, context_length=min(found.context_length, DEFAULT_CONTEXT)))
+    drafter = source.first_layers(use.exit_layer) if use.exit_layer else source.drafter()
+    layer = _of_source(drafter, replace(use, context_length=min(found.context_length, DEFAULT_CONTEXT)))
     return replace(
         found,
         packed=found.packed + layer.packed,
@@ -103,7 +104,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 
 
 def _of_source(source: Source, use: ModelUse) -> Footprint:
-    graph, products = once(f"onnx products {source.is_drafter}", source.path, lambda: _read(source))
+    graph, products = once(f"onnx products {source.is_drafter} {use.exit_layer}", source.path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type_k == "int8" and not graph.is_shared:

@@ -6,6 +6,7 @@ Rows say where they belong (`formats.onnx.tiles.ROWS`), so a pass takes chains a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,15 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import USUAL_SLOWDOWN, EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
-from edgespec.engines.onnx.graph import Graph
+from edgespec.engines.model_use import DEFAULT_CONTEXT
+from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
 from edgespec.engines.onnx.library import run_options, version
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import Bindings, open_sessions
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
-from edgespec.engines.onnx.source import Source
+from edgespec.engines.onnx.source import GgufFile, Source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, StateError
@@ -47,10 +49,8 @@ class KernelEngine(SessionEngine):
     ) -> None:
         """`vocabulary`: of its target, for a draft head.
 
-        Raises CapabilityError for a device, an early exit or a size that the kernels do not have.
+        Raises CapabilityError for a device or a size that the kernels do not have.
         """
-        if settings.exit_layer is not None:
-            raise CapabilityError("edgespec's own kernels have no early exit: export the model as int4, int8 or w8a8")
         self._options = run_options()
         sessions, device = open_sessions(graph, source, settings)
         self._sessions = (sessions,)
@@ -96,6 +96,19 @@ class KernelEngine(SessionEngine):
             can_pack=slots > 1,
             own_cells=True,
         )
+
+    def first_layers(self, count: int, context_length: int | None = None) -> KernelEngine:
+        """An engine of the first `count` layers and the head, of the same tiles, with a cache of its own.
+
+        `context_length`: as of a draft model. Raises CapabilityError, and ConfigError for a number of layers out of
+        range.
+        """
+        if not isinstance(self.source, GgufFile):
+            raise CapabilityError("the first layers of an export cannot draft: run the GGUF that it was made from")
+        source = self.source.first_layers(count)
+        length = min(context_length or DEFAULT_CONTEXT, self.facts.context_length)
+        settings = replace(self.settings, context_length=length)
+        return type(self)(source, read_graph(source, cells=length), settings, source.config(), self.vocabulary)
 
     def _score(self, batch: Batch, placed: dict[int, SequenceRows]) -> Logits:
         outputs = np.flatnonzero(batch.outputs)

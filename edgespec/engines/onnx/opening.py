@@ -12,7 +12,6 @@ from msgspec import Meta, ValidationError, convert
 
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.devices import HALF_ONLY, adapted
-from edgespec.engines.onnx.exits import ExitPasses
 from edgespec.engines.onnx.graph import CacheScales, Graph, read_graph
 from edgespec.engines.onnx.library import Device, device_identity, run_options, version
 from edgespec.engines.onnx.passes import ConcatenatedPasses, Passes, PassRows, SharedPasses
@@ -66,8 +65,7 @@ def try_folder(path: Path) -> None:
 def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     """On the provider of `settings`, or on the best one that can run the whole graph.
 
-    Raises as `providers_for` and `adapted`, ModelFileError and CapabilityError as `open_session`, and with an exit
-    layer as `partition`.
+    Raises as `providers_for` and `adapted`, ModelFileError and CapabilityError as `open_session`.
     """
     names = providers_for(settings.provider)
     for name in names[:-1]:
@@ -81,9 +79,6 @@ def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_option
 def _open_on(provider: str, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     settings = replace(settings, provider=provider)
     graph = adapted(graph, provider, settings.head_size)
-    if settings.exit_layer is not None:
-        parts = ExitPasses(source, graph, settings, run_options, settings.exit_layer)
-        return parts, parts.device, graph
     sessions, device = open_sessions(graph, source, settings)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
     return kind(sessions, graph, device, run_options, settings), device, graph
@@ -110,7 +105,7 @@ def cache_scales(source: Source, graph: Graph, settings: OnnxSettings) -> CacheS
 
 def _measured_scales(source: Source, graph: Graph, settings: OnnxSettings) -> dict[str, list[list[float]]]:
     """The step of a code [heads, head size] by name of the cache's input, in a session of its own."""
-    passes, _, graph = open_passes(source, graph, replace(settings, exit_layer=None), run_options())
+    passes, _, graph = open_passes(source, graph, settings, run_options())
     assert isinstance(passes, SharedPasses)
     text = TokenizerFile(source.folder, graph.vocabulary_size).encode(TEXT)[: settings.context_length]
     token_ids = np.array(text, np.int32)
@@ -131,7 +126,6 @@ def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: in
         provider,
         device_identity(provider),
         settings.cache_type_k,
-        settings.exit_layer,
         states,
     )
     measured = (widest, settings.context_length > PREFIX + widest)
