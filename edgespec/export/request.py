@@ -15,16 +15,14 @@ Format = Literal["gguf", "onnx"]
 FORMATS: tuple[Format, ...] = ("gguf", "onnx")
 ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 TILED = ("q8_0", "q4_k_m")  # ONNX types for our own kernels
-ONNX_QUANTS = ("int4", "int8", "w8a8", *TILED, "fp32")
+ONNX_QUANTS = ("int4", "int8", *TILED, "fp32")
 OPTIMUM_QUANTS = ("int4", "int8", "fp32")
 EXPORTERS = ("edgespec", "optimum")
 # int8 products of ONNX Runtime take 7 to 14% less time with groups of 64 than of 32, most at the 2 to 8 rows of a
 # verifying pass. Groups of 128 are faster still, but use a kernel whose bits depend on the width of a pass, so output
 # would not be reproducible. 4-bit weights need the accuracy of small groups.
-DEFAULT_GROUP_SIZES = {"int8": 64, "w8a8": 64, "int4": 32}
+DEFAULT_GROUP_SIZES = {"int8": 64, "int4": 32}
 GROUP_SIZES = (16, 32, 64, 128, 256)
-# A draft runs single-row passes, in which integer products are not faster and int8 is more accurate.
-DRAFT_QUANTS: Mapping[str, str] = {"w8a8": "int8"}
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
 
 
@@ -101,7 +99,7 @@ class ExportRequest:
 
     def quant_of(self, role: str, wanted: Format) -> str:
         quant = self.quants[wanted]
-        return self.draft_quants.get(wanted, DRAFT_QUANTS.get(quant, quant)) if role == "draft" else quant
+        return self.draft_quants.get(wanted, quant) if role == "draft" else quant
 
 
 def parse_formats(to: str) -> tuple[Format, ...]:

@@ -31,7 +31,7 @@ BITS = {
     "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.8, "q5_k_s": 5.6, "q5_1": 6, "q5_0": 5.6,
     "q4_k_m": 5, "q4_k_s": 4.7, "q4_1": 5.1, "q4_0": 4.7, "iq4_nl": 4.7, "iq4_xs": 4.5,
     "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4,
-    "iq3_m": 4, "iq3_s": 3.8, "int8": 9, "w8a8": 8.1, "int4": 5.4,
+    "iq3_m": 4, "iq3_s": 3.8, "int8": 9, "int4": 5.4,
 }  # fmt: skip
 STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
 PROGRAM_BYTES = 400 * 2**20  # the interpreter and its libraries
@@ -66,7 +66,7 @@ class Facts:
         if wanted == "gguf":
             return round(weights * SPARE)
         # ONNX graphs have a separate embedding table, which only some types quantise.
-        narrow = dict.fromkeys(("w8a8", *TILED), 1.1)
+        narrow = dict.fromkeys(TILED, 1.1)
         return round((weights + self.table_parameters * narrow.get(quant, 4)) * SPARE) + self.more_bytes
 
     def check_bytes(self, quant: str, *, is_graph: bool) -> int:

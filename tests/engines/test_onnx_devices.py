@@ -138,11 +138,3 @@ def test_classes_belong_to_the_device_that_runs(tiny_graph_path, monkeypatch):
             return engine.class_key
 
     assert len({key(""), key("a GPU"), key("another")}) == 3
-
-
-@NEEDS_WEBGPU
-def test_a_model_for_processors_is_refused_on_webgpu(tiny_path, tmp_path):
-    from edgespec.export.onnx.writer import convert_gguf, open_gguf
-
-    with pytest.raises(CapabilityError, match="w8a8 runs on processors only"):
-        load(convert_gguf(open_gguf(tiny_path), tmp_path, "w8a8", None), "webgpu")

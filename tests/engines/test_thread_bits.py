@@ -98,24 +98,13 @@ def test_a_number_of_threads_that_the_model_was_not_loaded_for_is_refused(target
                 engine.set_threads(wrong)
 
 
-@pytest.fixture(scope="module", params=["int8", "w8a8"])
-def onnx_target(request: pytest.FixtureRequest, onnx_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "int8":
-        return onnx_path
-    pytest.importorskip("onnx")
-    from edgespec.export.onnx.writer import convert_gguf, open_gguf
-
-    folder = tmp_path_factory.mktemp("whole")
-    return convert_gguf(open_gguf(DEMO / "demo-target-q8_0.gguf"), folder, "w8a8")
-
-
 @pytest.mark.parametrize("reproducible", [None, False])
-def test_onnx_runtime_gives_the_same_bits_with_one_thread_and_two(onnx_target: Path, reproducible: bool | None) -> None:
+def test_onnx_runtime_gives_the_same_bits_with_one_thread_and_two(onnx_path: Path, reproducible: bool | None) -> None:
     from edgespec.engines.onnx import OnnxEngine
 
     found = []
     for threads in (1, 2):
-        with OnnxEngine.load(onnx_target, context_length=800, threads=threads, reproducible=reproducible) as engine:
+        with OnnxEngine.load(onnx_path, context_length=800, threads=threads, reproducible=reproducible) as engine:
             found.append(snapshot(engine, lambda turn: None))
     for (cached, width, with_one), (*_, with_two) in zip(*found, strict=True):
         assert with_one[-(1 << 20) :] == with_two[-(1 << 20) :], (cached, width)
@@ -150,11 +139,11 @@ def settle(engine: Engine, threads: int, spins: bool) -> None:
 
 @pytest.mark.parametrize("reproducible", [None, False])
 def test_sessions_that_wait_otherwise_give_the_same_bits_and_go_on_from_the_same_cache(
-    onnx_target: Path, reproducible: bool | None
+    onnx_path: Path, reproducible: bool | None
 ) -> None:
     from edgespec.engines.onnx import OnnxEngine
 
-    with OnnxEngine.load(onnx_target, context_length=800, threads=2, reproducible=reproducible) as engine:
+    with OnnxEngine.load(onnx_path, context_length=800, threads=2, reproducible=reproducible) as engine:
         spinning = snapshot(engine, lambda turn: None)
         settle(engine, 1, spins=False)
         sleeping = snapshot(engine, lambda turn: None)

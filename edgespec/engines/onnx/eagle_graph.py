@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from edgespec.formats.head_file import PROJECT, HeadFile, HeadManifest, Matrix
 from edgespec.formats.onnx import MICROSOFT
+from edgespec.formats.onnx.forms import quantise_rows
 from edgespec.formats.onnx.graph import tensor_in_memory
 from edgespec.formats.onnx.tiles import DOMAIN, PRODUCT, q8_0
-from edgespec.formats.onnx.w8a8 import quantise_rows
 from edgespec.kernels import tiles
 from edgespec.kernels.library import library_path
 

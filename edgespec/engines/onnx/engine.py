@@ -124,7 +124,7 @@ class OnnxEngine(SessionEngine):
         widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if reproducible:
-            advice = "Use --no-reproducible, or another export (w8a8, int8, int4)"
+            advice = "Use --no-reproducible, or another export (int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
             assert engine.facts.pinned_class is not None
             engine._least_rows = engine.facts.pinned_class[0]

@@ -2,9 +2,8 @@
 
 The weights of products are packed into memory of the session's own when it is made. Those of MatMulNBits are read with
 their scales, which are packed twice more. Everything else stays mapped; of tables that rows are looked up in, pages
-become resident as their tokens occur. Where signed integer products would saturate (x86 without VNNI), unsigned copies
-of the weights and packed ones exist at the same time while the session is made. Matrices are packed one by one, so that
-the largest is in memory twice for a moment.
+become resident as their tokens occur. Matrices are packed one by one, so that the largest is in memory twice for a
+moment.
 Results of a pass lie in an arena that grows in powers of two. Attention over float32 and int8 keys and values works
 tile by tile, as flash attention on CUDA does; over half precision ones a processor writes the scores of all heads of
 a layer (onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32).
@@ -34,14 +33,12 @@ from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source, open_source
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
-from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.graph import external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import EXPERTS, LOOKUP, PRODUCT
 from edgespec.kernels.cache import cache_bytes
-from edgespec.platform.machine import products_saturate
 
-_NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", WHOLE_PRODUCT)
+_NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat")
 _LOOKUPS = ("Gather", "GatherBlockQuantized", LOOKUP)
 _SCALES_COPIES = 2
 # Linux maps 16 pages around the one that is read. A text of n tokens has about 1.7 n^.78 different ones.
@@ -52,18 +49,16 @@ _PARSED_BYTES = 560  # in addition while the file is read, with merges in lists
 _MOST_TIMES = 14  # most of either, as a multiple of the bytes of the file
 _ENCODED_BYTES = 400  # per token of a prompt while it is encoded
 SESSION_BYTES = 6 << 20
-_RETAINED_BYTES = 48 << 20  # freed matrices below the allocator's threshold for pages of their own
 _ARENA_FACTOR = 1.2
 _ARENA_RESERVED = 2.0  # multiple of the results that is reserved and unused: the last region is as large as all others
 _ROUTED_ROWS = 512  # of a pass that are among experts at once, as experts.cpp
-_INT8 = 3
 MOST_SCORED = 8  # rows of a draft head's pass that are scored, as many as a tree waits for
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
     """The products of a graph. Bytes: `packed` of all weights, `largest` of one product's, `scales` of quantised ones,
-    `signed` of integer products, `looked_up` of tables of rows, `only_looked_up` without what products share with them.
+    `looked_up` of tables of rows, `only_looked_up` without what products share with them.
     `rotary`: of tables by position; `inner`, `width`: hidden sizes; `heads`: of queries, the most of one layer;
     `beside`: of a second embedding, in all layers. `routed`: bytes of a row among experts.
     """
@@ -71,7 +66,6 @@ class Products:
     packed: int
     largest: int
     scales: int
-    signed: int
     looked_up: int
     only_looked_up: int
     rotary: int
@@ -114,7 +108,7 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
     unused = (most - outputs) * graph.vocabulary_size
-    loading = _loading_bytes(products) + source.reading_bytes()
+    loading = source.reading_bytes()
     files = sum(file.stat().st_size for file in source.mapped)
     # Tiles are used where they lie: in their file, where those of products are read anyway, or in our own memory.
     looked_up = products.only_looked_up if graph.has_tiles else products.looked_up
@@ -168,13 +162,6 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
     return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
 
 
-def _loading_bytes(products: Products) -> int:
-    """What making signed weights unsigned takes, where that is done."""
-    if not products.signed or not products_saturate():
-        return 0
-    return products.signed + products.largest + min(2 * products.largest, _RETAINED_BYTES)
-
-
 def _tokenizer_bytes(source: Source, tokens: int) -> tuple[int, int]:
     """(once it is read, only while it is read); `tokens` counts padding too, which the file does not name."""
     most = _MOST_TIMES * source.tokenizer_bytes()
@@ -203,7 +190,6 @@ def _products(graph: Graph) -> Products:
     tensors = {tensor.name: tensor for tensor in found.initializer}
     packed: dict[str, int] = {}
     scales: dict[str, int] = {}
-    signed: dict[str, int] = {}
     looked_up: dict[str, int] = {}
     rotary: dict[str, int] = {}
     tiles: set[str] = set()
@@ -231,8 +217,6 @@ def _products(graph: Graph) -> Products:
         if weights is None or node.op_type not in (_NBITS, *_PRODUCTS):
             continue
         packed[weights.name] = tensor_bytes(weights) * (2 if weights.data_type == FLOAT16 else 1)
-        if node.op_type == WHOLE_PRODUCT and weights.data_type == _INT8:
-            signed[weights.name] = tensor_bytes(weights)
         if node.op_type == _NBITS and node.input[2] in tensors:
             scales[node.input[2]] = tensor_bytes(tensors[node.input[2]])
         sizes.append(_sizes(node, weights))
@@ -243,7 +227,6 @@ def _products(graph: Graph) -> Products:
         sum(packed.values()),
         max(packed.values(), default=0),
         sum(scales.values()),
-        sum(signed.values()),
         sum(looked_up.values()),
         sum(size for name, size in looked_up.items() if places[name] not in in_products),
         sum(rotary.values()),

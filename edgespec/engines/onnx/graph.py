@@ -164,7 +164,7 @@ def _has_tiles(graph: Any, path: Path) -> bool:
     if layouts and (missing := why_missing() if library_path() is None else ""):
         raise CapabilityError(
             f"{path} runs on edgespec's own kernels, which this installation lacks: {missing}. Or export the model as "
-            "int8 or w8a8, which need none"
+            "int8, which needs none"
         )
     if other := layouts - {LAYOUT_VERSION}:
         raise ModelFileError(

@@ -32,12 +32,10 @@ from edgespec.engines.onnx.library import (
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import Source
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, ModelFileError
-from edgespec.formats.onnx import WHOLE_PRODUCT
 from edgespec.formats.onnx.tiles import PRODUCT
 from edgespec.installation import install_command
 from edgespec.kernels.library import library_path
 from edgespec.kernels.tiles import held
-from edgespec.platform.machine import products_saturate
 from edgespec.platform.memory import keep_one_arena, return_freed_memory, spare_memory
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -288,9 +286,8 @@ def open_sessions(graph: Graph, source: Source, settings: OnnxSettings) -> tuple
 
 def reason(name: str, graph: bytes, said: str) -> str:
     """Why `graph` cannot run on `name`, of which ONNX Runtime `said` something."""
-    for operator, what in ((WHOLE_PRODUCT, "w8a8 runs"), (PRODUCT, "edgespec's own kernels run")):
-        if operator.encode() in graph:
-            return f"{what} on processors only; export it with --quant int4, int8 or fp16"
+    if PRODUCT.encode() in graph:
+        return "edgespec's own kernels run on processors only; export it with --quant int4 or int8"
     if name != "cuda":
         return said
     if missing := load_cuda():
@@ -369,9 +366,6 @@ def _options(graph: bytes, folder: Path, threads: int, name: str) -> tuple[Any, 
     if name != "cpu":
         # Otherwise operators that the device lacks would silently run on the CPU, with copies in between.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    if name == "cpu" and WHOLE_PRODUCT.encode() in graph and products_saturate():
-        # ONNX Runtime makes signed weights unsigned, for which every processor has exact kernels.
-        options.add_session_config_entry("session.x64quantprecision", "1")
     graph, place = with_real_files(graph, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(place))
     return options, graph

@@ -21,7 +21,7 @@ from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
 from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx import MODEL
-from edgespec.formats.onnx.forms import Blocks, Form, Plain, QuantisedRows, RowWeights, WholeNumbers
+from edgespec.formats.onnx.forms import Blocks, Form, Plain, RowWeights
 from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
 from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.llama import write_llama
@@ -29,7 +29,6 @@ from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
 from edgespec.formats.onnx.tiles import Tiles
 from edgespec.installation import require_engine
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.platform.machine import products_saturate
 from edgespec.types import Progress, no_progress
 
 
@@ -140,8 +139,6 @@ def _form(
 ) -> Callable[[Nodes], Form]:
     if quant == "fp32":
         return partial(Plain, weights)
-    if quant == "w8a8":
-        return partial(WholeNumbers, QuantisedRows(weights), is_unsigned=products_saturate())
     size = group_size or DEFAULT_GROUP_SIZES[quant]
     if quant == "int4":
         return partial(OffsetBlocks, size, weights, stored)

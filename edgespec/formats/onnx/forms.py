@@ -1,4 +1,4 @@
-"""How the matrices of a graph are stored and multiplied: whole numbers (w8a8), blocks of 8 or 4 bits, float32.
+"""How the matrices of a graph are stored and multiplied: blocks of 8 or 4 bits, float32.
 
 A form asks for the weights it stores while the graph is written, so that one matrix is in memory at a time.
 """
@@ -14,25 +14,13 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelFileError
 from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.graph import Nodes
-from edgespec.formats.onnx.w8a8 import GROUP_SIZES, LARGEST, Products, quantise_rows, scales_of, unsigned
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Floats = NDArray[np.float32]
-Codes = tuple[NDArray[np.int8], Floats]
 ByteCodes = tuple[NDArray[np.uint8], Floats]
-
-
-class LlamaWeights(Protocol):
-    """Weights by their Hugging Face names, quantised; the output projection is `lm_head.weight`, tied or not."""
-
-    def vector(self, name: str) -> Floats:
-        """A norm's weights or a bias [width]."""
-
-    def product(self, name: str) -> Codes:
-        """A matrix as a product reads it: codes [inputs, outputs] and scales [outputs]."""
-
-    def embedding(self) -> ByteCodes:
-        """Codes [tokens, width], 128 for zero, and scales [tokens, groups] of the embeddings."""
+LARGEST, MIDDLE = 127, 128  # codes are symmetric; the code of zero
+ROWS_AT_ONCE = 4096  # quantised
+GROUP_SIZES = (64, 32, 16)  # weights of an embedding that share a scale: the first that divides its width
 
 
 class RowWeights(Protocol):
@@ -61,34 +49,6 @@ class Form(Protocol):
 
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
         """Multiply `value` [..., inputs] by the matrices `sources` side by side."""
-
-
-class WholeNumbers:
-    """w8a8, as `edgespec.formats.onnx.w8a8` describes it.
-
-    `is_unsigned`: store weights as codes plus 128, for processors on which signed products saturate. The engine would
-    otherwise make that copy at every load.
-    """
-
-    def __init__(self, weights: LlamaWeights, nodes: Nodes, *, is_unsigned: bool = False) -> None:
-        self._weights, self._nodes, self._is_unsigned = weights, nodes, is_unsigned
-        self._products = Products(nodes.operators, is_unsigned=is_unsigned)
-        self.vector = weights.vector
-
-    def embed(self, output: str) -> None:
-        codes, scales = self._weights.embedding()
-        group_size = codes.shape[1] // scales.shape[1]
-        names = self._nodes.store("embedding_w8", codes), self._nodes.store("embedding_scale", scales)
-        look_up(self._nodes, *names, output, bits=8, size=group_size)
-
-    def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
-        found = [self._weights.product(source) for source in sources]
-        codes = found[0][0] if len(found) == 1 else np.concatenate([codes for codes, _ in found], axis=1)
-        scales = np.concatenate([scales for _, scales in found])
-        weight = weight_name(name)
-        stored = unsigned(codes) if self._is_unsigned else codes
-        names = self._nodes.store(f"{weight}_w8", stored), self._nodes.store(f"{weight}_scale", scales)
-        self._products.add(name, value, names, [output])
 
 
 class Blocks:
@@ -167,25 +127,6 @@ class Plain:
         self._nodes.add("MatMul", [value, self._nodes.store(weight_name(name), found)], [output], name)
 
 
-class QuantisedRows:
-    """`LlamaWeights` of float rows: each output has a scale of its own."""
-
-    def __init__(self, weights: RowWeights) -> None:
-        self._weights = weights
-        self.vector = weights.vector
-
-    def product(self, name: str) -> Codes:
-        outputs, inputs = self._weights.shape(name)
-        codes, scales = np.empty((inputs, outputs), np.int8), np.empty(outputs, np.float32)
-        for part, rows in stacked_rows(self._weights, [name]):
-            scales[part] = scale = scales_of(np.abs(rows).max(axis=1))
-            codes[:, part] = np.clip(np.rint(rows / scale[:, None]), -LARGEST, LARGEST).astype(np.int8).T
-        return codes, scales
-
-    def embedding(self) -> ByteCodes:
-        return group_rows(self._weights, EMBEDDING, *self._weights.shape(EMBEDDING))
-
-
 def weight_name(product: str) -> str:
     """The builder's name for the weights of an operator."""
     return f"{product.removeprefix('/').replace('/', '.')}.weight"
@@ -218,6 +159,32 @@ def group_rows(weights: RowWeights, name: str, count: int, width: int) -> ByteCo
     for part, rows in stacked_rows(weights, [name]):
         codes[part], scales[part] = quantise_rows(rows, size)
     return codes, scales
+
+
+def quantise_rows(rows: Floats, size: int) -> ByteCodes:
+    """Codes [N, K], 128 for zero, and scales [N, K / size] of rows [N, K]."""
+    codes = np.empty(rows.shape, np.uint8)
+    scales = np.empty((rows.shape[0], rows.shape[1] // size), np.float32)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = np.ascontiguousarray(rows[start : start + ROWS_AT_ONCE])
+        groups = part.reshape(len(part), -1, size)
+        scale = scales_of(np.abs(groups).max(axis=2))
+        codes[start : start + ROWS_AT_ONCE] = (np.rint(groups / scale[..., None]) + MIDDLE).reshape(part.shape)
+        scales[start : start + ROWS_AT_ONCE] = scale
+    return codes, scales
+
+
+def scales_of(largest: Floats, code: int = LARGEST) -> Floats:
+    """What a code of 1 stands for where `largest` becomes `code`; next to nothing where there are only zeros.
+
+    ONNX Runtime's products of groups add `128 * scale * sum(activations)` and take it off again, each rounded: with a
+    scale of 1 a group of zeros adds a thousandth, layer for layer. Raises ModelFileError for weights that are no finite
+    numbers.
+    """
+    if not np.isfinite(largest).all():
+        raise ModelFileError("the model is damaged: it has weights that are not finite numbers")
+    found: Floats = np.maximum(largest / np.float32(code), np.finfo(np.float32).tiny)
+    return found
 
 
 def look_up(nodes: Nodes, codes: str, scales: str, output: str, *, bits: int, size: int) -> None:
