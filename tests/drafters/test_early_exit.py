@@ -84,7 +84,10 @@ def test_an_exit_is_the_small_model_of_a_hierarchy() -> None:
     with edgespec.load(TARGET, medium=medium, exit_layer=LAYERS, threads=TEST_THREADS) as model:
         drafter = model._pool.drafters["hierarchical"]
         assert isinstance(drafter, HierarchicalDrafter) and drafter._small is model._pool.drafters["early-exit"]
-        sampling, options = Sampling(temperature=0.8, seed=3), GenerateOptions(max_tokens=40, drafter="none")
+        sampling, options = (
+            Sampling(temperature=0.8, seed=3),
+            GenerateOptions(max_tokens=40, drafter="none", ignore_eos=True),
+        )
         plain = model.generate(PROMPTS[1], sampling, options)
         found = model.generate(PROMPTS[1], sampling, replace(options, drafter="hierarchical", draft_length=5))
         assert found.token_ids == plain.token_ids and found.stats.accepted_tokens > 0

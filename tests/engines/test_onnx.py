@@ -16,7 +16,7 @@ import pytest
 from demo import DEMO, TEST_THREADS
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.engines.llamacpp import VocabularyFile
-from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.onnx import OnnxEngine, settings
 from edgespec.engines.onnx.library import library, run_options
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, PromptError
 from edgespec.runtime import load
@@ -109,6 +109,16 @@ def test_the_context_can_be_filled_to_its_last_token(onnx_path):
         engine.rollback(2040)
         single = [engine.forward(Batch.chain(ids[i : i + 1])).copy() for i in range(2040, 2048)]
         np.testing.assert_array_equal(np.concatenate(single), whole)
+
+
+def test_where_bits_depend_on_the_pass_there_is_no_reproducible_mode(onnx_path, monkeypatch):
+    for name, value in (("is_x86", lambda: False), ("VALUES_AT_ONCE", 32)):
+        with monkeypatch.context() as patched:
+            patched.setattr(settings, name, value)
+            with pytest.raises(CapabilityError, match="no reproducible mode on this processor.*Run the GGUF"):
+                open_engine(onnx_path, reproducible=True)
+            with open_engine(onnx_path) as engine:
+                assert engine.facts.pinned_class is None
 
 
 def test_an_int8_cache_is_a_quarter_and_changes_little(engine, onnx_path):

@@ -61,12 +61,6 @@ def test_weights_that_have_several_names_load(folder: Path, link: Callable[[Path
     probe(folder / "model.onnx")
 
 
-def test_longer_rotary_tables_are_made_of_weights_with_several_names(folder: Path) -> None:
-    linked_hard(folder)
-    with OnnxEngine.load(folder / "model.onnx", threads=TEST_THREADS, max_sequences=3, reproducible=False) as engine:
-        assert np.isfinite(engine.forward(Batch.chain([5, 6, 7]))).all()
-
-
 def changed_json(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     file = folder / name
     file.write_text(json.dumps(change(json.loads(file.read_text()))))

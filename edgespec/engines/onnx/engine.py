@@ -2,7 +2,7 @@
 
 A sequence's bits depend on its own tokens alone, and what others hold does not slow it down. Sequences with a single
 row each go through the model together, all others in passes of their own. In reproducible mode passes are padded into
-the width class, and none goes across the edge of attention (`settings.EDGE`).
+the width class.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
 from edgespec.engines.onnx.opening import batches_work, cache_scales, check_logits, open_passes, widths_key
-from edgespec.engines.onnx.passes import PassRows, SharedPasses, cache_name, end_of_pass, rows_before
+from edgespec.engines.onnx.passes import PassRows, SharedPasses, cache_name
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
-from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
+from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
@@ -54,7 +54,7 @@ class OnnxEngine(SessionEngine):
         if device.provider != "cpu":
             tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch
             widest = widest_correct(*tried)
-        self._passes, self._edge = passes, settings.edge
+        self._passes = passes
         self._least_rows = 1  # narrower passes are padded
         # Whether single rows of several sequences share a pass.
         self._batches = passes if isinstance(passes, SharedPasses) and passes.has_batches else None
@@ -109,17 +109,24 @@ class OnnxEngine(SessionEngine):
             if source.max_positions is not None:  # its rotary tables are made as long as they are needed
                 graph = read(cells=settings.context_length)
             return _load_on_kernels(source, graph, settings, config, use)
-        cells, reproducible = settings.cells, use.reproducible
-        if graph.max_positions is not None and graph.max_positions < cells:
-            graph = read(cells=cells)
+        reproducible = use.reproducible
         if settings.cache_type_k == "int8":
-            graph = read(cache_scales(source, graph, settings), cells)
+            graph = read(cache_scales(source, graph, settings))
         engine = cls(source, graph, settings, config)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
         if engine.facts.splits_passes and not batches_work(engine):
             engine._batches = None
             engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
+        if engine.facts.device == "cpu" and not settings.has_classes:
+            if reproducible:
+                engine.close()
+                raise CapabilityError(
+                    f"{path} has no reproducible mode on this processor: its attention heads have {settings.head_size} "
+                    f"values, and ONNX Runtime's own kernels allow {VALUES_AT_ONCE} on x86, and none elsewhere. Run the "
+                    "GGUF that it was made from, export it as q8_0 or q4_k_m, or use --no-reproducible"
+                )
+            reproducible = False
         gives = use.state_layers or use.hidden_states
         widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
@@ -202,27 +209,14 @@ class OnnxEngine(SessionEngine):
         return self._batches.run_each(first, ids, bases)
 
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
-        """The logits of a chain's wanted rows, in one pass, or in two if one would go across the edge."""
-        count = end_of_pass(part.base, part.base + len(part.rows), self._edge) - part.base
-        if count == len(part.rows):
-            return self._run_pass(sequence, part, wanted)
-        logits, states = [], []
-        for piece, marked in ((part.first(count), wanted[:count]), (part.behind(count), wanted[count:])):
-            logits.append(self._run_pass(sequence, piece, marked).copy())
-            if self._passes.hidden_size:
-                states.append(self._hidden(len(piece.rows)).copy())
-        self._states = np.concatenate(states) if states else None
-        return np.concatenate(logits)
-
-    def _run_pass(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `_least_rows` rows, with and without logits.
 
         Tokens before the chain are scored again, with the same bits, so that no cell after it is needed. Where there
-        are too few, at the start of a text and behind the edge, scratch rows follow instead.
+        are too few, at the start of a text, scratch rows follow instead.
         """
         self._states = None
         missing = max(self._least_rows - len(part.rows), 0)
-        shift = self._shift = rows_before(part.base, missing, self._edge)
+        shift = self._shift = missing if missing <= part.base else 0
         ids = part.token_ids
         if missing:
             before = self._ids[sequence, part.base - shift : part.base]

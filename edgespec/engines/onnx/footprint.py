@@ -103,7 +103,7 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
     graph = adapted(graph, use.provider, settings.head_size)
     if settings.cache_type_k == "int8" and not graph.is_shared:
         raise CapabilityError(NO_INT8_CACHE)
-    cells, cache = settings.cells, 0 if source.reads_cache else _cache_bytes(graph, settings)
+    cells, cache = settings.context_length, 0 if source.reads_cache else _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
     outputs = min(use.rows, most)
@@ -156,7 +156,7 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
     if graph.head_sizes:
         row = 3 * products.inner + 6 * products.width + products.beside
         return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
-    cells = settings.cells
+    cells = settings.context_length
     is_tiled = not graph.is_half or settings.cache_type_k == "int8" or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
     return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
@@ -281,4 +281,4 @@ def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
 
     per_token = sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
     # A cache that grows by concatenation exists twice while it is copied.
-    return per_token * settings.cells * settings.max_sequences * (1 if graph.is_shared else 2)
+    return per_token * settings.context_length * settings.max_sequences * (1 if graph.is_shared else 2)

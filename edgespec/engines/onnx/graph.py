@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.formats.onnx.graph import IN_MEMORY, external_entry, read_tensor
+from edgespec.formats.onnx.graph import IN_MEMORY, external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, LAYOUT_VERSION, PRODUCT, SHORT_CONV
 from edgespec.kernels.library import library_path, why_missing
@@ -112,8 +112,6 @@ def read_graph(
     if own:
         keep_wanted_rows(graph, path)
     max_positions = source.max_positions or _rotary_rows(graph, attention or own, path)
-    if attention and source.max_positions is None and max_positions is not None and max_positions < cells:
-        _lengthen_rotary(graph, attention, path, cells)
     widths = {value.name: (shape_of(value) or [""])[-1] for value in graph.output}
     vocabulary_size, hidden_size = widths.get(LOGITS), widths.get(HIDDEN)
     if not isinstance(vocabulary_size, int):
@@ -291,18 +289,6 @@ def drop_dead(graph: Any) -> None:
         for place in reversed(range(len(values))):
             if values[place].name not in wanted:
                 del values[place]
-
-
-def _lengthen_rotary(graph: Any, attention: list[Any], path: Path, cells: int) -> None:
-    """Repeat the last row of the rotary tables: the operator requires one per cell, although positions end earlier."""
-    from onnx import numpy_helper
-
-    tables = {name for node in attention for name in node.input[7:9] if name}
-    for tensor in graph.initializer:
-        if tensor.name in tables:
-            rows = read_tensor(tensor, path.parent)
-            longer = np.concatenate((rows, np.repeat(rows[-1:], cells - len(rows), axis=0)))
-            tensor.CopyFrom(numpy_helper.from_array(longer, tensor.name))
 
 
 def check_weight_files(graph: Any, path: Path) -> None:

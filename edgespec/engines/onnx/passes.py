@@ -41,16 +41,6 @@ class PassRows:
     outputs: NDArray[np.intp]
 
 
-def end_of_pass(base: int, end: int, edge: int) -> int:
-    """Where a pass over the cells from `base` to `end` has to end: at the edge if that lies between them."""
-    return edge if base < edge < end else end
-
-
-def rows_before(base: int, missing: int, edge: int) -> int:
-    """How many of `missing` rows can be the ones before cell `base`: all or none."""
-    return missing if missing <= base and not base - missing < edge <= base else 0
-
-
 class Passes(ABC):
     """`bytes_per_token` of one cache; `capacity`, its cells; `logits` [outputs, vocabulary], which passes overwrite.
 
@@ -117,7 +107,7 @@ class SharedPasses(Passes):
         self.sessions = (sessions,)
         self._bindings = Bindings(sessions, run_options)
         self._graph, self._device = graph, device
-        self.capacity = settings.cells if graph.cache else 0
+        self.capacity = settings.context_length if graph.cache else 0
         self._head_size = settings.head_size
         self.num_caches = settings.max_sequences
         self.has_batches = self.num_caches > 1 and device.memory == "cpu" and bool(graph.cache)
@@ -250,7 +240,7 @@ class ConcatenatedPasses(Passes):
             raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
         self.sessions = (sessions,)
         self._graph, self._options, self._head_size = graph, run_options, settings.head_size
-        self.capacity = settings.cells
+        self.capacity = settings.context_length
         self._caches: dict[int, list[Any]] = {}
         self.logits = untouched_zeros((settings.max_outputs(graph.vocabulary_size), graph.vocabulary_size), np.float32)
         hidden = [HIDDEN] if HIDDEN in graph.outputs else []

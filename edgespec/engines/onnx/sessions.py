@@ -44,9 +44,7 @@ _made: WeakSet[Any] = WeakSet()
 NO_FALLBACK = "assigned to the default CPU EP"  # in ONNX Runtime's words for a graph that a device runs in part only
 KEPT_S = 5.0  # the session that was replaced, in which a trial of the other may be given up again
 ROOM = 1.5  # times the weights: what nobody may have planned for before they are held twice
-FLASH_OFF = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 MAX_BINDINGS = 512
-_lock, _num_without = threading.Lock(), 0
 
 
 def providers_for(provider: str) -> tuple[str, ...]:
@@ -77,41 +75,13 @@ def open_session(
     threads: int,
     provider: str,
     spins: bool = True,
-    flash: bool = True,
     arrays: Arrays = NO_ARRAYS,
 ) -> tuple[Any, Device]:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
-    `spins`: see `Sessions`; `flash` False: without flash attention on the CPU.
-
-    Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
+    `spins`: see `Sessions`. Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
     """
-    with nullcontext() if flash else without_flash():
-        return _open(graph, folder, threads, provider, arrays, spins=spins), Device(provider, PROVIDERS[provider][1])
-
-
-@contextmanager
-def without_flash() -> Iterator[None]:
-    """No flash attention in the sessions for the CPU that are made here, nor in others that are made meanwhile.
-
-    ONNX Runtime has no option for that but a variable of the environment. It is set for good, and only its value
-    changes later: another thread may read the environment, which must not move then.
-    """
-    global _num_without
-    with _lock:
-        _num_without += 1
-        os.environ[FLASH_OFF] = "1"
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_without -= 1
-            if not _num_without:
-                os.environ[FLASH_OFF] = "0"
-
-
-def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *, spins: bool = True) -> Any:
-    ort = library()
+    ort, name = library(), provider
     options, graph = _options(graph, folder, threads, name)
     if arrays:  # a GGUF. Else a second pass of one width gets a block for all results, beside those of the first.
         options.enable_mem_pattern = False
@@ -128,7 +98,7 @@ def _open(graph: bytes, folder: Path, threads: int, name: str, arrays: Arrays, *
         if arrays:  # it reads them as long as it lives, and holds no reference to them
             session.edgespec_weights = arrays
         _made.add(session)
-        return session
+        return session, Device(name, PROVIDERS[name][1])
     except failures_of_library() as exc:
         said = " ".join(str(exc).split())
         if name == "cpu":
@@ -277,7 +247,7 @@ class Bindings:
 def open_sessions(graph: Graph, source: Source, settings: OnnxSettings) -> tuple[Sessions, Device]:
     """Sessions of `graph`, whose weights are those of `source`. Raises as `open_session`."""
     given: dict[str, Any] = {"arrays": source.arrays(graph.cells), "threads": settings.threads}
-    given |= {"provider": settings.provider, "flash": settings.flash}
+    given |= {"provider": settings.provider}
     sessions = Sessions(
         lambda spins: open_session(graph.serialised, source.folder, spins=spins, **given)[0], graph.weight_bytes
     )
