@@ -185,7 +185,7 @@ def _cache_steps(whole: Fitted) -> Choices:
         return ()
     kinds: dict[str, tuple[str, ...]]
     if whole.pair.files["target"].engine == "onnx":
-        kinds = {f"KV cache {kind}": (kind, kind) for kind in ("q8_0", "int8")}  # our kernels', its own
+        kinds = {"KV cache q8_0": ("q8_0", "q8_0")}  # our kernels'
     else:
         kinds = {"keys in the cache q8_0": ("q8_0",), "KV cache q8_0": ("q8_0", "q8_0")}
     found: list[GivenUp] = []

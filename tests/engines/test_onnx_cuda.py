@@ -77,12 +77,6 @@ def test_only_what_computes_attention_changes(onnx_path):
     assert devices.adapted(exported, "cpu", 64) is exported and devices.adapted(exported, "webgpu", 64) is exported
 
 
-def test_an_int8_cache_stays_one(onnx_path):
-    with load(onnx_path) as exported, load_half(onnx_path, cache_type_k="int8") as engine:
-        assert engine.facts.kv_bytes_per_token * 4 == exported.facts.kv_bytes_per_token
-        assert difference(scored(engine), scored(exported)) < 2 * CODES
-
-
 @pytest.mark.parametrize("size", [12, 320])
 def test_heads_that_the_attention_does_not_take_are_named(onnx_path, size):
     with pytest.raises(CapabilityError, match=rf"at most 256 values, in multiples of 8.* have {size}"):

@@ -38,8 +38,9 @@ def kept_of(found: Fitted) -> Kept:
 
 def all_choices(given: dict[str, Any], pair: ModelPair) -> Iterator[tuple[LoadOptions, ModelPair]]:
     """With a draft context of 0 for the target alone."""
-    kind = "int8" if pair.files["target"].engine == "onnx" else "q8_0"
-    caches: tuple[dict[str, Any], ...] = {}, {"cache_type_k": kind, "cache_type_v": kind}
+    caches: tuple[dict[str, Any], ...] = {}, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    if pair.files["target"].engine == "onnx":
+        caches = ({},)
     for context, cache, draft in itertools.product(CONTEXTS, caches, (*DRAFT_CONTEXTS, 0)):
         options = LoadOptions(**{**given, "context_length": context, **cache, "draft_context_length": draft or None})
         yield without_drafts(options, pair) if draft == 0 else (options, pair)

@@ -24,7 +24,7 @@ from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
-from edgespec.engines.onnx.opening import batches_work, cache_scales, check_logits, open_passes, widths_key
+from edgespec.engines.onnx.opening import batches_work, check_logits, open_passes, widths_key
 from edgespec.engines.onnx.passes import PassRows, SharedPasses, cache_name
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
@@ -110,8 +110,6 @@ class OnnxEngine(SessionEngine):
                 graph = read(cells=settings.context_length)
             return _load_on_kernels(source, graph, settings, config, use)
         reproducible = use.reproducible
-        if settings.cache_type_k == "int8":
-            graph = read(cache_scales(source, graph, settings))
         engine = cls(source, graph, settings, config)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
@@ -123,8 +121,8 @@ class OnnxEngine(SessionEngine):
                 engine.close()
                 raise CapabilityError(
                     f"{path} has no reproducible mode on this processor: its attention heads have {settings.head_size} "
-                    f"values, and ONNX Runtime's own kernels allow {VALUES_AT_ONCE} on x86, and none elsewhere. Run the "
-                    "GGUF that it was made from, export it as q8_0 or q4_k_m, or use --no-reproducible"
+                    f"values, ONNX Runtime's own kernels allow {VALUES_AT_ONCE} on x86, none elsewhere. Run the GGUF "
+                    "that it was made from, export it as q8_0 or q4_k_m, or use --no-reproducible"
                 )
             reproducible = False
         gives = use.state_layers or use.hidden_states

@@ -4,7 +4,7 @@ The weights of products are packed into memory of the session's own when it is m
 their scales, which are packed twice more. Everything else stays mapped; of tables that rows are looked up in, pages
 become resident as their tokens occur. Matrices are packed one by one, so that the largest is in memory twice for a
 moment.
-Results of a pass lie in an arena that grows in powers of two. Attention over float32 and int8 keys and values works
+Results of a pass lie in an arena that grows in powers of two. Attention over float32 keys and values works
 tile by tile, as flash attention on CUDA does; over half precision ones a processor writes the scores of all heads of
 a layer (onnxruntime/contrib_ops/cpu/bert/gqa_attention_base.h, 1.32).
 A `tokenizers` object keeps each token in two tables and each merge in one, and we keep each token's bytes. Reading its
@@ -17,21 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgespec.engines.features import WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
 from edgespec.engines.model_use import DEFAULT_CONTEXT, Footprint, ModelUse
 from edgespec.engines.onnx.devices import HALF_ONLY, adapted
-from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, CacheEntry, Graph, read_graph, tensor_bytes
+from edgespec.engines.onnx.graph import ATTENTION, FLOAT16, Graph, read_graph, tensor_bytes
 from edgespec.engines.onnx.head import attribute
 from edgespec.engines.onnx.hybrid_engine import running_bytes
 from edgespec.engines.onnx.kernel_engine import num_chunks
-from edgespec.engines.onnx.opening import NO_INT8_CACHE
-from edgespec.engines.onnx.passes import element_of
+from edgespec.engines.onnx.passes import bytes_per_token
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.engines.onnx.source import GgufFile, Source, open_source
-from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx.graph import external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
@@ -101,8 +97,6 @@ def _of_source(source: Source, use: ModelUse) -> Footprint:
     graph, products = once(f"onnx products {source.is_drafter} {use.exit_layer}", source.path, lambda: _read(source))
     settings = OnnxSettings.checked(graph, source.config(), use)
     graph = adapted(graph, use.provider, settings.head_size)
-    if settings.cache_type_k == "int8" and not graph.is_shared:
-        raise CapabilityError(NO_INT8_CACHE)
     cells, cache = settings.context_length, 0 if source.reads_cache else _cache_bytes(graph, settings)
     results = _results_bytes(graph, products, settings)
     most = settings.max_outputs(graph.vocabulary_size)
@@ -157,7 +151,7 @@ def _results_bytes(graph: Graph, products: Products, settings: OnnxSettings) -> 
         row = 3 * products.inner + 6 * products.width + products.beside
         return _ARENA_FACTOR * 4 * settings.max_rows * row + min(settings.max_rows, _ROUTED_ROWS) * products.routed
     cells = settings.context_length
-    is_tiled = not graph.is_half or settings.cache_type_k == "int8" or settings.provider in HALF_ONLY
+    is_tiled = not graph.is_half or settings.provider in HALF_ONLY
     scores = 0 if is_tiled else products.heads * cells
     return _ARENA_FACTOR * 4 * settings.max_rows * (3 * products.inner + 4 * products.width + scores)
 
@@ -276,9 +270,6 @@ def _cache_bytes(graph: Graph, settings: OnnxSettings) -> int:
         keys_and_values = cache_bytes(kind, graph.head_sizes, settings.max_sequences, chunks) or 0
         return keys_and_values + running_bytes(graph.states, settings.max_sequences)
 
-    def size(entry: CacheEntry) -> int:
-        return 1 if settings.cache_type_k == "int8" else np.dtype(element_of(entry)).itemsize
-
-    per_token = sum(entry.heads * settings.head_size * size(entry) for entry in graph.cache)
+    per_token = bytes_per_token(graph, settings.head_size)
     # A cache that grows by concatenation exists twice while it is copied.
     return per_token * settings.context_length * settings.max_sequences * (1 if graph.is_shared else 2)

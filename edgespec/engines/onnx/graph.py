@@ -8,13 +8,9 @@ their file, untouched. Graphs with a concatenated cache (Optimum) are left as th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, attribute, give_hidden, keep_wanted_rows, shape_of
 from edgespec.errors import CapabilityError, ModelFileError
@@ -31,7 +27,6 @@ ATTENTION = "GroupQueryAttention"
 MASK, POSITIONS = "attention_mask", "position_ids"
 LENGTHS, TOTAL = "edgespec.lengths", "edgespec.total"  # inputs of our own; a graph may use the plain names inside
 FLOAT16 = 10
-CacheScales = Mapping[str, NDArray[np.float32]]
 _OWN_LAYERS = (OWN_ATTENTION, DELTA_NET, SHORT_CONV)
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
@@ -76,7 +71,6 @@ class Graph:
 
 def read_graph(
     source: Source,
-    cache_scales: CacheScales | None = None,
     cells: int = 0,
     *,
     hidden_states: bool = False,
@@ -84,10 +78,9 @@ def read_graph(
 ) -> Graph:
     """The graph of an exported causal language model.
 
-    `cache_scales` by input name, [heads, head size] each: keys and values are stored as int8 times these. `cells`: the
-    capacity of the caches. `hidden_states`: make the input of the head an output, too, and before it the inputs
-    of `state_layers`. Raises ModelNotFound, ModelFileError for a file that is not such a graph, CapabilityError without
-    `onnx` or the kernels that the graph needs, or for layers it lacks.
+    `cells`: the capacity of the caches. `hidden_states`: make the input of the head an output, too, and before it the
+    inputs of `state_layers`. Raises ModelNotFound, ModelFileError for a file that is not such a graph, CapabilityError
+    without `onnx` or the kernels that the graph needs, or for layers it lacks.
     """
     model, path = source.graph(cells), source.path
     graph = model.graph
@@ -98,8 +91,6 @@ def read_graph(
     is_half = any(value.type.tensor_type.elem_type == FLOAT16 for value in graph.input if PAST.fullmatch(value.name))
     layers_of_ours = [node for node in graph.node if node.op_type in _OWN_LAYERS and node.domain == DOMAIN]
     own = [node for node in layers_of_ours if node.op_type == OWN_ATTENTION]
-    if cache_scales is not None:
-        _quantise_cache(graph, attention, cache_scales)
     cache = () if own else _cache_entries(graph, path)
     if hidden_states:
         layers = [_attention_of(layers_of_ours, attention, layer, path) for layer in state_layers]
@@ -237,29 +228,6 @@ def _rewrite_attention(graph: Any, attention: list[Any]) -> None:
         node.input[:] = inputs
     for name, shape in ((LENGTHS, ["batch_size"]), (TOTAL, [])):
         graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT32, shape))
-
-
-def _quantise_cache(graph: Any, attention: list[Any], scales: CacheScales) -> None:
-    """Make every attention operator store keys and values as int8, with a scale per channel."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    for node in attention:
-        inputs = [*node.input, *[""] * (14 - len(node.input))]
-        for place, past, kind in ((12, node.input[3], "k"), (13, node.input[4], "v")):
-            heads, size = scales[past].shape
-            inputs[place] = f"{past}.scale"
-            tensor = scales[past].astype(np.float32).reshape(1, heads, 1, size)
-            graph.initializer.append(numpy_helper.from_array(tensor, inputs[place]))
-            node.attribute.append(helper.make_attribute(f"{kind}_quant_type", "PER_CHANNEL"))
-        node.attribute.append(helper.make_attribute("kv_cache_bit_width", 8))
-        del node.input[:]
-        node.input.extend(inputs)
-    names = {node.input[i] for node in attention for i in (3, 4)} | {
-        node.output[i] for node in attention for i in (1, 2)
-    }
-    for value in (*graph.input, *graph.output):
-        if value.name in names:
-            value.type.tensor_type.elem_type = TensorProto.INT8
 
 
 def _widen_logits(graph: Any) -> None:

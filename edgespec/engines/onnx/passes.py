@@ -209,10 +209,6 @@ class SharedPasses(Passes):
         for ours, theirs in zip(self._cache_buffers(source), self._cache_buffers(destination), strict=True):
             self._put(theirs, ours.numpy()[0, :, :length])
 
-    def largest_values(self, cache: int, length: int) -> list[NDArray[np.float32]]:
-        """Per buffer [heads, head size]: the largest magnitude among the first `length` cells."""
-        return [np.abs(buffer.numpy()[0, :, :length]).max(axis=1) for buffer in self._cache_buffers(cache)]
-
     def read(self, cache: int, length: int) -> bytes:
         return b"".join(buffer.numpy()[0, :, :length].tobytes() for buffer in self._cache_buffers(cache))
 

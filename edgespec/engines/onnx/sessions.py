@@ -79,7 +79,8 @@ def open_session(
 ) -> tuple[Any, Device]:
     """A session of a serialised graph whose weights are in `folder` or `arrays`, on one of `providers_for`.
 
-    `spins`: see `Sessions`. Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError for a bad model.
+    `spins`: see `Sessions`. Raises CapabilityError for a provider that lacks an operator of this model, ModelFileError
+    for a bad model.
     """
     ort, name = library(), provider
     options, graph = _options(graph, folder, threads, name)

@@ -13,7 +13,7 @@ from edgespec.formats.hub_folder import read_json
 from edgespec.platform.machine import default_threads, is_x86
 
 LOGITS_BYTES = 32 << 20
-CACHE_TYPES = ("f32", "int8")
+CACHE_TYPES = ("f32",)
 KERNEL_CACHE_TYPES = ("f16", "q8_0")
 # ONNX Runtime multiplies queries and keys 128 values of a head at a time, but all of them at once where a text has at
 # most 64 cells, which rounds otherwise: with wider heads, as Gemma's, a row's bits depend on where its pass ends.
