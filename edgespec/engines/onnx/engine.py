@@ -1,8 +1,7 @@
 """The ONNX Runtime engine on its own kernels: chains only, and a cache for each sequence.
 
-A sequence's bits depend on its own tokens alone, and what others hold does not slow it down. Sequences with a single
-row each go through the model together, all others in passes of their own. In reproducible mode passes are padded into
-the width class.
+A sequence's bits depend on its own tokens alone, and what others hold does not slow it down: sequences of a batch go
+through the model one after another. In reproducible mode passes are padded into the width class.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.library import device_identity, run_options, version
-from edgespec.engines.onnx.opening import batches_work, check_logits, open_passes, widths_key
-from edgespec.engines.onnx.passes import PassRows, SharedPasses, cache_name
+from edgespec.engines.onnx.opening import check_logits, open_passes, widths_key
+from edgespec.engines.onnx.passes import PassRows, cache_name
 from edgespec.engines.onnx.session_engine import SessionEngine
 from edgespec.engines.onnx.sessions import providers_for, reason
 from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSettings
@@ -46,8 +45,8 @@ class OnnxEngine(SessionEngine):
         exported = graph
         passes, device, graph = open_passes(source, exported, settings, self._options)
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
-        self._sessions = passes.sessions
-        self.thread_change_s = sum(sessions.make_s for sessions in self._sessions)
+        self._sessions = (passes.sessions,)
+        self.thread_change_s = passes.sessions.make_s
         self.thread_change_bytes = graph.weight_bytes
         max_batch = min(settings.max_batch, settings.context_length)
         widest = max_batch
@@ -56,8 +55,6 @@ class OnnxEngine(SessionEngine):
             widest = widest_correct(*tried)
         self._passes = passes
         self._least_rows = 1  # narrower passes are padded
-        # Whether single rows of several sequences share a pass.
-        self._batches = passes if isinstance(passes, SharedPasses) and passes.has_batches else None
         self._ids = np.zeros((settings.max_sequences, passes.capacity), np.int32)  # in the cells of each sequence
         self._gathered = np.zeros((0, graph.vocabulary_size), np.float32)
         self._shift = 0  # rows of the last pass before those that were asked for
@@ -81,8 +78,6 @@ class OnnxEngine(SessionEngine):
             pinned_class=None,
             device=device.provider,
             threads=settings.threads,
-            can_pack=self._batches is not None,
-            splits_passes=self._batches is not None,
             own_cells=True,
             notes=tuple(_device_notes(device.provider, widest, max_batch, is_cast=graph.is_half > exported.is_half)),
             placement=device_identity(device.provider),
@@ -92,7 +87,7 @@ class OnnxEngine(SessionEngine):
     def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> OnnxEngine | KernelEngine:
         """Load `path` (model.onnx, its weights and tokenizer beside it) and measure what it can do.
 
-        `changes`: of `use`. Of several sequences only single rows share a pass, and no drafts.
+        `changes`: of `use`.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this build
         or model cannot do what was asked.
@@ -113,9 +108,6 @@ class OnnxEngine(SessionEngine):
         engine = cls(source, graph, settings, config)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
-        if engine.facts.splits_passes and not batches_work(engine):
-            engine._batches = None
-            engine.facts = replace(engine.facts, can_pack=False, splits_passes=False)
         if engine.facts.device == "cpu" and not settings.has_classes:
             if reproducible:
                 engine.close()
@@ -163,48 +155,13 @@ class OnnxEngine(SessionEngine):
         if len(self._gathered) < count:
             self._gathered = np.zeros((count, self._gathered.shape[1]), np.float32)
         place = np.cumsum(batch.outputs) - 1
-        singles = self._singles(placed)
-        if singles:
-            logits = self._run_singles(singles)
-            for sequence, part in singles.items():
-                row, found = part.rows[0], sequence - min(singles)
-                if batch.outputs[row]:
-                    self._gathered[place[row]] = logits[found]
-                if states is not None:
-                    states[row] = self._passes.hidden()[found]
         for sequence, part in placed.items():
-            if sequence in singles:
-                continue
             wanted = batch.outputs[part.rows]
             self._gathered[place[np.array(part.rows)[wanted]]] = self._run(sequence, part, wanted)
             if states is not None:
                 states[part.rows] = self._hidden(len(part.rows))
         self._states = states
         return self._gathered[:count]
-
-    def _singles(self, placed: dict[int, SequenceRows]) -> dict[int, SequenceRows]:
-        """Those that can share a pass: the operator wants one row of each, behind at least one cell.
-
-        A lone row that is padded to more has other bits there, where attention sees one of them.
-        """
-        found = {sequence: part for sequence, part in placed.items() if len(part.rows) == 1 and part.base}
-        if self._batches is None or self._least_rows > 1 or len(found) < 2:
-            return {}
-        between = set(range(min(found), max(found))) - found.keys()
-        return {} if any(self._book.lengths[each] == self._passes.capacity for each in between) else found
-
-    def _run_singles(self, singles: dict[int, SequenceRows]) -> Logits:
-        """Logits of the caches from the first of `singles` to the last one.
-
-        Caches in between that have no row get one all the same, in the cell behind their text, which is overwritten
-        before it is read.
-        """
-        assert self._batches is not None
-        first, last = min(singles), max(singles)
-        bases, ids = np.array(self._book.lengths[first : last + 1], np.int32), np.zeros(last + 1 - first, np.int32)
-        for sequence, part in singles.items():
-            ids[sequence - first] = self._ids[sequence, part.base] = part.token_ids[0]
-        return self._batches.run_each(first, ids, bases)
 
     def _run(self, sequence: int, part: SequenceRows, wanted: NDArray[np.bool_]) -> Logits:
         """One pass over a chain, with at least `_least_rows` rows, with and without logits.
@@ -260,7 +217,6 @@ class OnnxEngine(SessionEngine):
     def _free(self) -> None:
         super()._free()
         del self._passes  # they hold the sessions too
-        self._batches = None
 
 
 def _device_notes(provider: str, widest: int, asked: int, *, is_cast: bool) -> Iterator[str]:

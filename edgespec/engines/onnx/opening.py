@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.devices import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import Graph, read_graph
@@ -21,10 +19,10 @@ from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.proof import PREFIX
 from edgespec.engines.rows import fault_of
 from edgespec.engines.widths import METHOD
-from edgespec.errors import CapabilityError, EngineError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import processor
-from edgespec.types import Batch, packed
+from edgespec.types import Batch
 
 Opened = tuple[Passes, Device, Graph]  # where they run, and the graph as that device runs it
 
@@ -84,9 +82,6 @@ def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: in
     return key_of(METHOD, "onnx chains", *map(file_key, source.files), version(), processor(), kernels, measured)
 
 
-_ROUNDING = 0.1  # of the deviation of the logits: how far those of the same row may be off in another pass
-
-
 def check_logits(engine: Engine, path: Path) -> None:
     """Raises ModelFileError where the weights are damaged, and closes the engine; else leaves it empty."""
     count = min(2, engine.facts.max_batch, engine.vocabulary.size)
@@ -94,26 +89,3 @@ def check_logits(engine: Engine, path: Path) -> None:
         engine.close()
         raise ModelFileError(f"{path} is not a usable model: {fault}. Download or export it again")
     engine.rollback(0)
-
-
-def batches_work(engine: Engine) -> bool:
-    """Whether rows of two sequences in a batch have about the logits that they have alone; leaves both empty.
-
-    A graph of another exporter may have been made for a batch of one.
-    """
-    if engine.facts.context_length < 2:
-        return False
-    rows = [Batch.chain([sequence], sequence=sequence) for sequence in (0, 1)]
-    try:
-        for row in rows:
-            engine.forward(row)
-        together = engine.forward(packed(rows)).copy()
-        for sequence in (0, 1):
-            engine.rollback(1, sequence)
-        alone = np.concatenate([engine.forward(row).copy() for row in rows])
-    except EngineError:
-        return False
-    finally:
-        for sequence in (0, 1):
-            engine.rollback(0, sequence)
-    return bool(np.abs(together - alone).max() < _ROUNDING * alone.std())
