@@ -79,8 +79,6 @@ class Engine(Closing, ABC):
     class_key: str = ""  # under which its width classes are cached; empty: they follow from how its kernels are made
     state_layers: tuple[int, ...] = ()  # ascending; their inputs come with the hidden states
     states_of: StatesOf = "scored rows"
-    thread_change_bytes: int = 0  # extra memory that `set_threads` needs for some seconds
-    thread_change_s: float = 0.0  # how long `set_threads` keeps a core busy
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:
@@ -191,11 +189,6 @@ class Engine(Closing, ABC):
     def thread_steps(self) -> tuple[int, ...]:
         """Numbers of threads worth trying, the most first."""
         return usual_steps(self.facts.threads)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether passes already run as `set_threads` asked; an engine may need a while for it."""
-        return True
 
     @abstractmethod
     def cancel(self) -> None:

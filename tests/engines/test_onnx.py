@@ -63,7 +63,7 @@ def plain_logits(path: Path, ids: np.ndarray) -> np.ndarray:
 def test_a_closed_engine_gives_its_weights_back(onnx_path: Path, sequences: int) -> None:
     engine = open_engine(onnx_path, max_sequences=sequences)
     engine.forward(Batch.chain([1, 2, 3]))
-    session = weakref.ref(engine._sessions[0].current())
+    session = weakref.ref(engine._passes._bindings.session)  # type: ignore[attr-defined]
     engine.close()
     assert session() is None
 

@@ -46,7 +46,7 @@ class OnnxLayer(HeadLayer):
 
     def _open(self, graph: Graph, threads: int) -> Any:
         self.num_bytes += graph.num_bytes
-        return open_session(graph.serialised(), Path(), threads=threads, provider="cpu", arrays=graph.arrays)[0]
+        return open_session(graph.serialised(), Path(), threads=threads, provider="cpu", arrays=graph.arrays)
 
     def fuse(self, features: States) -> States:
         assert self._fuse is not None

@@ -43,15 +43,12 @@ class OnnxEngine(SessionEngine):
         self._options = run_options()
         self._max_outputs = settings.max_outputs(graph.vocabulary_size)
         exported = graph
-        passes, device, graph = open_passes(source, exported, settings, self._options)
+        passes, provider, graph = open_passes(source, exported, settings, self._options)
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
-        self._sessions = (passes.sessions,)
-        self.thread_change_s = passes.sessions.make_s
-        self.thread_change_bytes = graph.weight_bytes
         max_batch = min(settings.max_batch, settings.context_length)
         widest = max_batch
-        if device.provider != "cpu":
-            tried = passes, source.files, device.provider, graph.vocabulary_size, max_batch
+        if provider != "cpu":
+            tried = passes, source.files, provider, graph.vocabulary_size, max_batch
             widest = widest_correct(*tried)
         self._passes = passes
         self._least_rows = 1  # narrower passes are padded
@@ -63,7 +60,7 @@ class OnnxEngine(SessionEngine):
         self._book = SequenceBook(settings.max_sequences)
         self._last_width = 0
         self._held = HeldFiles(source.mapped)
-        self._stamp = StateStamp.of("onnx", source.files, version(), device.provider, cache_name(graph))
+        self._stamp = StateStamp.of("onnx", source.files, version(), provider, cache_name(graph))
         self.facts = EngineFacts(
             name="onnx",
             architecture=config.architecture,
@@ -76,11 +73,11 @@ class OnnxEngine(SessionEngine):
             kv_bytes_per_token=passes.bytes_per_token,
             width_classes=(),
             pinned_class=None,
-            device=device.provider,
+            device=provider,
             threads=settings.threads,
             own_cells=True,
-            notes=tuple(_device_notes(device.provider, widest, max_batch, is_cast=graph.is_half > exported.is_half)),
-            placement=device_identity(device.provider),
+            notes=tuple(_device_notes(provider, widest, max_batch, is_cast=graph.is_half > exported.is_half)),
+            placement=device_identity(provider),
         )
 
     @classmethod
@@ -215,8 +212,8 @@ class OnnxEngine(SessionEngine):
         return self._passes.hidden()[self._shift : self._shift + width]
 
     def _free(self) -> None:
-        super()._free()
-        del self._passes  # they hold the sessions too
+        self._held.close()
+        del self._passes  # they hold the session too
 
 
 def _device_notes(provider: str, widest: int, asked: int, *, is_cast: bool) -> Iterator[str]:

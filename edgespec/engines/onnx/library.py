@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -124,12 +123,9 @@ def device_identity(name: str) -> str:
     return f"{versions} {sorted(device.metadata.items())} {device.vendor} {device.vendor_id} {device.device_id}"
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Where a session runs: our name of the provider, and onnxruntime's name of its memory."""
-
-    provider: str
-    memory: str
+def memory_of(name: str) -> str:
+    """onnxruntime's name of the memory of our provider `name`."""
+    return PROVIDERS[name][1]
 
 
 def is_hardware(name: str) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx.devices import HALF_ONLY, adapted
 from edgespec.engines.onnx.graph import Graph, read_graph
-from edgespec.engines.onnx.library import Device, device_identity, version
+from edgespec.engines.onnx.library import device_identity, version
 from edgespec.engines.onnx.passes import ConcatenatedPasses, Passes, SharedPasses
-from edgespec.engines.onnx.sessions import open_sessions, providers_for, try_graph
+from edgespec.engines.onnx.sessions import open_session, providers_for, try_graph
 from edgespec.engines.onnx.settings import CONFIGS, OnnxSettings
 from edgespec.engines.onnx.source import ExportFolder, Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
@@ -24,7 +24,7 @@ from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import processor
 from edgespec.types import Batch
 
-Opened = tuple[Passes, Device, Graph]  # where they run, and the graph as that device runs it
+Opened = tuple[Passes, str, Graph]  # on which provider they run, and the graph as that one runs it
 
 
 def all_files(path: Path) -> list[Path]:
@@ -65,9 +65,10 @@ def open_passes(source: Source, graph: Graph, settings: OnnxSettings, run_option
 def _open_on(provider: str, source: Source, graph: Graph, settings: OnnxSettings, run_options: Any) -> Opened:
     settings = replace(settings, provider=provider)
     graph = adapted(graph, provider, settings.head_size)
-    sessions, device = open_sessions(graph, source, settings)
+    arrays = source.arrays(graph.cells)
+    session = open_session(graph.serialised, source.folder, threads=settings.threads, provider=provider, arrays=arrays)
     kind = SharedPasses if graph.is_shared else ConcatenatedPasses
-    return kind(sessions, graph, device, run_options, settings), device, graph
+    return kind(session, graph, run_options, settings), provider, graph
 
 
 def widths_key(source: Source, settings: OnnxSettings, provider: str, widest: int, states: object) -> str:

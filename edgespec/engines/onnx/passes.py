@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.graph import LENGTHS, MASK, POSITIONS, TOTAL, CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
-from edgespec.engines.onnx.library import Device, library, translated
+from edgespec.engines.onnx.library import library, memory_of, translated
 from edgespec.engines.onnx.pages import untouched_zeros
-from edgespec.engines.onnx.sessions import Bindings, Sessions
+from edgespec.engines.onnx.sessions import Bindings
 from edgespec.engines.onnx.settings import OnnxSettings
 from edgespec.errors import CapabilityError
 from edgespec.types import Logits, TokenIds
@@ -50,7 +50,6 @@ class Passes(ABC):
     bytes_per_token: int
     capacity: int
     logits: Logits
-    sessions: Sessions
 
     @abstractmethod
     def run(self, cache: int, rows: PassRows) -> Logits:
@@ -92,14 +91,11 @@ def bytes_per_token(graph: Graph, head_size: int) -> int:
 class SharedPasses(Passes):
     """Independent caches of one buffer per layer, made when first used."""
 
-    def __init__(
-        self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
-    ) -> None:
+    def __init__(self, session: Any, graph: Graph, run_options: Any, settings: OnnxSettings) -> None:
         max_rows, tokens = settings.max_rows, graph.vocabulary_size
         max_outputs = settings.max_outputs(tokens)
-        self.sessions = sessions
-        self._bindings = Bindings(sessions, run_options)
-        self._graph, self._device = graph, device
+        self._bindings = Bindings(session, run_options)
+        self._graph, self._memory = graph, memory_of(settings.provider)
         self.capacity, self._head_size = settings.context_length, settings.head_size
         self._buffers: dict[int, list[Any]] = {}  # by cache: [1, heads, capacity, head size] per input
         self._ids = np.zeros(max_rows, np.int64)
@@ -119,7 +115,7 @@ class SharedPasses(Passes):
         self._positions[:width] = self._counting[rows.base : total]
         self._output_rows[:count] = rows.outputs
         self._lengths[0], self._total[0] = total - 1, total
-        binding, on_device = self._bindings.of((cache, width, count), self._bind), self._device.memory != "cpu"
+        binding, on_device = self._bindings.of((cache, width, count), self._bind), self._memory != "cpu"
         if on_device:
             self._bind_rows(binding, width, count)  # which copies them to the device: a binding keeps that copy
         self._bindings.run(binding, on_device=on_device)
@@ -152,7 +148,7 @@ class SharedPasses(Passes):
     def _cache_buffers(self, cache: int) -> list[Any]:
         if cache not in self._buffers:
             make = library().OrtValue.ortvalue_from_numpy
-            device = () if self._device.memory == "cpu" else (self._device.memory, 0)
+            device = () if self._memory == "cpu" else (self._memory, 0)
             self._buffers[cache] = [
                 make(untouched_zeros((1, entry.heads, self.capacity, self._head_size), element_of(entry)), *device)
                 for entry in self._graph.cache
@@ -163,7 +159,7 @@ class SharedPasses(Passes):
         """Write `values` [heads, n, head size] to the beginning of a buffer; that of a device is read and sent back."""
         whole = buffer.numpy()
         whole[0, :, : values.shape[1]] = values
-        if self._device.memory != "cpu":
+        if self._memory != "cpu":
             buffer.update_inplace(whole)
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -188,15 +184,12 @@ KNOWN_INPUTS = frozenset({"input_ids", MASK, POSITIONS})
 class ConcatenatedPasses(Passes):
     """Caches as one array per layer and sequence, [1, heads, cells, head size], cut to size before each pass."""
 
-    def __init__(
-        self, sessions: Sessions, graph: Graph, device: Device, run_options: Any, settings: OnnxSettings
-    ) -> None:
+    def __init__(self, session: Any, graph: Graph, run_options: Any, settings: OnnxSettings) -> None:
         past = {entry.past for entry in graph.cache}
         unknown = sorted(graph.inputs - KNOWN_INPUTS - past)
         if unknown:
             raise CapabilityError(f"this export has inputs that edgespec does not know: {', '.join(unknown)}")
-        self.sessions = sessions
-        self._graph, self._options, self._head_size = graph, run_options, settings.head_size
+        self._session, self._graph, self._options, self._head_size = session, graph, run_options, settings.head_size
         self.capacity = settings.context_length
         self._caches: dict[int, list[Any]] = {}
         self.logits = untouched_zeros((settings.max_outputs(graph.vocabulary_size), graph.vocabulary_size), np.float32)
@@ -219,7 +212,7 @@ class ConcatenatedPasses(Passes):
             whole = array.shape[2] == rows.base
             feeds[entry.past] = make(array if whole else np.ascontiguousarray(array[:, :, : rows.base]))
         with translated(self._options):
-            found, *present = self.sessions.current().run_with_ort_values(self._outputs, feeds, self._options)
+            found, *present = self._session.run_with_ort_values(self._outputs, feeds, self._options)
         if HIDDEN in self._graph.outputs:
             self._hidden = present.pop(0).numpy()[0]
         self._caches[cache] = [value.numpy() for value in present]
