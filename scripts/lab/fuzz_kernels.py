@@ -127,20 +127,21 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def one_matrix(rng: np.random.Generator) -> str:
+    import tiled
     from edgespec.kernels import tiles
 
     kind, outputs, inputs, tile, finite = random_matrix(rng)
     path = str(rng.choice(PATHS))
-    if not tiles.choose_path(path):
+    if not tiled.choose_path(path):
         path = tiles.path()
     x = random_x(rng, int(rng.integers(1, 70)), inputs)
     bias = rng.standard_normal(outputs).astype(np.float32) if rng.random() < 0.5 else None
-    y = tiles.product(kind, tile, outputs, x, bias)
+    y = tiled.product(kind, tile, outputs, x, bias)
     at = int(rng.integers(0, len(x)))
-    assert same(y[at], tiles.product(kind, tile, outputs, x[at : at + 1], bias)[0]), f"{kind} {path} row {at}"
+    assert same(y[at], tiled.product(kind, tile, outputs, x[at : at + 1], bias)[0]), f"{kind} {path} row {at}"
     ids = rng.integers(-1 if rng.random() < 0.1 else 0, outputs + (rng.random() < 0.1), 5)
     try:
-        tiles.lookup(kind, tile, outputs, inputs, ids)
+        tiled.lookup(kind, tile, outputs, inputs, ids)
     except IndexError:
         assert ids.min() < 0 or ids.max() >= outputs
     return f"{path}{'' if finite else '_not_finite'}"
@@ -168,6 +169,7 @@ def one_graph(rng: np.random.Generator) -> str:
     """Usually a graph that fits; else one attribute, shape or weight that does not."""
     from onnx import TensorProto
 
+    import tiled
     from edgespec.kernels import tiles
     from tiled import node, session
 
@@ -209,16 +211,17 @@ def one_graph(rng: np.random.Generator) -> str:
         assert same(got[at], np.concatenate(model.run(None, {"x": x[at : at + 1]}), 1)[0]), (matrices, change, path)
     elif len(x):
         parts = np.split(bias, np.cumsum(outputs)[:-1])
-        direct = [tiles.product(m[0], m[3], m[1], x, b) for m, b in zip(matrices, parts, strict=True)]
+        direct = [tiled.product(m[0], m[3], m[1], x, b) for m, b in zip(matrices, parts, strict=True)]
         assert same(got, np.concatenate(direct, 1)), (matrices, change)
     return "graph"
 
 
 def choose_path(rng: np.random.Generator) -> str:
+    import tiled
     from edgespec.kernels import tiles
 
     path = str(rng.choice(PATHS))
-    return path if tiles.choose_path(path) else tiles.path()
+    return path if tiled.choose_path(path) else tiles.path()
 
 
 def refused(run: Callable[[], Any]) -> bool:
@@ -257,8 +260,8 @@ def one_attention(rng: np.random.Generator) -> str:
     """Passes over a cache of random bytes; what is not refused has the same bits on another path and two threads."""
     from onnx import TensorProto
 
-    from edgespec.kernels import tiles
-    from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
+    import tiled
+    from edgespec.kernels.memory import CHUNK, KernelCache, cache_bytes
     from tiled import node, session
 
     kind = str(rng.choice(["F16", "Q8_0"]))
@@ -318,7 +321,7 @@ def one_attention(rng: np.random.Generator) -> str:
             cache.close()
 
     for path in (choose_path(rng), choose_path(rng)):
-        tiles.choose_path(path)
+        tiled.choose_path(path)
         was_refused |= refused(run)
     if was_refused:
         return "attention_refused"
@@ -332,6 +335,7 @@ def one_experts(rng: np.random.Generator) -> str:
     """Usually experts that fit; a row has the same bits alone, on another path and on other threads."""
     from onnx import TensorProto
 
+    import tiled
     from edgespec.kernels import tiles
     from tiled import node, session
 
@@ -373,7 +377,7 @@ def one_experts(rng: np.random.Generator) -> str:
             assert same(alone[0], results[-1][at]), (attributes, at)
 
     for path in (choose_path(rng), choose_path(rng)):
-        tiles.choose_path(path)
+        tiled.choose_path(path)
         if refused(run):
             return "experts_refused"
     assert same(*results), (path, attributes)
@@ -404,8 +408,8 @@ def one_recurrence(rng: np.random.Generator) -> str:
     """Passes of both recurrent operators; what is not refused has the same bits on another path and more threads."""
     from onnx import TensorProto
 
-    from edgespec.kernels import tiles
-    from edgespec.kernels.states import KernelStates, StateSizes, states_bytes
+    import tiled
+    from edgespec.kernels.memory import KernelStates, StateSizes, states_bytes
     from tiled import node, session
 
     keys, size, taps = int(rng.integers(1, 4)), int(rng.choice([16, 32, 48, 80])), int(rng.integers(2, 6))
@@ -457,7 +461,7 @@ def one_recurrence(rng: np.random.Generator) -> str:
             states.close()
 
     for path in (choose_path(rng), choose_path(rng)):
-        tiles.choose_path(path)
+        tiled.choose_path(path)
         was_refused |= refused(run)
     if was_refused:
         return "recurrence_refused"
@@ -513,7 +517,7 @@ def one_states(rng: np.random.Generator) -> str:
 def one_norm(rng: np.random.Generator) -> str:
     from onnx import TensorProto
 
-    from edgespec.kernels import tiles
+    import tiled
     from tiled import node, session
 
     width, rows = int(rng.choice([0, 1, 15, 16, 100, 1000])), int(rng.choice([0, 1, 3, 100]))
@@ -535,7 +539,7 @@ def one_norm(rng: np.random.Generator) -> str:
         results.append(model.run(None, given))
 
     for path in (choose_path(rng), choose_path(rng)):
-        tiles.choose_path(path)
+        tiled.choose_path(path)
         if refused(run):
             return "norm_refused"
     assert all(same(*pair) for pair in zip(*results, strict=True)), path

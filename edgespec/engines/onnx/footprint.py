@@ -32,7 +32,7 @@ from edgespec.formats.gguf.header import once
 from edgespec.formats.onnx.graph import external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import EXPERTS, LOOKUP, PRODUCT
-from edgespec.kernels.cache import cache_bytes
+from edgespec.kernels.memory import cache_bytes
 
 _NBITS, _PRODUCTS = "MatMulNBits", ("MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat")
 _LOOKUPS = ("Gather", "GatherBlockQuantized", LOOKUP)

@@ -18,7 +18,7 @@ from edgespec.formats.onnx.graph import IN_MEMORY, external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
 from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, LAYOUT_VERSION, PRODUCT, SHORT_CONV
 from edgespec.kernels.library import library_path, why_missing
-from edgespec.kernels.states import StateSizes
+from edgespec.kernels.memory import StateSizes
 
 if TYPE_CHECKING:
     from edgespec.engines.onnx.source import Source

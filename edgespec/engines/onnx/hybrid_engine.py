@@ -22,7 +22,7 @@ from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceRows
 from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import STATES
-from edgespec.kernels.states import NO_FLOOR, KernelStates, StateSizes, states_bytes
+from edgespec.kernels.memory import NO_FLOOR, KernelStates, StateSizes, states_bytes
 from edgespec.types import Batch, Logits
 
 LOG = 32  # rows of a pass that a text can drop

@@ -29,7 +29,7 @@ from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
 from edgespec.errors import CapabilityError, EdgespecError, StateError
 from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS
-from edgespec.kernels.cache import CHUNK, KernelCache, cache_bytes
+from edgespec.kernels.memory import CHUNK, KernelCache, cache_bytes
 from edgespec.kernels.tiles import path
 from edgespec.types import Batch, Logits, TokenIds
 
@@ -54,7 +54,8 @@ class KernelEngine(SessionEngine):
         Raises CapabilityError for a device or a size that the kernels do not have.
         """
         self._options = run_options()
-        place = {"threads": settings.threads, "provider": settings.provider, "arrays": source.arrays(graph.cells)}
+        place: dict[str, Any] = {"threads": settings.threads, "provider": settings.provider}
+        place["arrays"] = source.arrays(graph.cells)
         self._open = partial(open_session, graph.serialised, source.folder, **place)
         self._sessions = {True: self._open(spins=True)}
         self.source, self.settings = source, settings
