@@ -21,6 +21,8 @@ from edgespec.formats.gguf.check import has_mtp
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.manifest import HEAD_KINDS, ModelFile, ModelPair
+from edgespec.installation import has_engine
+from edgespec.kernels.library import library_path
 from edgespec.loading.engine_choice import why_unreadable, with_engines
 from edgespec.loading.hub import head_beside
 from edgespec.loading.registry import resolve
@@ -218,9 +220,12 @@ def exit_layer_of(options: LoadOptions, pair: ModelPair) -> int | None:
 def head_paths(options: LoadOptions, pair: ModelPair) -> list[Path]:
     """The files of heads to open: the one that the options name, else those of the pair for the drafter.
 
-    `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs.
+    `auto` takes a pair's own heads only where it has no draft model: beside one they gain less than trying them costs;
+    and EAGLE's only where the kernels are built, on which they run.
     """
     own = {kind: pair.heads[kind].path for kind in HEAD_KINDS if kind in pair.heads}
+    if options.drafter == "auto" and not (library_path() and has_engine("onnx")):
+        own.pop("eagle", None)
     asked = "auto" if pair.draft is None else None
     if options.heads is not None and options.drafter != "none":
         return [expanded(options.heads)]

@@ -16,7 +16,7 @@ from edgespec.engines.onnx.head import FLOAT, HIDDEN, LOGITS, attribute, give_hi
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.formats.onnx.graph import IN_MEMORY, external_entry
 from edgespec.formats.onnx.tiles import ATTENTION as OWN_ATTENTION
-from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, LAYOUT_VERSION, PRODUCT, SHORT_CONV
+from edgespec.formats.onnx.tiles import DELTA_NET, DOMAIN, FEATURES, LAYOUT_VERSION, PRODUCT, SHORT_CONV
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.kernels.memory import StateSizes
 
@@ -50,7 +50,7 @@ class Graph:
     `inputs`, `outputs`: names; `weight_bytes` of all initialisers;
     `is_half`: attention over a shared cache computes in float16; `has_tiles`: our kernels run it; `head_sizes`: of the
     heads of keys of all its layers, whose cache is then ours; `states`: of its layers that keep a running state;
-    `cells`: of the caches that it was read for, 0 for any.
+    `cells`: of the caches that it was read for, 0 for any; `feature_size`: of what a draft head reads for a row.
     """
 
     serialised: bytes
@@ -67,6 +67,7 @@ class Graph:
     head_sizes: tuple[int, ...] = ()
     states: tuple[StateSizes, ...] = ()
     cells: int = 0
+    feature_size: int = 0
 
 
 def read_graph(
@@ -122,6 +123,7 @@ def read_graph(
         head_sizes=_head_sizes(own),
         states=_state_sizes(graph, layers_of_ours),
         cells=cells,
+        feature_size=next((int(shape_of(value)[-1]) for value in graph.input if value.name == FEATURES), 0),
     )
 
 

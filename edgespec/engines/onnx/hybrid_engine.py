@@ -18,12 +18,12 @@ from edgespec.engines.onnx.kernel_engine import KernelEngine
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.settings import ModelConfig, OnnxSettings
 from edgespec.engines.onnx.source import Source
-from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceRows
 from edgespec.errors import BatchError, CapabilityError, StateError
 from edgespec.formats.onnx.tiles import STATES
 from edgespec.kernels.memory import NO_FLOOR, KernelStates, StateSizes, states_bytes
 from edgespec.types import Batch, Logits
+from edgespec.vocabulary import Vocabulary
 
 LOG = 32  # rows of a pass that a text can drop
 
@@ -37,7 +37,7 @@ class HybridEngine(KernelEngine):
         graph: Graph,
         settings: OnnxSettings,
         config: ModelConfig,
-        vocabulary: TokenizerFile | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         super().__init__(source, graph, settings, config, vocabulary)
         slots = settings.max_sequences

@@ -32,6 +32,7 @@ from edgespec.formats.onnx.tiles import CACHE, FEATURES, ROWS
 from edgespec.kernels.memory import CHUNK, KernelCache, cache_bytes
 from edgespec.kernels.tiles import path
 from edgespec.types import Batch, Logits, TokenIds
+from edgespec.vocabulary import Vocabulary
 
 # Where plain decoding was measured to be 1.2 times as fast as llama.cpp's and more (docs/kernels.md), speculation may
 # lose some of that; on other processors the lead is not known.
@@ -47,7 +48,7 @@ class KernelEngine(SessionEngine):
         graph: Graph,
         settings: OnnxSettings,
         config: ModelConfig,
-        vocabulary: TokenizerFile | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """`vocabulary`: of its target, for a draft head.
 
@@ -72,7 +73,7 @@ class KernelEngine(SessionEngine):
         self._hidden_size, self._has_hidden = graph.hidden_size, bool(graph.hidden_size)
         self._hidden = np.zeros((widest, graph.hidden_size or 0), np.float32)
         # Of a draft head: the states that the rows of the next pass read.
-        self.features = np.zeros((widest if FEATURES in graph.inputs else 0, graph.hidden_size or 0), np.float32)
+        self.features = np.zeros((widest if graph.feature_size else 0, graph.feature_size), np.float32)
         self._order: NDArray[np.intp] | None = None  # of the last pass's rows, if they were not in batch order
         self._bindings = Bindings(self._sessions[True], self._options)
         self._width = 0

@@ -6,14 +6,12 @@ from typing import Any
 
 from edgespec.engines.booked import BookedEngine
 from edgespec.engines.model_files import HeldFiles
-from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.errors import CapabilityError
 
 
 class SessionEngine(BookedEngine):
     """One ONNX model. Logits stay valid until the next `forward`. `_options`: of all its passes."""
 
-    vocabulary: TokenizerFile
     states_of = "all rows"  # they are taken before the head keeps those whose logits are wanted
     _options: Any
     _held: HeldFiles

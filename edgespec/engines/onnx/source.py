@@ -269,7 +269,7 @@ class GgufFile(Source):
 
     def _pack(self, data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
         sizes = {name: data.later.pop(tiles_name(name))[0] for name in self._reused()}
-        made = _packed(data)
+        made = packed_tiles(data)
         for name, size in sizes.items():
             whole = self._given[name] if name in self._given else made[tiles_name(EMBEDDING)]
             made[tiles_name(name)] = whole[:size]
@@ -341,7 +341,7 @@ def _readable_model(path: Path, nextn: bool) -> GgufModel:
     return model
 
 
-def _packed(data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
+def packed_tiles(data: MemoryWriter) -> dict[str, NDArray[np.uint8]]:
     """All tiles, in one block of memory, which is asked for in huge pages."""
     places, size = {}, 0
     for name, (num_bytes, _) in data.later.items():
