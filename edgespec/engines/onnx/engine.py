@@ -6,7 +6,6 @@ through the model one after another. In reproducible mode passes are padded into
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.closing import closed_on_failure
 from edgespec.engines.base import EngineFacts
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.onnx.devices import widest_correct
+from edgespec.engines.onnx.devices import check_device
 from edgespec.engines.onnx.graph import Graph, read_graph
 from edgespec.engines.onnx.hybrid_engine import HybridEngine
 from edgespec.engines.onnx.kernel_engine import KernelEngine
@@ -35,6 +35,8 @@ from edgespec.engines.widths import fastest_facts, pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
+CAST_NOTE = "attention is computed in float16 on this device, and cached keys and values are at most 16 bits"
+
 
 class OnnxEngine(SessionEngine):
     """On ONNX Runtime's own kernels. Make it with `load`, which also makes those on ours."""
@@ -45,11 +47,6 @@ class OnnxEngine(SessionEngine):
         exported = graph
         passes, provider, graph = open_passes(source, exported, settings, self._options)
         self.vocabulary = TokenizerFile(source.folder, graph.vocabulary_size)
-        max_batch = min(settings.max_batch, settings.context_length)
-        widest = max_batch
-        if provider != "cpu":
-            tried = passes, source.files, provider, graph.vocabulary_size, max_batch
-            widest = widest_correct(*tried)
         self._passes = passes
         self._least_rows = 1  # narrower passes are padded
         self._ids = np.zeros((settings.max_sequences, passes.capacity), np.int32)  # in the cells of each sequence
@@ -66,7 +63,7 @@ class OnnxEngine(SessionEngine):
             architecture=config.architecture,
             context_length=settings.context_length,
             max_sequences=settings.max_sequences,
-            max_batch=widest,
+            max_batch=min(settings.max_batch, settings.context_length),
             can_rollback=True,
             can_tree=False,
             weight_bytes=source.weight_bytes(graph),
@@ -76,7 +73,7 @@ class OnnxEngine(SessionEngine):
             device=provider,
             threads=settings.threads,
             own_cells=True,
-            notes=tuple(_device_notes(provider, widest, max_batch, is_cast=graph.is_half > exported.is_half)),
+            notes=(CAST_NOTE,) if graph.is_half > exported.is_half else (),
             placement=device_identity(provider),
         )
 
@@ -105,6 +102,9 @@ class OnnxEngine(SessionEngine):
         engine = cls(source, graph, settings, config)
         engine.state_layers = use.state_layers
         check_logits(engine, path)
+        if engine.facts.device != "cpu":
+            with closed_on_failure(engine):
+                check_device(engine)
         if engine.facts.device == "cpu" and not settings.has_classes:
             if reproducible:
                 engine.close()
@@ -115,7 +115,7 @@ class OnnxEngine(SessionEngine):
                 )
             reproducible = False
         gives = use.state_layers or use.hidden_states
-        widest = min(settings.measured_widths, engine.facts.max_batch)  # a device may compute less than was asked for
+        widest = settings.measured_widths
         key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if reproducible:
             advice = "Use --no-reproducible, or another export (int8, int4)"
@@ -214,14 +214,6 @@ class OnnxEngine(SessionEngine):
     def _free(self) -> None:
         self._held.close()
         del self._passes  # they hold the session too
-
-
-def _device_notes(provider: str, widest: int, asked: int, *, is_cast: bool) -> Iterator[str]:
-    """What the user should know of the device."""
-    if is_cast:
-        yield "attention is computed in float16 on this device, and cached keys and values are at most 16 bits"
-    if widest < asked:
-        yield f"{provider} gives wrong results for more than {widest} rows at once here: prompts take longer"
 
 
 def _load_on_kernels(
