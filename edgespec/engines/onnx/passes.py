@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.onnx.graph import LENGTHS, MASK, POSITIONS, TOTAL, CacheEntry, Graph
 from edgespec.engines.onnx.head import HIDDEN, LOGITS, OUTPUT_ROWS
-from edgespec.engines.onnx.library import library, memory_of, translated
+from edgespec.engines.onnx.library import library, translated
 from edgespec.engines.onnx.pages import untouched_zeros
 from edgespec.engines.onnx.sessions import Bindings
 from edgespec.engines.onnx.settings import OnnxSettings
@@ -95,7 +95,7 @@ class SharedPasses(Passes):
         max_rows, tokens = settings.max_rows, graph.vocabulary_size
         max_outputs = settings.max_outputs(tokens)
         self._bindings = Bindings(session, run_options)
-        self._graph, self._memory = graph, memory_of(settings.provider)
+        self._graph, self._memory = graph, settings.provider
         self.capacity, self._head_size = settings.context_length, settings.head_size
         self._buffers: dict[int, list[Any]] = {}  # by cache: [1, heads, capacity, head size] per input
         self._ids = np.zeros(max_rows, np.int64)

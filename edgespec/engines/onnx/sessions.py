@@ -84,7 +84,7 @@ def open_session(
             load_cuda()
         if device := plugin_devices(ort).get(name):
             options.add_provider_for_devices([device], {})
-        providers = None if device else [PROVIDERS[name][0]]
+        providers = None if device else [PROVIDERS[name]]
         with _given(graph, arrays, options) if arrays else nullcontext(graph) as made:
             session = ort.InferenceSession(made, options, providers=providers)
         if arrays:  # it reads them as long as it lives, and holds no reference to them
