@@ -18,8 +18,6 @@ from edgespec.formats.onnx.graph import Nodes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Floats = NDArray[np.float32]
 ByteCodes = tuple[NDArray[np.uint8], Floats]
-LARGEST, MIDDLE = 127, 128  # codes are symmetric; the code of zero
-ROWS_AT_ONCE = 4096  # quantised
 GROUP_SIZES = (64, 32, 16)  # weights of an embedding that share a scale: the first that divides its width
 
 
@@ -64,13 +62,19 @@ class Blocks:
     def embed(self, output: str) -> None:
         tokens, width = self._weights.shape(EMBEDDING)
         if self._weights.is_tied and width % self._size == 0:
-            codes, scales = self._store("/lm_head/MatMul", (HEAD,))
-            rows = self._nodes.view(f"{EMBEDDING}_Q{self._bits}", codes, [tokens, width * self._bits // 8])
-            look_up(self._nodes, rows, scales, output, bits=self._bits, size=self._size)
+            stored, scale = self._store("/lm_head/MatMul", (HEAD,))
+            view = self._nodes.view(f"{EMBEDDING}_Q{self._bits}", stored, [tokens, width * self._bits // 8])
+            look_up(self._nodes, view, scale, output, bits=self._bits, size=self._size)
             return
-        found = group_rows(self._weights, EMBEDDING, tokens, width)
-        names = self._nodes.store("embedding_w8", found[0]), self._nodes.store("embedding_scale", found[1])
-        look_up(self._nodes, *names, output, bits=8, size=width // found[1].shape[1])
+        size = next((size for size in GROUP_SIZES if width % size == 0), None)
+        if size is None:
+            raise ModelFileError(f"embeddings of width {width} cannot be stored in groups of {GROUP_SIZES}")
+        codes, scales = np.empty((tokens, width), np.uint8), np.empty((tokens, width // size), np.float32)
+        for part, rows in stacked_rows(self._weights, [EMBEDDING]):
+            found, scales[part] = quantise_blocks(rows, 8, size)
+            codes[part] = found.reshape(len(rows), width)
+        names = self._nodes.store("embedding_w8", codes), self._nodes.store("embedding_scale", scales)
+        look_up(self._nodes, *names, output, bits=8, size=size)
 
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
         codes, scales = self._store(name, sources)
@@ -147,46 +151,6 @@ def stacked_rows(weights: RowWeights, sources: Sequence[str]) -> Iterator[tuple[
             start += len(rows)
 
 
-def group_rows(weights: RowWeights, name: str, count: int, width: int) -> ByteCodes:
-    """A matrix in groups of 8 bits, as a lookup reads it: codes [count, width] and scales [count, groups].
-
-    Raises ModelFileError for a width that no group size divides.
-    """
-    size = next((size for size in GROUP_SIZES if width % size == 0), None)
-    if size is None:
-        raise ModelFileError(f"embeddings of width {width} cannot be stored in groups of {GROUP_SIZES}")
-    codes, scales = np.empty((count, width), np.uint8), np.empty((count, width // size), np.float32)
-    for part, rows in stacked_rows(weights, [name]):
-        codes[part], scales[part] = quantise_rows(rows, size)
-    return codes, scales
-
-
-def quantise_rows(rows: Floats, size: int) -> ByteCodes:
-    """Codes [N, K], 128 for zero, and scales [N, K / size] of rows [N, K]."""
-    codes = np.empty(rows.shape, np.uint8)
-    scales = np.empty((rows.shape[0], rows.shape[1] // size), np.float32)
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        part = np.ascontiguousarray(rows[start : start + ROWS_AT_ONCE])
-        groups = part.reshape(len(part), -1, size)
-        scale = scales_of(np.abs(groups).max(axis=2))
-        codes[start : start + ROWS_AT_ONCE] = (np.rint(groups / scale[..., None]) + MIDDLE).reshape(part.shape)
-        scales[start : start + ROWS_AT_ONCE] = scale
-    return codes, scales
-
-
-def scales_of(largest: Floats, code: int = LARGEST) -> Floats:
-    """What a code of 1 stands for where `largest` becomes `code`; next to nothing where there are only zeros.
-
-    ONNX Runtime's products of groups add `128 * scale * sum(activations)` and take it off again, each rounded: with a
-    scale of 1 a group of zeros adds a thousandth, layer for layer. Raises ModelFileError for weights that are no finite
-    numbers.
-    """
-    if not np.isfinite(largest).all():
-        raise ModelFileError("the model is damaged: it has weights that are not finite numbers")
-    found: Floats = np.maximum(largest / np.float32(code), np.finfo(np.float32).tiny)
-    return found
-
-
 def look_up(nodes: Nodes, codes: str, scales: str, output: str, *, bits: int, size: int) -> None:
     """The embeddings of `input_ids`, from rows in groups of `size`."""
     nodes.add(
@@ -214,7 +178,12 @@ def quantise_blocks(rows: Floats, bits: int, size: int) -> ByteCodes:
     groups = (np.pad(rows, ((0, 0), (0, padding))) if padding else rows).reshape(len(rows), -1, size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     extreme = np.where(-low >= high, low, high)
-    scales = np.copysign(scales_of(np.abs(extreme), middle), -extreme)
+    if not np.isfinite(extreme).all():
+        raise ModelFileError("the model is damaged: it has weights that are not finite numbers")
+    # ONNX Runtime's products of groups add `128 * scale * sum(activations)` and take it off again, each rounded: with a
+    # scale of 1 a group of zeros adds a thousandth, layer for layer.
+    least = np.maximum(np.abs(extreme) / np.float32(middle), np.finfo(np.float32).tiny)
+    scales = np.copysign(least, -extreme)
     with np.errstate(over="ignore"):  # a scale below the smallest normal number
         codes = np.clip(np.rint(groups / scales[..., None]) + middle, 0, 2 * middle - 1).astype(np.uint8)
     return (codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4), scales
