@@ -1,7 +1,8 @@
-"""Work on what strangers wrote, in child processes: a crash, a loop without end or gigabytes cost one answer.
+"""Child processes for what may end a process: what strangers wrote, files of unknown contents, servers that are lost.
 
 A grammar can overflow the stack of the native code that compiles it, and take time that doubles with each line; a chat
-template is a program. Children stay warm for the next call; one that had to be ended is replaced.
+template is a program: in a `Containment` a crash, a loop without end or gigabytes cost one answer. llama.cpp ends the
+process on some files, and where an RPC server is lost.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 from weakref import WeakSet
 
+from edgespec.closing import Closing
 from edgespec.errors import CapabilityError
 from edgespec.installation import child_environment
 
@@ -32,6 +36,7 @@ Returned = TypeVar("Returned")
 MEMORY_BYTES = 512 << 20  # that one call may take
 _START_S, _LOOK_S = 60.0, 0.05
 _IDLE = 2  # children that stay warm
+_MOST_WORDS = 4000
 
 is_wanted: ContextVar[Callable[[], bool]] = ContextVar("is_wanted", default=lambda: True)
 """Whether somebody still waits for what this thread does."""
@@ -45,16 +50,123 @@ class Unwanted(Exception):
     """Nobody waits for the work any more."""
 
 
-class _Order(NamedTuple):
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    limit_s: float
+class ChildEnded(Exception):
+    """The child ended by itself. `how`: SIGSEGV or "exit code 3"; `words`: the last line that its libraries wrote."""
+
+    def __init__(self, how: str, words: str) -> None:
+        super().__init__(f"{how}: {words or 'it says nothing'}")
+        self.how = how
+
+
+class Child(Closing):
+    """A process that calls functions for this one, in the order in which they are asked for.
+
+    It ends with this process. What it is sent and says goes through a thread, which no interrupt leaves half a message
+    behind. `module`: what it imports before its first call; `niceness`: by which its work stands behind that of others.
+    """
+
+    def __init__(self, module: str, niceness: int = 0) -> None:
+        command = [sys.executable, "-m", "edgespec.contained", module, str(niceness)]
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_talk`
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._words}
+        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[bool, Any] | ChildEnded] = queue.SimpleQueue()
+        self._is_open, self._is_ready = True, False
+        try:
+            self._process = subprocess.Popen(command, **pipes, env=child_environment(), start_new_session=True)
+            try:
+                threading.Thread(target=self._talk, name="edgespec-child", daemon=True).start()
+            except RuntimeError:
+                with self._process:
+                    self._process.kill()
+                raise
+        except (OSError, RuntimeError) as exc:  # the latter: no memory for a thread
+            self._words.close()
+            raise CapabilityError(f"a child process cannot be started: {exc}") from exc
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_open and self._process.poll() is None
+
+    def _talk(self) -> None:
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        with self._words as words:
+            with process, contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+                self._answers.put(pickle.load(process.stdout))
+                while (order := self._orders.get()) is not None:
+                    process.stdin.write(order)
+                    process.stdin.flush()
+                    self._answers.put(pickle.load(process.stdout))
+            code = process.returncode
+            words.seek(max(words.seek(0, os.SEEK_END) - _MOST_WORDS, 0))
+            lines = words.read().decode("utf-8", errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            self._answers.put(ChildEnded(signal.Signals(-code).name if code < 0 else f"exit code {code}", last))
+
+    def call(self, function: Callable[..., Any], *args: Any, **waiting: Any) -> Any:
+        """`function(*args)`, a function of a module; both are pickled. `waiting`: as in `answer`."""
+        self.ask(function, *args)
+        return self.answer(**waiting)
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have `function(*args)` called; `answer` waits for it."""
+        self._orders.put(pickle.dumps((function, args), protocol=5))
+
+    def answer(self, *, limit_s: float = math.inf, look: Callable[[], object] = lambda: None) -> Any:
+        """What the next function that was asked for returns. Raises what it raises.
+
+        Raises ChildEnded, TimeoutError after `limit_s`, and what `look` raises, which is called while it waits: the
+        child is then closed.
+        """
+        try:
+            if not self._is_ready:
+                self._next(_START_S, look)
+                self._is_ready = True
+            is_done, value = self._next(limit_s, look)
+        except BaseException:  # an interrupt, too: it works on what nobody will read
+            self.close()
+            raise
+        if not is_done:
+            raise value
+        return value
+
+    def _next(self, limit_s: float, look: Callable[[], object]) -> tuple[bool, Any]:
+        deadline_s = monotonic() + limit_s
+        while True:
+            try:
+                found = self._answers.get(timeout=_LOOK_S)
+            except queue.Empty:
+                look()
+                if monotonic() > deadline_s:
+                    raise TimeoutError(f"it takes more than {limit_s:g} s") from None
+                continue
+            if isinstance(found, ChildEnded):
+                raise found
+            return found
+
+    def num_bytes(self) -> int:
+        """Memory of the process; 0 on Linux, where the limit of its own holds."""
+        if sys.platform == "linux":
+            return 0
+        import psutil
+
+        try:
+            return int(psutil.Process(self._process.pid).memory_info().rss)
+        except psutil.Error:
+            return 0
+
+    def close(self) -> None:
+        """End it, whatever it is doing. Closing twice is allowed."""
+        self._is_open = False
+        self._process.kill()
+        self._orders.put(None)
 
 
 class Containment:
     """Children for one kind of work, up to `most` at once; each call may take `limit_s` seconds of one processor.
 
-    `module`: what a child imports before its first call; `niceness`: by which its work stands behind that of others.
+    `module`, `niceness`: of `Child`. Children stay warm for the next call; one that had to be ended is replaced.
     """
 
     def __init__(self, module: str, most: int, limit_s: float, niceness: int = 0) -> None:
@@ -64,37 +176,39 @@ class Containment:
         _all.add(self)
 
     def _forget(self) -> None:
-        self._room, self._idle = threading.BoundedSemaphore(self._most), queue.SimpleQueue[_Child]()
+        self._room, self._idle = threading.BoundedSemaphore(self._most), queue.SimpleQueue[Child]()
 
     def warm(self) -> None:
         """Start a child, so that the first call need not wait for it to begin."""
         if self._idle.empty():
             with contextlib.suppress(CapabilityError):  # the first call will say so
-                self._idle.put(_Child(self._module, self._niceness))
+                self._idle.put(Child(self._module, self._niceness))
 
     def run(self, function: Callable[Params, Returned], *args: Params.args, **none: Params.kwargs) -> Returned:
         """`function(*args)`, a function of a module; both are pickled. Raises what it raises, Overrun and Unwanted.
 
         Raises CapabilityError where no process can be started.
         """
-        order = pickle.dumps(_Order(function, args, self.limit_s))
         with self._turn():
             child = self._take()
             try:
-                found = child.run(order, self.limit_s)
-            except BaseException:  # an interrupt, too: it works on what nobody will read
-                child.close()
-                raise
-            if self._idle.qsize() < _IDLE:
-                self._idle.put(child)
-            else:
-                child.close()
-        is_done, value = found
-        if isinstance(value, MemoryError):
-            raise Overrun(_MEMORY)
-        if not is_done:
-            raise value
-        return value  # type: ignore[no-any-return]  # what the function returns
+                # other programs may have the processor meanwhile
+                most_s, look = 4 * self.limit_s + 1, partial(_look, child)
+                found: Returned = child.call(_limited, self.limit_s, function, args, limit_s=most_s, look=look)
+                return found
+            except MemoryError:
+                raise Overrun(_MEMORY) from None
+            except TimeoutError as exc:
+                raise Overrun(str(exc)) from None
+            except ChildEnded as exc:
+                is_late = exc.how == "SIGXCPU"
+                why = "it takes too long" if is_late else f"it ends the process that reads it ({exc.how})"
+                raise Overrun(why) from None
+            finally:
+                if child.is_alive and self._idle.qsize() < _IDLE:
+                    self._idle.put(child)
+                else:
+                    child.close()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -105,12 +219,12 @@ class Containment:
         finally:
             self._room.release()
 
-    def _take(self) -> _Child:
+    def _take(self) -> Child:
         while True:
             try:
                 child = self._idle.get_nowait()
             except queue.Empty:
-                return _Child(self._module, self._niceness)
+                return Child(self._module, self._niceness)
             if child.is_alive:
                 return child
             child.close()
@@ -122,76 +236,10 @@ class Containment:
                 self._idle.get_nowait().close()
 
 
-class _Child:
-    """One process. What it is sent and says goes through a thread, which no interrupt leaves half a message behind."""
-
-    def __init__(self, module: str, niceness: int) -> None:
-        command = [sys.executable, "-m", "edgespec.contained", module, str(niceness)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[bool, Any] | None] = queue.SimpleQueue()
-        self._is_ready = False
-        try:
-            self._process = subprocess.Popen(command, **pipes, env=child_environment(), start_new_session=True)
-            try:
-                threading.Thread(target=self._talk, name="edgespec-contained", daemon=True).start()
-            except RuntimeError:
-                with self._process:
-                    self._process.kill()
-                raise
-        except (OSError, RuntimeError) as exc:  # the latter: no memory for a thread
-            raise CapabilityError(f"a process for templates and grammars cannot be started: {exc}") from exc
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def _talk(self) -> None:
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with process, contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                self._answers.put(pickle.load(process.stdout))
-                while (order := self._orders.get()) is not None:
-                    process.stdin.write(order)
-                    process.stdin.flush()
-                    self._answers.put(pickle.load(process.stdout))
-        finally:
-            self._answers.put(None)
-
-    def run(self, order: bytes, limit_s: float) -> tuple[bool, Any]:
-        """(whether the function returned, what it returned or raised). Raises Overrun and Unwanted."""
-        if not self._is_ready:
-            self._answer(_START_S)
-            self._is_ready = True
-        self._orders.put(order)
-        return self._answer(limit_s * 4 + 1)  # other programs may have the processor meanwhile
-
-    def _answer(self, limit_s: float) -> tuple[bool, Any]:
-        deadline_s = monotonic() + limit_s
-        while True:
-            try:
-                answer = self._answers.get(timeout=_LOOK_S)
-            except queue.Empty:
-                _require_wanted()
-                if monotonic() > deadline_s:
-                    raise Overrun(f"it takes more than {limit_s:g} s") from None
-                if _bytes_of(self._process.pid) > 2 * MEMORY_BYTES:
-                    raise Overrun(_MEMORY) from None
-                continue
-            if answer is None:
-                raise Overrun(self._ending())
-            return answer
-
-    def _ending(self) -> str:
-        code = self._process.wait()
-        if code == -getattr(signal, "SIGXCPU", 0):
-            return "it takes too long"
-        return f"it ends the process that reads it ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
-
-    def close(self) -> None:
-        self._process.kill()
-        self._orders.put(None)
+def _look(child: Child) -> None:
+    _require_wanted()
+    if child.num_bytes() > 2 * MEMORY_BYTES:
+        raise Overrun(_MEMORY)
 
 
 _MEMORY = f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"
@@ -201,18 +249,6 @@ _all: WeakSet[Containment] = WeakSet()
 def _require_wanted() -> None:
     if not is_wanted.get()():
         raise Unwanted
-
-
-def _bytes_of(pid: int) -> int:
-    """Memory of a process; 0 on Linux, where the child's own limit holds."""
-    if sys.platform == "linux":
-        return 0
-    import psutil
-
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:
-        return 0
 
 
 @atexit.register
@@ -238,22 +274,39 @@ def _serve() -> None:
     os.dup2(2, 1)  # where libraries print
     if hasattr(os, "nice"):
         os.nice(int(sys.argv[2]))
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ImportError):  # the first call says what is missing
         importlib.import_module(sys.argv[1])
+    orders: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(source, orders), daemon=True).start()
     data = pickle.dumps((True, None))
     while True:
         sink.write(data)
         sink.flush()
+        function, args = orders.get()
         try:
-            order = pickle.load(source)
-        except EOFError:
-            return
-        _limit(order.limit_s)
-        try:
-            data = pickle.dumps((True, order.function(*order.args)))
+            data = pickle.dumps((True, function(*args)), protocol=5)
         except Exception as exc:  # the caller's to judge
             data = pickle.dumps((False, exc))
-        del order
+        del function, args
+
+
+def _receive(source: BinaryIO, orders: queue.SimpleQueue[Any]) -> None:
+    """Wait for orders; the end of the parent ends this process, whatever it is doing."""
+    try:
+        while True:
+            orders.put(pickle.load(source))
+    finally:
+        os._exit(1)
+
+
+def _limited(limit_s: float, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """In a child: `function(*args)` within the limits of a `Containment`."""
+    _limit(limit_s)
+    return function(*args)
 
 
 def _limit(seconds: float) -> None:

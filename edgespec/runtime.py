@@ -121,7 +121,10 @@ class Model(Closing):
             notes += self._why_not_reproducible()
         elif self.target.facts.padding_cost > _NOTABLE_PADDING_COST:
             slowdown = f"{self.target.facts.padding_cost:.2f}x slower"
-            notes.append(f"Reproducible mode: single-token steps are {slowdown} on this model; see --no-reproducible")
+            fix = "-ctk q8_0 may help; " if self.target.facts.name == "llamacpp" else ""
+            notes.append(
+                f"Reproducible mode: single-token steps are {slowdown} on this model; {fix}see --no-reproducible"
+            )
         notes += [note for drafter in list(self._pool.drafters.values()) for note in drafter.notes]
         if not self.target.facts.writes:
             return tuple(notes)

@@ -12,8 +12,8 @@
                                              model over several machines; several with commas: cuda,rpc
 
 The first call installs, in half a minute and without a compiler. A later call starts at once and needs no network.
-GGUF files, --engine llamacpp and the tests need llama.cpp, which is installed when it is first asked for: a ready wheel
-where pip finds one, else it is compiled, 4 to 6 minutes on two cores. Ctrl-C stops that and keeps all that was there.
+llama.cpp comes with the tests and with `install llamacpp`, which edgespec names where it is needed: a ready wheel where
+pip finds one, else it is compiled, 4 to 6 minutes on two cores. Ctrl-C stops that and keeps all that was there.
 The processor kernels, which make answers faster, are compiled in the background while the first command runs, and anew
 when their sources have changed; without a C++ compiler that fetches Zig's, 100 MB. EDGESPEC_KERNELS=none leaves it out.
 Further settings for the compiler go through CMAKE_ARGS.
@@ -28,7 +28,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 - this file is also read by older 
 
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import queue
@@ -63,10 +62,8 @@ PAGE_FAILED = VENV / "page-libraries-failed"  # when it is from
 DAY_S = 86400
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # Commands that need more than the package's own requirements.
-EXTRAS = {"test": ["test"], "lint": ["lint"], "serve": ["server"], "export": ["export"], "bench": ["bench"]}
-# Commands that read a GGUF themselves, if at all.
-ONLY_LLAMACPP = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ngld", "--gpu-layers-draft", "--device", "--rpc")
-READS_NO_MODEL = ("corpus", "doctor", "drafts", "list", "ls", "pair", "plan", "pull", "remove", "rm", "show")
+EXTRAS = {"test": ["test", "llamacpp"], "lint": ["lint"], "serve": ["server"], "export": ["export"], "bench": ["bench"]}
+RUNS_A_MODEL = ("bench", "chat", "generate", "race", "run", "serve", "verify")  # whose first argument it is
 # How many processes that is, tests/support/workers.py says. Each takes whole stretches of files, in whose order they
 # would run in one process, so that what the tests of a file share is rarely made twice; who is done takes half of the
 # rest of another.
@@ -82,44 +79,17 @@ BACKENDS = {
 SECONDS_BETWEEN_LINES = 30
 MOST_SHOWN = 240  # characters of a line of somebody else's output
 LIKELY_FIXES = (
-    (
-        r"ensurepip is not available|No module named (ensurepip|venv)",
-        "install Python's venv module: apt install python3-venv",
-    ),
-    (
-        r"Microsoft Visual C\+\+|cl\.exe|nmake",
-        "install the 'Desktop development with C++' workload of Visual Studio Build Tools",
-    ),
-    (
-        r"CMAKE_C(XX)?_COMPILER|No CMAKE_C|command '?(gcc|cc|c\+\+|clang)|compiler.*not (found|able)",
-        "install a C++ compiler: apt install build-essential (Debian, Ubuntu), dnf install gcc-c++ (Fedora), "
-        "xcode-select --install (macOS)",
-    ),
-    (
-        r"LayerSettingEXT",
-        "the Vulkan headers here are too old for llama.cpp, which needs 1.3.272 or newer (Debian 13, Ubuntu 24): get "
-        "the SDK from vulkan.lunarg.com, or name newer headers with CMAKE_ARGS=-DVulkan_INCLUDE_DIR=FOLDER",
-    ),
-    (
-        r"Could NOT find Vulkan|GLSLC_EXECUTABLE-NOTFOUND",
-        "install the Vulkan SDK: apt install libvulkan-dev glslc spirv-headers (Debian, Ubuntu), or vulkan.lunarg.com",
-    ),
-    (r"CUDA Toolkit not found|No CMAKE_CUDA_COMPILER|nvcc", "install the CUDA toolkit, and put its nvcc on the PATH"),
-    (r"hip-config|hipcc|No CMAKE_HIP_COMPILER", "install AMD's ROCm with its HIP compiler, and put it on the PATH"),
-    (r"No space left|Errno 28", "free some disk space: the build needs about 2 GB"),
-    (
-        r"Killed|internal compiler error|Cannot allocate memory",
-        "the compiler ran out of memory: close programs and try again",
-    ),
-    (
-        r"Temporary failure in name resolution|NewConnectionError|ConnectionError|Read timed out|SSLError|ProxyError",
-        "the package index cannot be reached: check the network connection and try again",
-    ),
-    (
-        r"Could not find a version|No matching distribution",
-        "the package index has no fitting version: check `pip config list`",
-    ),
-)
+    ("ensurepip is not available|No module named (ensurepip|venv)", "install Python's venv: apt install python3-venv"),
+    ("Could NOT find Vulkan|GLSLC_EXECUTABLE-NOTFOUND|LayerSettingEXT",
+     "install the Vulkan SDK, 1.3.272 or newer: vulkan.lunarg.com, or apt install libvulkan-dev glslc spirv-headers"),
+    ("CUDA Toolkit not found|No CMAKE_CUDA_COMPILER|nvcc", "install the CUDA toolkit, and put its nvcc on the PATH"),
+    (r"CMAKE_C(XX)?_COMPILER|Microsoft Visual C|command '?(gcc|cc|c\+\+|clang)|compiler.*not (found|able)",
+     "install a C++ compiler: apt install build-essential, dnf install gcc-c++, xcode-select --install (macOS), or "
+     "Visual Studio Build Tools (Windows)"),
+    ("No space left|Errno 28|Killed|Cannot allocate memory", "free disk space and memory: the build takes 2 GB each"),
+    ("name resolution|ConnectionError|Read timed out|SSLError|ProxyError|No matching distribution",
+     "the package index cannot be reached or lacks it: check the network connection and `pip config list`"),
+)  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -130,16 +100,13 @@ def main(arguments: list[str]) -> int:
     if command == "install":
         return install_extras(arguments[1:])
     if command == "kernels":
-        make_ready([], "")
+        make_ready([])
         build_kernels_quietly() if "--background" in arguments else build_kernels()
         return run_python("-m", "edgespec.kernels.library")
     if command not in ("lint", "test") and {"-h", "--help", "--help-all"} & set(arguments):
-        make_ready([], "")  # reading about a command takes none of what it needs
+        make_ready([])  # reading about a command takes none of what it needs
         return run_python("-m", "edgespec", *arguments)
-    why = why_llamacpp(arguments)
-    if why and kernels_run(command, arguments):
-        why = ""
-    make_ready([*needed_extras(command, arguments), *(["llamacpp"] if why else [])], why)
+    make_ready(needed_extras(command, arguments))
     if command == "lint":
         return lint()
     if command in ("serve", "test"):
@@ -148,7 +115,7 @@ def main(arguments: list[str]) -> int:
         build_kernels()
         keep_bytecode()
         return run_python("-m", "pytest", *IN_PARALLEL, *(arguments[1:] or ["-q"]))
-    start_kernels(waits=arguments == ["chat"])  # which offers a real model where one would run
+    start_kernels(waits=wants_kernels(arguments))
     return run_python("-m", "edgespec", *arguments)
 
 
@@ -159,12 +126,20 @@ def needed_extras(command: str, arguments: list[str]) -> list[str]:
     return EXTRAS.get(command, [])
 
 
-def make_ready(extras: list[str], why: str) -> None:
-    """Install what is missing, if anything is. `why`: what needs llama.cpp, where that is among the extras."""
+def wants_kernels(arguments: list[str]) -> bool:
+    """Whether a command names a model, other than the demo, which runs without; a bare chat offers one."""
+    command, *words = arguments
+    named = words[0] if command in RUNS_A_MODEL and words else "demo"
+    is_other = named != "demo" and not named.startswith("-")
+    return arguments == ["chat"] or is_other or any(word.lower().endswith(".gguf") for word in words)
+
+
+def make_ready(extras: list[str]) -> None:
+    """Install what is missing, if anything is."""
     if not is_ready(extras):
         with setup_lock():
             if not is_ready(extras):  # another call may have finished it meanwhile
-                set_up(extras, why)
+                set_up(extras)
 
 
 def install_extras(words: list[str]) -> int:
@@ -184,7 +159,7 @@ def install_extras(words: list[str]) -> int:
     if backends:
         return install_backends(names, backends)
     is_new = not is_ready(names)
-    make_ready(names, "the extra llamacpp")
+    make_ready(names)
     if not is_new:
         say(f"already installed: {', '.join(names)}")
     return 0
@@ -203,7 +178,7 @@ def split_backends(words: list[str]) -> tuple[list[str], list[str]]:
 
 def install_backends(names: list[str], backends: list[str]) -> int:
     """Compile llama.cpp with `backends` and put it in place of the one that is there; it is kept until then."""
-    make_ready([name for name in names if name != "llamacpp"], "")
+    make_ready([name for name in names if name != "llamacpp"])
     set_compiler(backends)
     with setup_lock():
         say(f"compiling llama.cpp with {', '.join(backends)}: 4 to 6 minutes on two cores, longer for a GPU")
@@ -229,79 +204,9 @@ def set_compiler(backends: list[str]) -> None:
     os.environ["CMAKE_ARGS"] = " ".join(filter(None, settings))
 
 
-def why_llamacpp(arguments: list[str]) -> str:
-    """What in a command only llama.cpp can do; empty: nothing that shows here. Of the rest edgespec itself tells."""
-    command, *words = (word for argument in arguments for word in split_option(argument))
-    if command == "test":
-        return "the test suite"
-    if command in READS_NO_MODEL:
-        return ""
-    if command == "export":
-        return "" if value_of("--to", words, "gguf") == "onnx" else "writing GGUF"
-    if value_of("--engine", words, os.environ.get("EDGESPEC_ENGINE", "")) == "llamacpp":
-        return "--engine llamacpp"
-    return next((word for word in (*words, os.environ.get("EDGESPEC_MODEL", "")) if word and is_gguf(word)), "")
-
-
-def kernels_run(command: str, arguments: list[str]) -> bool:
-    """Whether all GGUF files of a command run on the kernels, which take seconds to compile and llama.cpp minutes."""
-    words = [word for argument in arguments[1:] for word in split_option(argument)]
-    files = [word for word in words if is_gguf(word)]
-    if not files or any(word in ONLY_LLAMACPP or word == "llamacpp" for word in words) or command in ("test", "export"):
-        return False
-    make_ready(needed_extras(command, arguments), "")
-    try:
-        build_kernels()
-    except SystemExit:  # it has said why
-        return False
-    asking = [str(PYTHON), "-m", "edgespec.loading.engine_choice", *files]
-    return subprocess.run(asking, check=False).returncode == 0  # not `run_python`, which becomes the command
-
-
 def split_option(argument: str) -> list[str]:
     """`--model=x.gguf` as two words."""
     return argument.split("=", 1) if argument.startswith("--") else [argument]
-
-
-def value_of(option: str, words: list[str], default: str) -> str:
-    """What follows the last `option`."""
-    return next((value for name, value in reversed([*itertools.pairwise(words)]) if name == option), default)
-
-
-def is_gguf(model: str) -> bool:
-    """Whether a path or a name stands for a GGUF file, or a folder with a target in GGUF and none in ONNX."""
-    homes: list[str | Path | None] = [os.environ.get("EDGESPEC_MODELS"), ROOT / "models"]
-    homes.append(os.environ.get("EDGESPEC_HOME", "") + "/models")
-    with contextlib.suppress(RuntimeError):  # nobody's home
-        homes.append(user_data() / "edgespec" / "models")
-    places = [Path(model).expanduser(), *(Path(home) / model for home in homes if home)]
-    try:
-        found = next((place for place in places if place.exists()), None)
-        if found is None or found.is_file():
-            return found is not None and found.suffix == ".gguf" and begins_as_gguf(found)
-        manifest = found / "manifest.toml"
-        if manifest.is_file():
-            tables = tomllib.loads(manifest.read_text(encoding="utf-8"))
-            return "target" in tables.get("files", {}) and "target" not in tables.get("onnx", {})
-        return any(found.glob("*.gguf")) and not any(found.glob("*.onnx"))
-    except (OSError, ValueError, TypeError, AttributeError):  # a prompt may look like anything; edgespec explains
-        return False
-
-
-def begins_as_gguf(path: Path) -> bool:
-    """Other files are refused without llama.cpp, which takes minutes to compile."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
-
-
-def user_data() -> Path:
-    """Where the system keeps a user's data; the package asks platformdirs, which may not be installed yet."""
-    if home := os.environ.get("XDG_DATA_HOME"):
-        return Path(home)
-    own = Path.home()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or own / "AppData" / "Local")
-    return own / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
 
 
 def kernels_builder() -> ModuleType:
@@ -477,11 +382,8 @@ def try_lock(file: IO[bytes]) -> bool:
     return True
 
 
-def set_up(extras: list[str], why: str = "") -> None:
-    """Create what is missing. What takes long comes last, and whatever was ready before it stays so if it ends early.
-
-    `why`: what needs llama.cpp.
-    """
+def set_up(extras: list[str]) -> None:
+    """Create what is missing. What takes long comes last, and what was ready before stays so if it ends early."""
     extras = sorted({*extras, *installed_extras()} & requirements().keys())
     if not has_pip() and not gets_pip():
         MARKER.unlink(missing_ok=True)
@@ -497,7 +399,7 @@ def set_up(extras: list[str], why: str = "") -> None:
     if "llamacpp" in extras and not has_llamacpp():
         if not is_ready([]):
             install([extra for extra in extras if extra != "llamacpp"])
-        build_llamacpp(why)
+        build_llamacpp()
     install(extras)
 
 
@@ -520,11 +422,11 @@ def install(extras: list[str]) -> None:
     temporary.replace(MARKER)
 
 
-def build_llamacpp(why: str) -> None:
+def build_llamacpp() -> None:
     """Get a wheel of llama.cpp, which touches nothing in the environment: that stays ready meanwhile."""
     say(
-        f"{why or 'this environment'} needs llama.cpp: a prebuilt wheel is used if pip finds one, else it is compiled "
-        "once, 4 to 6 minutes on two cores\nCtrl-C skips it: the demo and ONNX models run without"
+        "llama.cpp: a prebuilt wheel is used if pip finds one, else it is compiled once, 4 to 6 minutes on two cores\n"
+        "Ctrl-C skips it: GGUF files on the kernels and ONNX models run without"
     )
     set_compiler([])
     WHEELS.mkdir(exist_ok=True)

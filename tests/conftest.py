@@ -148,6 +148,13 @@ def lfm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lfm2moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with routed experts behind the first layer."""
+    shape = HybridShape(hidden=512, experts=(6, 3, 32))
+    return write_lfm2(tmp_path_factory.mktemp("models") / "lfm2moe.gguf", shape)
+
+
+@pytest.fixture(scope="session")
 def other_tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape as `tiny_path` with other weights."""
     return write_model(tmp_path_factory.mktemp("models") / "other.gguf", Shape(seed=1))
@@ -170,7 +177,7 @@ def q4_k_m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo target as llama.cpp's mix of Q4_K and Q6_K."""
     if not has_engine("llamacpp"):
         pytest.skip("quantises with llama.cpp, which is not installed")
-    from edgespec.export.gguf.convert import export_gguf
+    from tiny_graphs import export_gguf
 
     path = tmp_path_factory.mktemp("mix") / "q4_k_m.gguf"
     export_gguf(DEMO / "hf" / "target", path, "q4_k_m", threads=TEST_THREADS)
@@ -189,7 +196,7 @@ def tiny_graph_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     pytest.importorskip("gguf", reason="a conversion needs the package gguf")
     from edgespec.export.onnx.writer import convert_gguf, open_gguf
 
-    return convert_gguf(open_gguf(tiny_path), tmp_path_factory.mktemp("graph"), "fp32", None)
+    return convert_gguf(open_gguf(tiny_path), tmp_path_factory.mktemp("graph"), "fp32")
 
 
 @pytest.fixture(scope="session")

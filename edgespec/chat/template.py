@@ -309,29 +309,6 @@ def answer_prefix(messages: Sequence[Mapping[str, Any]], ending: Ending = USUAL_
     return begun_answer(last) if ending.is_begun(last) else ""
 
 
-def chat_text(
-    vocabulary: Vocabulary,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    ending: Ending = USUAL_ENDING,
-) -> str:
-    """The rendered text, without a token at its beginning that encoding puts there again.
-
-    It ends behind an assistant's text at the end of the conversation, as in `encode_messages`.
-    Control tokens are spelled out, those in messages too: unlike in `encode_messages` these can forge a turn.
-    Raises PromptError without a template or where it leaves that text out, and the errors of `render_chat`.
-    """
-    source = vocabulary.chat_template
-    if source is None:
-        raise PromptError("this model has no chat template")
-    given = _given(messages, tools, arguments)
-    (end,) = unused_characters(1, "\0".join(texts(given)))
-    has_begun = ending.is_begun(given["messages"][-1])
-    text = _ended(_renderer(vocabulary, source), end, ending, has_begun, **given)
-    return text.removeprefix(_name_of(vocabulary, vocabulary.bos_id)) if vocabulary.adds_bos else text
-
-
 def read_template(path: Path | None) -> str | None:
     """The Jinja source in a file; None where none is given. Raises ConfigError for a file that is no chat template."""
     if path is None:

@@ -124,6 +124,17 @@ class Form:
                 return place
         return end
 
+    @cached_property
+    def forced(self) -> Form:
+        """The form in which calls are forced: where arguments stand one by one, JSON between the same marks, which is
+        read as well, and which a schema describes whole.
+        """
+        if not self.argument:
+            return self
+        mark = next((mark for mark in self.own_marks if mark not in self.around[0]), "")
+        tail = _OBJECT_END + (self.closes[0] if mark else "")
+        return replace(self, head=mark + _OBJECT, tail=tail, argument="")
+
     def head_parts(self, name: str) -> tuple[str, ...]:
         """What a call begins with: texts, and between slashes regular expressions."""
         number = f"/[a-z0-9]{{{self.id_length}}}/" if self.id_length else "/[0-9]{1,3}/"

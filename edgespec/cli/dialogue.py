@@ -13,7 +13,6 @@ from tempfile import TemporaryFile
 
 from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.cli.session import Session
-from edgespec.cli.stdin import typing_unseen
 from edgespec.cli.terminal import counted, detail, note, reply
 from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import EdgespecError, StateError
@@ -100,11 +99,9 @@ class Chat:
         offset = self.conversation.noise_offset(len(prompt_ids))
         options = dataclasses.replace(session.options, noise_offset=offset, logprobs=False)
         printer = session.printer(prompt_ids, prefix)
-        with typing_unseen():
-            answer = session.model.stream(prompt_ids, session.sampling, options)
-            self.last = answer.stats
-            is_stopped = printer.print_all(answer)
-        if is_stopped:
+        answer = session.model.stream(prompt_ids, session.sampling, options)
+        self.last = answer.stats
+        if printer.print_all(answer):
             note("stopped")
         return *printer.parts, offset + len(prompt_ids) + self.last.new_tokens
 

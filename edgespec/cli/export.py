@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from edgespec.export.request import ExportRequest
     from edgespec.types import Progress
 
-LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were made
-
 
 @click.command()
 @click.argument("source", shell_complete=files)
@@ -53,17 +51,10 @@ LABELS = {"llamacpp": ", llama.cpp on the GGUF"}  # beside the formats that were
     help="Type of the draft.  [default: --quant]",
 )
 @click.option(
-    "--group-size",
-    type=int,
-    metavar="N",
-    help="ONNX: weights per scale; at 128 or more, int8 is not reproducible.  [default: int8 64, int4 32]",
-)
-@click.option(
     "--exporter",
     default="edgespec",
     metavar="NAME",
-    help="ONNX: edgespec, or optimum for models that it does not know; that needs torch and makes slower graphs.  "
-    "[default: edgespec]",
+    help="ONNX: edgespec, or optimum for models that it does not know; that makes slower graphs.  [default: edgespec]",
 )
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a hub id.")
 @click.option("--name", metavar="NAME", help="Name of the pair.  [default: the source's; of a GGUF with its new type]")
@@ -80,8 +71,8 @@ def command(**given: Any) -> int:
     """Make a pair folder from SOURCE: a Hugging Face folder or hub id, or with --to onnx also a GGUF file, or a model
     that was pulled or added.
 
-    GGUF files are checked against transformers; ONNX graphs, which need no torch, against llama.cpp if transformers is
-    not installed.
+    What is made is compared with transformers; ONNX graphs, which need no torch, with llama.cpp if transformers is not
+    installed.
     """
     from edgespec.export.pair import export_pair
 
@@ -169,9 +160,8 @@ def check_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     for role in ("target", "draft"):
         for wanted, found in figures.get(role, {}).items():
             agreement, kl, difference = (found[key] for key in ("top1_agreement", "mean_kl", "max_difference"))
-            what = LABELS.get(wanted, f" {wanted.replace('_', ' as ')}")
             yield (
-                f"check {role}{what}: top-1 agreement {agreement:.1%}, mean KL {kl:.2g} nats, "
+                f"check {role} {wanted.replace('_', ' as ')}: top-1 agreement {agreement:.1%}, mean KL {kl:.2g} nats, "
                 f"largest logit difference {difference:.2g} of their spread, over {found['num_tokens']:.0f} tokens"
             )
     yield f"compared with {figures['reference']}"

@@ -26,7 +26,7 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
         self._setting, self.name = setting, setting.kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._setting.parse(value, f"--{self._setting.key}") if isinstance(value, str) else value
+        return self._setting.read(value, f"--{self._setting.key}") if isinstance(value, str) else value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if self._setting.kind in ("path", "contents"):

@@ -42,7 +42,7 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
     """
     _require_free(host, port)
     require_engine("llamacpp", "rpc-server")
-    from edgespec.engines.llamacpp.rpc import keep_alive, require_rpc, serve_rpc
+    from edgespec.engines.llamacpp.rpc import require_rpc, serve_rpc
 
     require_rpc("edgespec rpc-server")
     names = tuple(name.strip() for name in device.split(",")) if device else ()
@@ -51,7 +51,6 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
     address = "ADDRESS" if host == "0.0.0.0" else host  # to type on the other machine
     click.echo(f"RPC server on {host}:{port}; on the other machine: edgespec chat MODEL --rpc {address}:{port}")
     sys.stdout.flush()
-    keep_alive([port])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the library would only drop its client
     folder = user_folder("cache") / "rpc" if cache else None
     if folder is not None:
@@ -62,18 +61,13 @@ def command(host: str, port: int, threads: int | None, device: str | None, cache
 
 def _require_free(host: str, port: int) -> None:
     """Raises ConfigError where nothing can listen on `host` and `port`."""
-    try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        raise ConfigError(
-            f"--host {host!r} is not an IPv4 address, such as 127.0.0.1, or 0.0.0.0 for all networks"
-        ) from None
     with socket.socket() as trial:
         if sys.platform != "win32":  # there it would allow two servers on one port
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind((host, port))
-        except OSError as exc:
+            trial.bind((str(ipaddress.IPv4Address(host)), port))
+        except (ValueError, OSError) as exc:
             raise ConfigError(
-                f"nothing can listen on {host}:{port}: {exc.strerror}. Give another --host or --port"
+                f"nothing can listen on {host}:{port}: {exc}. Give another --port, or an IPv4 address of this "
+                "machine with --host, 0.0.0.0 for all networks"
             ) from exc

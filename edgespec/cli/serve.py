@@ -41,7 +41,7 @@ _NEEDED = ("starlette", "uvicorn")
 _OF_ONE_ANSWER = ("system", "thinking", "chat_template", "stats", "raw")  # a request says these itself
 _OWN_HTTP = ("host", "port", "api_key", "exit_with_stdin")
 _HTTP_ONLY = (*_OWN_HTTP, "cors_origin", "allowed_host")
-_OWN = (*_OWN_HTTP, "alias", "any_model", "parallel", "max_queue", "timeout", "stdio")
+_OWN = (*_OWN_HTTP, "alias", "parallel", "max_queue", "timeout", "stdio")
 _QUEUE, _TIMEOUT = click.IntRange(0, 4096), click.FloatRange(0, min_open=True)
 
 
@@ -59,7 +59,6 @@ def _option(*flags: str, **attributes: Any) -> Callable[[Any], Any]:
 @_option("--port", type=click.IntRange(0, 65535), default=8080, metavar="N", help="Port; 0 chooses a free one [8080]")
 @_option("--api-key", metavar="KEY", help=f"Key that clients must send; better in {API_KEY} [any key]")
 @_option("--alias", multiple=True, metavar="NAME", help="Name for clients; NAME=MODEL: of another model [its own]")
-@_option("--any-model", is_flag=True, help="Of several models, let the first answer for unknown names")
 @_option(
     "-np",
     "--parallel",
@@ -182,7 +181,6 @@ def served_models(settings: Sequence[Settings], own: dict[str, Any], options: Se
         beside = tuple(other for known in names if known[0] != name for other in known)
         service = Service(name, limits, aliases=tuple(others), beside=beside, **shared)
         found.append(Served(each, pair, service, parallel, memory))
-    found[0].service.any_model = own["any_model"]
     if memory is not None:
         memory.services = [served.service for served in found]
     for served in found[1:]:

@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 from edgespec.config.table import Section, check_values, settings_of
 from edgespec.config.values import (
     MAX_COUNT,
+    MAX_DRAFT_LENGTH,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PARALLEL,
     MAX_TOP_LOGPROBS,
@@ -36,7 +37,6 @@ from edgespec.config.values import (
     TensorOverrides,
     as_context_length,
     as_devices,
-    as_draft_length,
     as_given,
     as_model,
     as_schema,
@@ -149,7 +149,6 @@ class LoadOptions:
         "-c --ctx-size N|auto|max",
         "Context in tokens; max or 0: the model's own; auto: what fits [the model's, at most 4096]",
         basic=True,
-        kind="context",
         check=as_context_length,
     )
     draft_context_length: int | None = _model(
@@ -216,7 +215,6 @@ class LoadOptions:
         "--memory 6GiB|80%|auto",
         "Memory budget: a size, a share of the free memory, or auto [all free memory]",
         basic=True,
-        kind="size",
         check=as_given(parse_budget),
     )
     drafter: DrafterName = _speculation("auto", "--drafter", "How tokens are drafted; none: not at all", basic=True)
@@ -225,7 +223,7 @@ class LoadOptions:
         "--draft-length --num-draft-tokens --draft-max N|auto",
         "Draft tokens per step",
         basic=True,
-        check=as_draft_length,
+        check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)),
     )
     draft_temperature: float = _speculation(
         1.0,
@@ -450,7 +448,7 @@ class GenerateOptions:
     )
     ignore_eos: bool = _answer(False, "--ignore-eos", "Continue after end-of-text tokens")
     drafter: DrafterName | None = _answer(None)
-    draft_length: DraftLength | None = _answer(None, check=as_draft_length)
+    draft_length: DraftLength | None = _answer(None, check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)))
     verify: RuleName | None = _answer(None)
     logprobs: bool = _answer(True)
     top_logprobs: int = _answer(0, check=whole)

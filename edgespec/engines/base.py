@@ -7,7 +7,6 @@ checks every input in Python, because several libraries end the process on bad i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -163,8 +162,8 @@ class Engine(Closing, ABC):
         """
         raise CapabilityError(f"the {self.facts.name} engine gives no layer inputs: use a GGUF target")
 
-    def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
-        """Embeddings [n, hidden size] of texts of 1 to `facts.context_length` tokens each, not normalised.
+    def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
+        """The embedding [hidden size] of a text of 1 to `facts.context_length` tokens, not normalised.
 
         Caches and hidden states of passes stay as they are. Raises BatchError for an empty or too long text or an id
         out of range, CapabilityError where the engine gives none or there is no memory, Cancelled after `cancel()`.

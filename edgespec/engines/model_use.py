@@ -25,7 +25,7 @@ class ModelUse:
     cache_type_v: str | None = None
     state_layers: tuple[int, ...] = ()  # whose inputs come with hidden states
     # of llama.cpp
-    speculates: bool | None = True  # keep what a running state needs to drop the end of a draft; None: if that is free
+    speculates: bool = True  # keep what a running state needs to drop the end of a draft
     gpu_layers: int = 0  # -1: all
     devices: tuple[str, ...] | None = None  # of these layers; None: all GPUs; none: the CPU
     endpoints: tuple[str, ...] = ()  # RPC servers (HOST:PORT) that hold the layers, behind a child process

@@ -152,14 +152,13 @@ def check_batch(batch: Batch, facts: EngineFacts, vocabulary_size: int, lengths:
             )
 
 
-def check_texts(texts: Sequence[TokenIds], most: int, vocabulary_size: int) -> None:
-    """Raises BatchError for texts to embed that are empty, of over `most` tokens, or of unknown ones."""
-    for index, text in enumerate(texts):
-        if not 1 <= len(text) <= most:
-            raise BatchError(f"text {index} has {len(text)} tokens; one of 1 to {most} can be embedded")
-        low, high = int(text.min()), int(text.max())
-        if low < 0 or high >= vocabulary_size:
-            raise BatchError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary_size - 1}")
+def check_text(token_ids: TokenIds, most: int, vocabulary_size: int) -> None:
+    """Raises BatchError for a text to embed that is empty, of over `most` tokens, or of unknown ones."""
+    if not 1 <= len(token_ids) <= most:
+        raise BatchError(f"a text of {len(token_ids)} tokens was given; one of 1 to {most} can be embedded")
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocabulary_size:
+        raise BatchError(f"token id {low if low < 0 else high} is outside the vocabulary 0..{vocabulary_size - 1}")
 
 
 def fault_of(logits: Logits) -> str:

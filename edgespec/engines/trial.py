@@ -1,15 +1,10 @@
 """Tries files of unknown contents in a child process first, because a bad file can end the process that loads it.
 
-The child (`python -m edgespec.engines.trial FILE...`) opens each file, uses it as an engine would and reads all its
-weights. It prints one JSON object per file: {"fault": null or the reason}. Files that passed are not tried again.
+The child opens each file, uses it as an engine would and reads all its weights. Files that passed are not tried again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from edgespec.closing import Closing
+from edgespec.contained import Child, ChildEnded
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files
 from edgespec.formats.gguf.header import read_header
 from edgespec.formats.gguf.heads import head_kind_of
 from edgespec.formats.onnx.llama_config import WRITABLE
-from edgespec.installation import child_environment, quoted, require_engine
+from edgespec.installation import quoted, require_engine
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.machine import has_address_limit
@@ -54,15 +50,14 @@ class Trial(Closing):
             _check_header(path)
         keys = {path: _trial_key(path) for path, trusted in is_trusted.items() if not trusted}
         self._keys = {path: key for path, key in keys.items() if not disk_cache.is_marked("probed", key)}
-        self._child = start_child(list(self._keys)) if self._keys else None
+        self._child = new_child(list(self._keys)) if self._keys else None
 
     def require_sound(self) -> None:
         """Wait until the child has tried all models, and remember that. Raises ModelFileError."""
         if self._child is None:
             return
-        paths = list(self._keys)
-        for fault in results(self._child, paths, _allowed_s(paths)):
-            if fault is not None:
+        for path in self._keys:
+            if (fault := fault_in(self._child, path, _allowed_s(path))) is not None:
                 raise ModelFileError(fault)
         self.close()
         for path, key in self._keys.items():
@@ -71,9 +66,30 @@ class Trial(Closing):
     def close(self) -> None:
         """End the child, whatever it is doing. Closing twice is allowed."""
         if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
+            self._child.close()
             self._child = None
+
+
+def new_child(paths: Sequence[Path]) -> Child:
+    """A child that tries `paths` in turn; `fault_in` waits for it."""
+    child = Child(__name__)
+    for path in paths:
+        child.ask(_fault_of, path)
+    return child
+
+
+def fault_in(child: Child, path: Path, allowed_s: float) -> str | None:
+    """Wait until `child` has tried the next of its paths: what is wrong with it, or None."""
+    try:
+        fault: str | None = child.answer(limit_s=allowed_s)
+    except TimeoutError:
+        return (
+            f"{path} could not be tried: loading it took more than {allowed_s:.0f} s in a trial process. Try again "
+            "when the machine is less busy; if it still takes that long, download or export the file again"
+        )
+    except ChildEnded as exc:
+        return f"{path} is not a usable model: loading it ended a trial process ({exc}). Download or export it again"
+    return fault
 
 
 def is_graph(path: Path) -> bool:
@@ -111,62 +127,12 @@ def _files(path: Path) -> Sequence[Path]:
     return all_files(path)
 
 
-def _allowed_s(paths: Sequence[Path]) -> float:
-    """Time to read all files of these models from a slow disk."""
-    return START_S + sum(file.stat().st_size for path in paths for file in _files(path)) / READ_BYTES_PER_S
+def _allowed_s(path: Path) -> float:
+    """Time to read all files of a model from a slow disk."""
+    return START_S + sum(file.stat().st_size for file in _files(path)) / READ_BYTES_PER_S
 
 
-# -- the child and its handle in the parent
-
-
-def start_child(paths: Sequence[Path]) -> subprocess.Popen[bytes]:
-    """A child that tries `paths`; `results` waits for it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "edgespec.engines.trial", *map(str, paths)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=child_environment(),
-    )
-
-
-def results(child: subprocess.Popen[bytes], paths: Sequence[Path], allowed_s: float) -> list[str | None]:
-    """Wait for the child: the fault of each path, or None. Fewer if it ended early: the last one says how."""
-    is_late = False
-    try:
-        written = child.communicate(timeout=allowed_s)[0]
-    except subprocess.TimeoutExpired:
-        child.kill()
-        is_late, written = True, child.communicate()[0]
-    lines = (line.strip() for line in written.decode("utf-8", errors="replace").splitlines())
-    found = [json.loads(line)["fault"] for line in lines if line.startswith('{"fault"')]  # libraries print, too
-    if len(found) == len(paths):
-        return found
-    path = paths[len(found)]
-    if is_late:
-        fault = (
-            f"{path} could not be tried: loading it took more than {allowed_s:.0f} s in a trial process. Try again "
-            "when the machine is less busy; if it still takes that long, download or export the file again"
-        )
-    else:
-        fault = (
-            f"{path} is not a usable model: loading it ended a trial process (status {child.returncode}). Download or "
-            "export it again"
-        )
-    return [*found, fault]
-
-
-def _main(paths: Sequence[Path]) -> None:
-    """In the child."""
-    if sys.platform != "win32":
-        import resource
-
-        limit_s = int(_allowed_s(paths))
-        with contextlib.suppress(ValueError, OSError):  # a lower limit is there
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))  # should the parent be killed
-    for path in paths:
-        print(json.dumps({"fault": _fault_of(path)}), flush=True)
+# -- in the child
 
 
 def _fault_of(path: Path) -> str | None:
@@ -180,6 +146,8 @@ def _fault_of(path: Path) -> str | None:
         return _try_gguf(path)
     except EdgespecError as exc:
         return str(exc)
+    except Exception as exc:  # whatever the file made of us
+        return f"{path} is not a usable model ({type(exc).__name__}: {exc}). Download or export it again"
 
 
 def _try_gguf(path: Path) -> str | None:
@@ -199,7 +167,7 @@ def _try_gguf(path: Path) -> str | None:
         with EncoderEngine.load(path, **small) as encoder:
             before, behind = encoder.vocabulary.embedded_ends()
             ids = np.array([*before, *encoder.vocabulary.encode("a b"), *behind][:16] or [0], np.int32)
-            if not np.isfinite(encoder.embed([ids], "mean")).all():
+            if not np.isfinite(encoder.embed(ids, "mean")).all():
                 fault = "its embeddings are not numbers"
     else:
         with LlamaCppEngine.load(path, max_batch=8, reproducible=False, **small) as engine:
@@ -208,7 +176,3 @@ def _try_gguf(path: Path) -> str | None:
             if not fault:
                 engine.forward(Batch.chain([0], last_only=True))
     return f"{path} is not a usable model: {fault}. Download or export it again" if fault else None
-
-
-if __name__ == "__main__":
-    _main([Path(path) for path in sys.argv[1:]])

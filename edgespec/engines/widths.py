@@ -25,10 +25,8 @@ from edgespec.platform.disk_cache import Seconds, key_of
 from edgespec.types import Logits
 
 logger = logging.getLogger("edgespec")
-METHOD = 4  # increase it when the test changes, so that older results are not used
+METHOD = 5  # increase it when the test changes, so that older results are not used
 MAX_PADDED_WIDTH = 4
-TYPICAL_ACCEPTANCE = 0.7
-TYPICAL_COST_OF_A_ROW = 0.25
 WIDE_ENOUGH_FOR_PROMPTS = 32
 SHARE = 0.004  # most of the time of all passes that ClassWatch may take
 BLOCK = 128  # rows of a pass that reads a prompt beside a narrow class; on CPUs as fast as one of 512
@@ -82,19 +80,6 @@ def pinned_facts(engine: Engine, key: str, *, widest: int, advice: str) -> Engin
     )
 
 
-def fastest_facts(engine: Engine, key: str) -> EngineFacts:
-    """The facts of an engine in the fastest mode, with a note when that is chosen for the first time."""
-    engine.class_key = key
-    if disk_cache.get("modes", key, str) is not None:
-        return engine.facts
-    disk_cache.put("modes", key, "fastest")
-    note = (
-        "mode: fastest; texts with and without drafting may differ where two tokens are about equally likely "
-        "(--reproducible prevents that, often at a cost in speed)"
-    )
-    return replace(engine.facts, notes=(*engine.facts.notes, note))
-
-
 def _reads_alike(engine: Engine, key: str) -> bool:
     """Whether a prompt that is read again in the same wide passes gets the same bits: cached, or tested now."""
     width = min(BLOCK, engine.facts.max_batch)
@@ -141,27 +126,8 @@ def _why_none(found: Proved, advice: str) -> str:
 
 
 def choose_class(found: Sequence[WidthClass]) -> WidthClass | None:
-    """The class whose best width yields the most tokens per second, or None.
-
-    A class of one width is of no use, nor one into which single tokens would be padded with many rows.
-
-    Acceptance and the cost of a row are nominal: with measured ones the class, and with it the bits, would change from
-    run to run.
-    """
-
-    def tokens_per_cost(pair: WidthClass) -> float:
-        return max(_expected_tokens(width) / _nominal_cost(width) for width in range(pair[0], pair[1] + 1))
-
-    usable = [pair for pair in found if pair[0] < pair[1] and pair[0] <= MAX_PADDED_WIDTH]
-    return max(usable, key=lambda pair: (tokens_per_cost(pair), -pair[0]), default=None)
-
-
-def _expected_tokens(width: int) -> float:
-    return (1 - TYPICAL_ACCEPTANCE**width) / (1 - TYPICAL_ACCEPTANCE)
-
-
-def _nominal_cost(width: int) -> float:
-    return 1 + TYPICAL_COST_OF_A_ROW * (width - 1)
+    """The first class of several widths, or None; not one into which single tokens would be padded with many rows."""
+    return next((pair for pair in found if pair[0] < pair[1] and pair[0] <= MAX_PADDED_WIDTH), None)
 
 
 # -- while it is in use

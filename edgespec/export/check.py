@@ -1,49 +1,28 @@
-"""Checks that an exported file is the same model as its source: compares its logits with transformers in float32.
+"""Checks that an exported file is the same model as its source: compares its logits with those of a reference.
 
-The reference runs first and is freed before an engine opens the file, so that both are never in memory together. Both
-get the same token ids, so tokenizer errors and weight errors are detected separately.
+The reference is transformers in float32 where it is installed and the source is its folder, else llama.cpp on the GGUF
+that everything is made of. It runs first and is freed before an engine opens the file, so that both are never in memory
+together. Both get the same token ids, so tokenizer errors and weight errors are detected separately.
 
-Limits by quantisation, on the probe texts (`tokens.PROBE_TEXTS`). Top-1 agreement counts only positions where the
-reference's best logit leads by a tenth of the logits' standard deviation, since any rounding may change a near-tie.
-Agreement and KL leave out each text's first token: where a model has no begin-of-text token, it becomes the attention
-sink, whatever it is, and what a model makes of it alone is used by nobody. llama.cpp is off by 3 to 9 nats there on
-Qwen2.5-Coder 1.5B Q4_K_M, and by .02 elsewhere.
-
-| types                        | largest difference / std | top-1 agreement | mean KL, nats |
-|------------------------------|--------------------------|-----------------|---------------|
-| f32, fp32                    | 0.005                    | 0.99            | 0.0001        |
-| f16, bf16                    |                          | 0.98            | 0.001         |
-| q8_0, int8                   |                          | 0.97            | 0.005         |
-| q6_k                         |                          | 0.95            | 0.02          |
-| q5_*                         |                          | 0.85            | 0.1           |
-| q4_*, iq4_*, int4            |                          | 0.60            | 0.4           |
-| all below 4 bits             |                          | 0.40            | 1.5           |
+Limits by quantisation, on the probe texts, are in `_LIMITS`. A file that was only converted must keep to those of its
+type; one that was quantised is refused beyond `ABSURD`, and otherwise told: its type may lose more of this model than
+of most. Where llama.cpp on a quantised file is the reference, the limits are at least those of that file's type, since
+llama.cpp rounds inputs to 8 bits there. Top-1 agreement counts only positions where the reference's best logit leads by
+a tenth of the logits' standard deviation, since any rounding may change a near-tie. Agreement and KL leave out each
+text's first token: where a model has no begin-of-text token, it becomes the attention sink, whatever it is, and what a
+model makes of it alone is used by nobody. llama.cpp is off by 3 to 9 nats there on Qwen2.5-Coder 1.5B Q4_K_M, and by
+.02 elsewhere.
 
 Measured on the demo target (KL, agreement): f32 0 and 1.00, f16 6e-7 and 1.00, bf16 8e-5 and 1.00, q8_0 and int8 9e-4
 and 1.00, q6_k 0.007 and 1.00, int4 0.05 and 0.97, q4_k_m 0.06 and 0.96, q3_k_m 0.13 and 0.91. On
-its draft with 0.9 M parameters, agreement falls to 0.90 with q5_k_m, 0.84 with int4 and 0.83 with iq4_nl. Random models
-of nine architectures: f32 at most 9e-4 of the spread, q8_0 at most 0.002 and at least 0.985, q4_k_m 0.04 and 0.78. A
-rotary base that is wrong by a factor of two gives KL 0.06, queries in the wrong order 1.0. Faults that 4 bits would
-hide are found in a 16-bit file of the same conversion (see `file_checks`).
-
-A graph of edgespec's own writer: a wrong conversion is refused, what its type loses is told.
-
-The reference is transformers where it is installed and the source is its folder, else llama.cpp on the same weights. A
-graph that differs from it more than is usual for its type may be wrong, may hold a model with outliers, or llama.cpp
-itself may be off, since it rounds inputs to 8 bits where weights are quantised. The weights as float32 tell these
-apart: the reference and a graph of the same conversion must then agree as closely as any float32 export, and both the
-graph and llama.cpp on the file are compared with that. Not quite as closely with GELU, which llama.cpp looks up in a
-table of 16 bits: on Gemma 3 270M this moves logits by up to 0.11 of their spread, while the float32 graph is within
-1e-4 of a computation in float64.
-
-Without either the reference is the float32 graph of the same weights, which shows the loss but no fault.
+its draft with 0.9 M parameters, agreement falls to 0.90 with q5_k_m, 0.84 with int4 and 0.83 with iq4_nl. A rotary base
+that is wrong by a factor of two gives KL 0.06, queries in the wrong order 1.0: faults that 4 bits would hide, and that
+the 16-bit file of the same conversion shows, which is compared, too.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,18 +33,12 @@ from edgespec.engines.base import Engine
 from edgespec.errors import EdgespecError
 from edgespec.export.reference import PROBE_TEXTS, Reference, probe_ids, rows_per_compared
 from edgespec.export.request import Format
-from edgespec.export.room import PROGRAM_BYTES, free_bytes, human, logits_bytes
-from edgespec.formats.onnx.llama_config import LlamaConfig
-from edgespec.platform.memory import free_memory
-from edgespec.types import Batch, Progress, no_progress
+from edgespec.types import Batch
 
 DECIDED = 0.1  # of the logits' standard deviation
 BLOCK = 32  # rows compared at once: 20 MB for a vocabulary of 150k, twice that as float64
 CHECK_CONTEXT = 320
-FLOAT, HALF, FLOAT_GGUF = "fp32", "f16", "f32"
-STEPS = 4  # the last two only where the first two differ much
 Rows = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]
-Figures = dict[str, dict[str, float]]
 Logits = Sequence[NDArray[np.float32]]
 
 
@@ -81,6 +54,9 @@ class Limits:
     min_agreement: float
     max_kl: float
 
+    def or_wider(self, other: Limits) -> Limits:
+        return max(self, other, key=lambda each: each.max_kl)
+
 
 _LIMITS = {
     ("f32", "fp32"): Limits(0.005, 0.99, 1e-4),
@@ -90,11 +66,12 @@ _LIMITS = {
     ("q5",): Limits(None, 0.85, 0.1),
     ("q4", "iq4", "int4"): Limits(None, 0.60, 0.4),
 }
+ABSURD = Limits(None, 0.40, 1.5)  # and what types below 4 bits may lose
 
 
 def limits_of(quant: str) -> Limits:
-    """The limits of a quantisation, as in the table above."""
-    return next((limits for begins, limits in _LIMITS.items() if quant.startswith(begins)), Limits(None, 0.40, 1.5))
+    """The limits of a quantisation."""
+    return next((limits for begins, limits in _LIMITS.items() if quant.startswith(begins)), ABSURD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,138 +192,6 @@ def _spread(logits: Sequence[NDArray[np.float32]]) -> float:
     return float(np.sqrt(sum(float(np.square(rows - mean).sum(dtype=np.float64)) for rows in logits) / count))
 
 
-# graphs of edgespec's own writer
-
-ABSURD = Limits(None, 0.40, 1.5)  # as for the types below 4 bits
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What a check found: differences by what was compared with the reference, and a warning or nothing."""
-
-    reference: str
-    figures: Figures
-    warning: str = ""
-
-
-@dataclass(frozen=True)
-class GraphCheck:
-    """Compares a graph that was made of a model of `config` with a reference.
-
-    `num_parameters`: of that model; `write_float`: writes the same as
-    float32 into an empty folder, returns the graph; `gguf`: a file of the weights for llama.cpp; `transformers`: what
-    that makes of the folder. Both may be None. `temporary`: a folder for models in float32.
-    """
-
-    graph: Path
-    quant: str
-    config: LlamaConfig
-    num_parameters: int
-    write_float: Callable[[Path], Path]
-    temporary: Path
-    gguf: Path | None = None
-    transformers: Reference | None = None
-    threads: int | None = None
-    progress: Progress = no_progress
-
-    def run(self) -> Checked:
-        """Raises ExportRefused for a wrong graph, and the errors of the engines."""
-        reference = self.transformers
-        if reference is None and self.gguf is None:
-            if room := self._missing_room():
-                return Checked("nothing", {}, f"not compared with its weights in float32: {room}")
-            with self._float_graph() as path, self._opened(path) as engine:
-                reference = engine_reference(engine, "the float32 graph of the same weights")
-            return self._judged(reference, {}, self._logits(reference))
-        if reference is None:
-            assert self.gguf is not None
-            self.progress(0, STEPS, "llama.cpp on the file")
-            with self._opened(self.gguf) as engine:
-                reference = engine_reference(engine, "llama.cpp on the same weights")
-        self.progress(1, STEPS, "the graph")
-        logits = self._logits(reference)
-        found = compare_logits(reference, logits)
-        if not (excess := found.complaint(limits_of(self.quant))):
-            return Checked(reference.version, {"onnx": found.figures()})
-        if room := self._missing_room():
-            _refuse(found.complaint(ABSURD), reference)
-            return Checked(reference.version, {"onnx": found.figures()}, f"{excess}; the cause was not found: {room}")
-        return self._against_floats(reference, logits)
-
-    def _against_floats(self, first: Reference, made: Logits) -> Checked:
-        """The comparison with the weights as float32; the first reference's and the graph's logits."""
-        reference, figures = first, Figures()
-        if self.transformers is None:
-            self.progress(2, STEPS, "llama.cpp on the weights as float32")
-            with self._float_gguf() as path, self._opened(path) as engine:
-                reference = engine_reference(engine, "llama.cpp on the weights as float32")
-            figures = {"llamacpp": compare_logits(reference, first.logits).figures()}
-        if self.quant == FLOAT:
-            _refuse(compare_logits(reference, made).complaint(self._exact_limits()), reference)
-            return self._judged(reference, figures, made)
-        self.progress(3, STEPS, "the graph in float32")
-        with self._float_graph() as path, self._opened(path) as engine:
-            exact = compare(reference, engine)
-        _refuse(exact.complaint(self._exact_limits()), reference)
-        return self._judged(reference, {f"onnx_{FLOAT}": exact.figures(), **figures}, made)
-
-    def _judged(self, reference: Reference, figures: Figures, made: Logits) -> Checked:
-        found = compare_logits(reference, made)
-        _refuse(found.complaint(ABSURD), reference)
-        figures = {"onnx": found.figures(), **figures}
-        excess = found.complaint(limits_of(self.quant))
-        loss = f"the conversion is correct, but {self.quant} loses more of this model than of most: {excess}"
-        return Checked(reference.version, figures, loss if excess else "")
-
-    def _exact_limits(self) -> Limits:
-        """How closely a float32 graph must agree with the reference."""
-        rounds = self.transformers is None and self.config.activation == "gelu"
-        return limits_of(HALF if rounds else FLOAT)
-
-    def _opened(self, path: Path) -> Engine:
-        context = min(CHECK_CONTEXT, self.config.max_positions)
-        return open_engine("gguf" if path.suffix == ".gguf" else "onnx", path, context, self.threads)
-
-    def _logits(self, reference: Reference) -> Logits:
-        """Those of the graph on the texts of `reference`, kept, since a second opening takes as long as the passes."""
-        with self._opened(self.graph) as engine:
-            return logits_of(reference, engine)
-
-    @contextmanager
-    def _float_gguf(self) -> Iterator[Path]:
-        from edgespec.export.gguf.convert import quantise
-
-        assert self.gguf is not None
-        path = self.temporary / f"float32-{self.gguf.stem}.gguf"
-        try:
-            quantise(self.gguf, path, FLOAT_GGUF, threads=self.threads, may_requantise=True)
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _float_graph(self) -> Iterator[Path]:
-        folder = self.temporary / "float32"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            yield self.write_float(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _missing_room(self) -> str:
-        """What a model in float32 would need and is not there; empty if it is."""
-        table = self.config.vocab_size * self.config.hidden_size
-        size = 4 * (self.num_parameters + table)
-        memory = PROGRAM_BYTES + size + logits_bytes(self.config.vocab_size)
-        disk, available = free_bytes(self.temporary), free_memory()
-        if size > disk:
-            return f"that needs {human(size)} of disk, {human(disk)} are free"
-        if available is not None and memory > available:
-            return f"that needs {human(memory)} of memory, {human(available)} are available"
-        return ""
-
-
 def engine_reference(engine: Engine, name: str) -> Reference:
     """What an open engine makes of the probe texts, as far as it is compared."""
     vocabulary = engine.vocabulary
@@ -361,11 +206,3 @@ def _logits_of(engine: Engine, token_ids: NDArray[np.int32], step: int) -> NDArr
     engine.rollback(0)
     parts = (token_ids[start : start + BLOCK] for start in range(0, token_ids.size, BLOCK))
     return np.concatenate([engine.forward(Batch.chain(part))[::step].copy() for part in parts])
-
-
-def _refuse(complaint: str, reference: Reference) -> None:
-    if complaint:
-        raise ExportRefused(
-            f"the conversion is wrong and was removed: compared with {reference.version}, {complaint}. Please report "
-            "this with the model's name"
-        )

@@ -10,14 +10,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, SamplingError
-from edgespec.loading.hub import Overloaded, cached, describe, endpoint, library, reason_of, transport_errors
+from edgespec.loading.hub import describe, endpoint, failures, library, reason_of
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -42,18 +42,16 @@ class Source:
     weights: Mapping[str, int]
     missing: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
-    _fetch_file: Callable[[str], Path] | None = None
+    _fetch: Callable[[Iterable[str]], Path] | None = None
 
     @property
     def missing_bytes(self) -> int:
         return sum(self.missing.values())
 
-    def fetch(self, on_progress: Callable[[str, int], None]) -> None:
-        """Fetch the weights; calls `on_progress(file name, bytes)` before each file. Raises ModelNotFound."""
-        for name, size in self.missing.items():
-            assert self._fetch_file is not None
-            on_progress(name, size)
-            self._fetch_file(name)
+    def fetch(self) -> None:
+        """Fetch the weights. Raises ModelNotFound."""
+        if self._fetch is not None:
+            self._fetch(self.missing)
 
 
 def find_source(text: str, revision: str | None = None) -> Source:
@@ -89,58 +87,53 @@ def local_source(folder: Path) -> Source:
 
 def hub_source(hub_id: str, revision: str) -> Source:
     """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
-    hub = library()
     try:
         found = describe(hub_id, revision)
-    except (ModelNotFound, DownloadError, Overloaded, ConnectionError) as error:
+    except (ModelNotFound, DownloadError) as error:
         return _cached_source(hub_id, revision, error)
     sizes = {name: file.bytes for name, file in found.files.items()}
     weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint()}", list(sizes))}
-
-    failures: tuple[type[Exception], ...] = (OSError, ValueError, *transport_errors())
-
-    def fetch(name: str, at: str = found.commit) -> Path:
-        try:
-            return Path(hub.hf_hub_download(hub_id, name, revision=at, endpoint=endpoint()))
-        except failures as error:
-            raise ModelNotFound(
-                f"{name} of {hub_id} could not be fetched from {endpoint()} ({reason_of(error)}): run the same command "
-                "again, finished files are kept"
-            ) from error
-
     if "config.json" not in sizes:
         raise ModelFileError(f"{hub_id} at {endpoint()} has no config.json: it is not a transformers model")
-    folder = fetch("config.json", revision).parent  # by branch name, so that the cache resolves it offline
-    if folder.name != found.commit:
-        raise ModelNotFound(f"{hub_id} changed at {endpoint()} while it was fetched: run the same command again")
-    for name in _matching(list(sizes), SMALL_FILES):
-        fetch(name)
-    missing = {name: size for name, size in weights.items() if cached(found, name) is None}
+
+    def fetch(names: Iterable[str]) -> Path:
+        paths = [_fetched(hub_id, revision, name, found.commit) for name in names]  # by branch, to be found offline
+        return paths[0].parent
+
+    folder = fetch(sorted(_matching(list(sizes), SMALL_FILES)))
+    cached = {name: library().try_to_load_from_cache(hub_id, name, revision=found.commit) for name in weights}
+    missing = {name: size for name, size in weights.items() if not isinstance(cached[name], str)}
     return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
+
+
+def _fetched(hub_id: str, revision: str, name: str, commit: str) -> Path:
+    try:
+        path = Path(library().hf_hub_download(hub_id, name, revision=revision, endpoint=endpoint()))
+    except failures() as error:
+        raise ModelNotFound(
+            f"{name} of {hub_id} could not be fetched from {endpoint()} ({reason_of(error)}): run the same command "
+            "again, finished files are kept"
+        ) from error
+    if commit not in path.parts:
+        raise ModelNotFound(f"{hub_id} changed at {endpoint()} while it was fetched: run the same command again")
+    return path
 
 
 def _cached_source(hub_id: str, revision: str, error: Exception) -> Source:
     """The cached copy of a model, used because of `error`. Raises ModelNotFound if there is none."""
     hub, cause = library(), error.__cause__ or error
-    config = hub.try_to_load_from_cache(hub_id, "config.json", revision=revision)
-    is_refused = isinstance(cause, (hub.errors.GatedRepoError, hub.errors.RevisionNotFoundError))
-    if isinstance(error, ModelNotFound) and (is_refused or not isinstance(config, str)):
-        raise error
     reach = f"the hub {endpoint()} cannot be reached ({reason_of(cause)})"
     if isinstance(cause, hub.errors.OfflineModeIsEnabled):
         reach = f"the hub {endpoint()} is switched off by HF_HUB_OFFLINE"
-    elif isinstance(cause, hub.errors.HfHubHTTPError):
-        reach = f"the hub {endpoint()} refused ({reason_of(cause)})"
-    if not isinstance(config, str):
-        raise ModelNotFound(
-            f"{hub_id}: {reach}, and {hub.constants.HF_HUB_CACHE} holds no copy of revision {revision!r}. Fetch it "
-            f"once where there is a network (hf download {hub_id}), copy that cache here, or give a local folder"
-        ) from error
-    folder = Path(config).parent
     try:
+        folder = Path(hub.snapshot_download(hub_id, revision=revision, local_files_only=True))
         local = _sizes(folder)
-    except ModelFileError as problem:
-        raise ModelNotFound(f"{hub_id}: {reach}, and the cached copy {folder} is incomplete: {problem}") from error
+    except (hub.errors.LocalEntryNotFoundError, ModelFileError) as problem:
+        lacks = "is incomplete" if isinstance(problem, ModelFileError) else f"holds no copy of revision {revision!r}"
+        raise ModelNotFound(
+            f"{hub_id}: {reach}, and {hub.constants.HF_HUB_CACHE} {lacks}. Fetch it once where there is a network (hf "
+            f"download {hub_id}), copy that cache here, or give a local folder"
+        ) from error
     return Source(hub_id.rpartition("/")[2], folder, local, note=f"{reach}; using the cached copy {folder}")
 
 

@@ -1,7 +1,7 @@
 """The export: find the sources, plan, convert, check, write the manifest, publish the pair folder.
 
-Sources are checkpoints (a folder or a hub id), which become GGUFs and ONNX graphs, or GGUF files, which become graphs.
-Layout of a pair:
+Sources are checkpoints (a folder or a hub id) or GGUF files. A checkpoint becomes a GGUF in its own precision first, of
+which quantised GGUFs and ONNX graphs are made. Layout of a pair:
 
     target-QUANT.gguf  draft-QUANT.gguf  onnx/target/model.onnx ...  onnx/draft/model.onnx ...  heads/eagle.npz
 
@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
-from edgespec.config.options import LoadOptions
-from edgespec.config.values import DrafterName, EngineName
 from edgespec.errors import CapabilityError, ConfigError, EdgespecError, EngineError, ModelFileError
 from edgespec.export.check import (
+    ABSURD,
     CHECK_CONTEXT,
-    FLOAT,
-    Checked,
     ExportRefused,
-    Figures,
-    GraphCheck,
     compare,
+    engine_reference,
     limits_of,
     open_engine,
 )
@@ -44,28 +41,22 @@ from edgespec.export.reference import (
     require_packages,
     token_names,
 )
-from edgespec.export.request import DEFAULT_GROUP_SIZES, ENGINES, ExportRequest
-from edgespec.export.room import STRAIGHT_GGUF, Facts, check_room, facts_of_gguf, human, needs_of, read_facts
+from edgespec.export.request import ENGINES, STRAIGHT_GGUF, ExportRequest, Format
+from edgespec.export.room import Facts, check_room, facts_of_gguf, human, needs_of, read_facts
 from edgespec.export.workspace import Artefact, Workspace, check_output, opened, write_manifest
+from edgespec.formats.architectures import ARCHITECTURES
 from edgespec.formats.checkpoint import unsupported
-from edgespec.formats.gguf.header import keeping_headers
-from edgespec.formats.gguf.model import GgufModel
+from edgespec.formats.gguf.header import GgufHeader, keeping_headers
 from edgespec.formats.head_file import read_head_file
 from edgespec.formats.hub_folder import eagle3_fix
 from edgespec.formats.manifest import HEADS, read_pair
+from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.installation import has_engine, install_command, require_engine
-from edgespec.loading.opening import open_models
 from edgespec.platform.files import write_errors
-from edgespec.types import Progress, no_progress
+from edgespec.types import Progress
 
-if TYPE_CHECKING:
-    from edgespec.export.gguf.convert import OutputType
-    from edgespec.export.onnx.hub_model import HubModel
-
-EXACT_GGUF = "bf16"  # holds the range of any checkpoint
-OWN_TYPES: dict[str, OutputType] = {"BF16": "bf16", "F16": "f16"}
-HEADS_CONTEXT = 64  # tokens; the probe of a heads file has fewer
 _WRONG = (ExportRefused, ModelFileError, EngineError)  # a wrong model, or not a model
+CONVERTED = (*STRAIGHT_GGUF, "fp32")  # types that keep all of a checkpoint, or nearly
 
 
 class Reporter(Protocol):
@@ -87,27 +78,25 @@ class Exported:
     figures: Mapping[str, Any]
 
 
+class Weights(NamedTuple):
+    """A GGUF that files are made of, and the type of most of it."""
+
+    path: Path
+    quant: str
+
+
 class GgufFile:
     """A GGUF file. Raises all errors that its header shows."""
 
     def __init__(self, path: Path) -> None:
         from edgespec.export.onnx.writer import open_gguf
 
-        self._model = open_gguf(path)
-        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self._model)
+        self.model = open_gguf(path)
+        self.name, self.path, self.facts = path.stem, path, facts_of_gguf(self.model)
 
     def token_names(self) -> list[str]:
         """Token text by id."""
-        return [text.decode(errors="replace") for text in self._model.header.tokens]
-
-    def opened(self) -> GgufModel:
-        """What a graph is written from."""
-        return self._model
-
-    @contextmanager
-    def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
-        """A GGUF of the same weights within the block; None where llama.cpp is missing or cannot read such a model."""
-        yield self.path if has_engine("llamacpp") else None
+        return [text.decode(errors="replace") for text in self.model.header.tokens]
 
     def describe(self, request: ExportRequest) -> dict[str, Any]:
         """What the manifest says of a target."""
@@ -115,8 +104,8 @@ class GgufFile:
         found: dict[str, Any] = {
             "name": request.name or f"{self.name}-{request.quants['onnx']}",  # those of one file can be told apart
             "description": _description(self, kinds, request),
-            "licence": request.licence or str(self._model.header.metadata.get("general.license", "")),
-            "context_length": self._model.config.max_positions,
+            "licence": request.licence or str(self.model.header.metadata.get("general.license", "")),
+            "context_length": self.model.config.max_positions,
         }
         try:  # the manifest beside the file
             pair = read_pair(self.path.parent, check_hashes=False)
@@ -137,29 +126,6 @@ class HubFolder:
     def token_names(self) -> list[str]:
         return token_names(self.folder)
 
-    def opened(self) -> HubModel:
-        from edgespec.export.onnx.hub_model import open_hub
-
-        return open_hub(self.folder)
-
-    @contextmanager
-    def for_llamacpp(self, temporary: Path) -> Iterator[Path | None]:
-        """The weights in their own type. Only they are compared: a tokenizer that llama.cpp lacks is no fault."""
-        if not has_engine("llamacpp") or find_spec("gguf") is None:
-            yield None
-            return
-        from edgespec.export.gguf.convert import convert
-        from edgespec.formats.onnx.forms import EMBEDDING
-
-        model, path = self.opened(), temporary / "reference.gguf"
-        stored = model.checkpoint.tensors[model.tensors[EMBEDDING][0]].dtype
-        with suppress(ModelFileError):
-            convert(model.checkpoint, path, OWN_TYPES.get(stored, "f32"))
-        try:
-            yield path if path.exists() else None
-        finally:
-            path.unlink(missing_ok=True)
-
     def describe(self, request: ExportRequest) -> dict[str, Any]:
         kinds = ", ".join(f"{wanted} {request.quants[wanted]}" for wanted in request.formats)
         found: dict[str, Any] = {
@@ -175,17 +141,6 @@ class HubFolder:
 
 
 ModelSource = GgufFile | HubFolder
-
-
-def _write_graph(
-    model: ModelSource, folder: Path, quant: str, group_size: int | None = None, progress: Progress = no_progress
-) -> Path:
-    """Write a graph of edgespec's own writer and its companions into the empty `folder`; the path of the graph."""
-    from edgespec.export.onnx.writer import convert_gguf, convert_hub
-
-    if isinstance(model, GgufFile):
-        return convert_gguf(model.opened(), folder, quant, group_size, progress)
-    return convert_hub(model.opened(), folder, quant, group_size, progress)
 
 
 def _description(target: ModelSource, kinds: str, request: ExportRequest) -> str:
@@ -204,12 +159,8 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
     _require(request)
     check_output(request.output, replace=request.force)
     with keeping_headers(), opened(request.output, replace=request.force) as workspace:
-        models = _found(request, reporter)
-        models = _fetched(request, models, reporter)
-        export = _Export(request, models, workspace, reporter)
-        artefacts = export.make()
-        figures = export.check(artefacts)
-        files = export.describe(artefacts, figures)
+        models = _fetched(request, _found(request, reporter), reporter)
+        files, figures = _Export(request, models, workspace, reporter).make()
         workspace.publish()
     return Exported(request.output, files, figures)
 
@@ -219,22 +170,25 @@ def export_pair(request: ExportRequest, reporter: Reporter) -> Exported:
 
 def _require(request: ExportRequest) -> None:
     """Raise the errors of sources that cannot be used, then CapabilityError for what is missing."""
-    if request.is_gguf:
-        if find_spec("gguf") is None:
-            raise CapabilityError(f"converting a GGUF needs gguf: {install_command('convert')}")
-        if request.check:
-            require_engine("onnx", "checking the conversion")
-    else:
+    if not request.is_gguf:
         source_here(request.source, request.revision)  # nobody shall install torch for a folder that cannot be used
         if request.draft is not None:
             source_here(request.draft)
-        require_packages(request.formats, torch=request.check)
+    if request.exporter == "optimum":
+        from edgespec.export.onnx.optimum import exporter
+
+        exporter()
+    elif find_spec("gguf") is None:
+        raise CapabilityError(f"an export needs gguf: {install_command('convert')}")
+    if "onnx" in request.formats and request.check:
+        require_engine("onnx", "checking the conversion")
+    require_packages(request.formats, torch=request.check)
     for role in request.roles:
         if "gguf" in request.formats:
             from edgespec.export.gguf.convert import check_quant
 
             check_quant(request.quant_of(role, "gguf"))
-        if "onnx" in request.formats and request.exporter == "edgespec":
+        if request.writes_graphs:
             from edgespec.export.onnx.writer import check_form
 
             check_form(request.quant_of(role, "onnx"))
@@ -245,7 +199,7 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, ModelSource]
     models: dict[str, ModelSource] = {}
     for role in request.roles:
         given = request.source if role == "target" else cast(str, request.draft)
-        models[role] = _gguf(request, given) if request.is_gguf else _checkpoint(request, role, given, reporter)
+        models[role] = _gguf(request, role, given) if request.is_gguf else _checkpoint(request, role, given, reporter)
     if "draft" in models:
         check_same_names(models["target"].token_names(), models["draft"].token_names())
     if request.heads is not None:
@@ -253,11 +207,16 @@ def _found(request: ExportRequest, reporter: Reporter) -> dict[str, ModelSource]
     return models
 
 
-def _gguf(request: ExportRequest, given: str) -> GgufFile:
+def _gguf(request: ExportRequest, role: str, given: str) -> GgufFile:
+    from edgespec.export.onnx.writer import needs_blocks
+
     if not given.lower().endswith(".gguf"):
         other = f"--draft {given}: the draft of a GGUF must be a .gguf file, too, or trained heads (.npz)"
         raise ConfigError(eagle3_fix(Path(given)) or other)
-    return GgufFile(Path(given).expanduser())
+    found, quant = GgufFile(Path(given).expanduser()), request.quant_of(role, "onnx")
+    if needs_blocks(found.model, quant):
+        require_engine("llamacpp", f"quantising to {quant}", "or export int8, which needs nothing")
+    return found
 
 
 def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporter) -> HubFolder:
@@ -271,32 +230,37 @@ def _checkpoint(request: ExportRequest, role: str, given: str, reporter: Reporte
     found = HubFolder(source)
     found.token_names()
     check_round_trip(source.folder)
-    architecture = found.facts.architecture
-    if "gguf" in request.formats:
-        from edgespec.formats.architectures import ARCHITECTURES
-
-        if architecture not in ARCHITECTURES:
-            raise unsupported(source.name, architecture, "GGUF", ARCHITECTURES)
-    if "onnx" in request.formats and request.exporter == "edgespec":
-        from edgespec.export.onnx.hub_model import check_config
-        from edgespec.export.onnx.writer import require_quantiser
-
-        require_quantiser(request.quant_of(role, "onnx"))
-        check_config(source.folder)
-        if not source.missing:
-            found.opened()
+    if "gguf" in request.formats or request.writes_graphs:
+        _check_architecture(request, found)
+    if request.writes_graphs and request.quant_of(role, "onnx") == "q4_k_m":
+        require_engine("llamacpp", "quantising to q4_k_m", "or export q8_0, which needs nothing")
     return found
+
+
+def _check_architecture(request: ExportRequest, model: HubFolder) -> None:
+    from edgespec.export.gguf.convert import check_checkpoint
+
+    kind = model.facts.architecture
+    graphs = [name for name, table in ARCHITECTURES.items() if table.name in WRITABLE]
+    if "gguf" in request.formats and kind not in ARCHITECTURES:
+        raise unsupported(model.name, kind, "GGUF", ARCHITECTURES)
+    if request.writes_graphs and kind not in graphs:
+        raise unsupported(model.name, kind, "ONNX by edgespec's own writer", graphs)
+    check_checkpoint(model.folder, has_weights=not model.source.missing)
 
 
 def check_given_heads(path: Path, target: Facts) -> None:
     """Raises ModelNotFound and ModelFileError for a file that holds no heads, ConfigError for a larger target's."""
     manifest = read_head_file(path).manifest
     size, num_layers = target.vocabulary_size, target.num_layers
-    if manifest.vocabulary_size > size or max(manifest.layers, default=0) >= num_layers:
+    width = manifest.feature_size // (len(manifest.layers) + 1)
+    fits = manifest.vocabulary_size <= size and max(manifest.layers, default=0) < num_layers
+    if not fits or width * size != target.table_parameters:
         reads = f", layers {', '.join(map(str, manifest.layers))}" if manifest.layers else ""
         raise ConfigError(
-            f"--draft {path} holds heads for another target ({manifest.target}: {manifest.vocabulary_size} tokens"
-            f"{reads}), and this one has {size} tokens and {num_layers} layers: give the file that was trained for it"
+            f"--draft {path} holds heads for another target ({manifest.target}: {manifest.vocabulary_size} tokens, "
+            f"{width} wide{reads}), and this one has {size} tokens, {num_layers} layers and is "
+            f"{target.table_parameters // max(size, 1)} wide: give the file that was trained for it"
         )
 
 
@@ -314,7 +278,9 @@ def _fetched(request: ExportRequest, models: Mapping[str, ModelSource], reporter
     complete = dict(models)
     for role, model in models.items():
         if isinstance(model, HubFolder) and model.source.missing:
-            model.source.fetch(lambda name, size: reporter.note(f"fetching {name}, {human(size)}"))
+            names = ", ".join(model.source.missing)
+            reporter.note(f"fetching {names}, {human(model.source.missing_bytes)}")
+            model.source.fetch()
             complete[role] = HubFolder(dataclasses.replace(model.source, missing={}))
     return complete
 
@@ -328,20 +294,69 @@ class _Export:
     workspace: Workspace
     reporter: Reporter
 
+    def make(self) -> tuple[dict[str, int], dict[str, Any]]:
+        """Sizes in bytes by file, and the figures of the check. Raises ExportRefused."""
+        artefacts = list[Artefact]()
+        figures: dict[str, Any] = {"performed": self.request.check, "tokenisation": "equal"}
+        for role, model in self.models.items():
+            with self._weights(role, model) as weights:
+                mine = [self._file(role, wanted, weights) for wanted in self.request.formats]
+                figures["tokenisation"] = self._check_vocabulary(role, model, weights, mine)
+                if self.request.check:
+                    with self.reporter.stage(f"checking {role}") as progress:
+                        figures["reference"], figures[role] = self._check(role, model, weights, mine, progress)
+            artefacts += mine
+        if (heads := self.request.heads) is not None:
+            kind = read_head_file(heads).manifest.kind
+            artefacts.append(self._made(f"{kind} heads", lambda _: self._heads(heads, kind)))
+        return self._describe(artefacts, figures), figures
+
     # making the files
 
-    def make(self) -> list[Artefact]:
-        """All files."""
-        found = []
-        for wanted in self.request.formats:
-            write = self._gguf if wanted == "gguf" else self._onnx
-            for role in self.request.roles:
-                title = f"{role} to {wanted.upper()} {self.request.quant_of(role, wanted)}"
-                found.append(self._made(title, partial(write, role)))
-        if self.request.heads is not None:
-            kind = read_head_file(self.request.heads).manifest.kind
-            found.append(self._made(f"{kind} heads", partial(self._heads, self.request.heads, kind)))
-        return found
+    @contextmanager
+    def _weights(self, role: str, model: ModelSource) -> Iterator[Weights | None]:
+        """What the files of a role are made of, within the block: the GGUF that was given, or one of the folder.
+
+        None where a folder is only converted, or by Optimum.
+        """
+        if isinstance(model, GgufFile):
+            yield Weights(model.path, _kind_of(model.model.header))
+            return
+        formats = self.request.formats
+        is_rounded = "gguf" in formats and self.request.quant_of(role, "gguf") not in STRAIGHT_GGUF
+        if not (is_rounded or self.request.writes_graphs):
+            yield None
+            return
+        from edgespec.export.gguf.convert import own_precision
+
+        is_enough = formats == ("onnx",) and self.request.quant_of(role, "onnx") == "q8_0"
+        kind = "q8_0" if is_enough else own_precision(model.folder)
+        path = self.workspace.temporary / f"{role}-{kind}.gguf"
+        with self.reporter.stage(f"{role} to GGUF {kind}") as progress:
+            self._convert(role, kind, path, progress)
+        try:
+            yield Weights(path, kind)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _convert(self, role: str, quant: str, path: Path, progress: Progress) -> None:
+        from edgespec.export.gguf.convert import OutputType, convert
+
+        model = self.models[role]
+        assert isinstance(model, HubFolder)
+        name = self.request.name or self.models["target"].name
+        convert(
+            model.folder,
+            path,
+            cast(OutputType, quant),
+            name=name if role == "target" else f"{name} {role}",
+            licence=self.request.licence,
+            progress=progress,
+        )
+
+    def _file(self, role: str, wanted: Format, weights: Weights | None) -> Artefact:
+        title = f"{role} to {wanted.upper()} {self.request.quant_of(role, wanted)}"
+        return self._made(title, partial(self._gguf if wanted == "gguf" else self._onnx, role, weights))
 
     def _made(self, title: str, write: Callable[[Progress], Artefact]) -> Artefact:
         with self.reporter.stage(title) as progress:
@@ -349,47 +364,39 @@ class _Export:
         self.workspace.finish(found)
         return found
 
-    def _gguf(self, role: str, progress: Progress) -> Artefact:
-        quant, model = self.request.quant_of(role, "gguf"), self.models[role]
+    def _gguf(self, role: str, weights: Weights | None, progress: Progress) -> Artefact:
+        from edgespec.export.gguf.convert import quantise
+
+        quant = self.request.quant_of(role, "gguf")
         path = self.workspace.pair / f"{role}-{quant}.gguf"
-        self._write_gguf(role, quant, path, progress)
-        return Artefact("gguf", role, quant, path.name, (), model.facts.num_parameters)
+        if quant in STRAIGHT_GGUF:
+            self._convert(role, quant, path, progress)
+        else:
+            assert weights is not None
+            quantise(weights.path, path, quant, threads=self.request.threads, progress=progress)
+        return Artefact("gguf", role, quant, path.name, (), self.models[role].facts.num_parameters)
 
-    def _write_gguf(self, role: str, quant: str, path: Path, progress: Progress) -> None:
-        from edgespec.export.gguf.convert import export_gguf
-
-        request, model = self.request, self.models[role]
-        assert isinstance(model, HubFolder)
-        name = request.name or self.models["target"].name
-        export_gguf(
-            model.folder,
-            path,
-            quant,
-            name=name if role == "target" else f"{name} {role}",
-            licence=request.licence,
-            threads=request.threads,
-            progress=progress,
-        )
-
-    def _onnx(self, role: str, progress: Progress) -> Artefact:
+    def _onnx(self, role: str, weights: Weights | None, progress: Progress) -> Artefact:
         quant, model = self.request.quant_of(role, "onnx"), self.models[role]
         output = self.workspace.pair / "onnx" / role
         with write_errors(output):
             output.mkdir(parents=True)
-            if self.request.exporter == "optimum":
+            if self.request.writes_graphs:
+                from edgespec.export.onnx.writer import convert_gguf, open_gguf
+
+                assert weights is not None
+                convert_gguf(open_gguf(weights.path), output, quant, progress)
+            else:
                 from edgespec.export.onnx.optimum import export_with_optimum
 
                 assert isinstance(model, HubFolder)
-                size = self.request.group_size or DEFAULT_GROUP_SIZES.get(quant, 0)
-                export_with_optimum(model.folder, output, quant, size, progress)
-            else:
-                _write_graph(model, output, quant, self.request.group_size, progress)
+                export_with_optimum(model.folder, output, quant, progress)
         files = sorted(f"onnx/{role}/{file.name}" for file in output.iterdir())
         graph = f"onnx/{role}/model.onnx"
         files.remove(graph)
         return Artefact("onnx", role, quant, graph, tuple(files), model.facts.num_parameters)
 
-    def _heads(self, source: Path, kind: str, _progress: Progress) -> Artefact:
+    def _heads(self, source: Path, kind: str) -> Artefact:
         path = self.workspace.pair / HEADS / f"{kind}.npz"
         with write_errors(path):
             path.parent.mkdir(exist_ok=True)
@@ -398,109 +405,70 @@ class _Export:
 
     # checking them
 
-    def check(self, artefacts: list[Artefact]) -> dict[str, Any]:
-        """Check all models; returns figures for the manifest. Raises ExportRefused."""
-        figures: dict[str, Any] = {"performed": self.request.check, "tokenisation": "equal"}
-        for role, model in self.models.items():
-            mine = [artefact for artefact in artefacts if artefact.role == role]
-            figures["tokenisation"] = self._check_vocabulary(model, mine)
-            if not self.request.check:
-                continue
-            with self.reporter.stage(f"checking {role}") as progress:
-                found = self._checked(model, mine, progress)
-            figures["reference"], figures[role] = found.reference, found.figures
-            if found.warning:
-                self.reporter.note(f"{role}: {found.warning}")
-        return figures
-
-    def _check_vocabulary(self, model: ModelSource, artefacts: list[Artefact]) -> str:
+    def _check_vocabulary(self, role: str, model: ModelSource, weights: Weights | None, made: list[Artefact]) -> str:
         """Compare tokenisers with the source's; 'equal', or 'round trip' where only that could be checked."""
-        for artefact in artefacts:
-            path = self.workspace.pair / artefact.path
-            if isinstance(model, GgufFile):
-                check_round_trip(path.parent)
-                if not has_engine("llamacpp"):
-                    return "round trip"
-                folder, gguf = path.parent, model.path
-            elif artefact.format == "gguf":
-                folder, gguf = model.folder, path
-            else:
-                continue
-            from edgespec.export.gguf.tokenizer import check_tokenizer
+        folders = [model.folder] if isinstance(model, HubFolder) else []
+        if self.request.writes_graphs:
+            folders.append(self.workspace.pair / "onnx" / role)
+            check_round_trip(folders[-1])
+        ggufs = [self.workspace.pair / each.path for each in made if each.format == "gguf"]
+        if not ggufs and weights is None:
+            return "equal"  # Optimum's, whose tokenizer is the folder's
+        if not has_engine("llamacpp"):
+            return "round trip"
+        from edgespec.export.gguf.tokenizer import check_tokenizer
 
-            check_tokenizer(folder, gguf)
+        for folder in folders:
+            check_tokenizer(folder, ggufs[0] if weights is None else weights.path)
         return "equal"
 
-    def _checked(self, model: ModelSource, artefacts: list[Artefact], progress: Progress) -> Checked:
-        graphs = [one for one in artefacts if one.format == "onnx" and self.request.exporter == "edgespec"]
-        others = [one for one in artefacts if one not in graphs]
-        if isinstance(model, GgufFile) or (not others and not has_transformers()):
-            return self._check_graph(model, graphs[0], None, progress)
-        assert isinstance(model, HubFolder)
-        progress(0, 1 + len(artefacts), "transformers")
-        reference = reference_of(model.folder, self.request.threads)
-        figures = self._compared(model, others, reference, progress)
-        if not graphs:
-            return Checked(f"{reference.version}, float32", figures)
-        found = self._check_graph(model, graphs[0], reference, progress)
-        return Checked(f"{reference.version}, float32", {**figures, **found.figures}, found.warning)
-
-    def _check_graph(
-        self, model: ModelSource, artefact: Artefact, reference: Reference | None, progress: Progress
-    ) -> Checked:
-        """Compare a graph of edgespec's own writer with transformers, with llama.cpp, or with itself in float32."""
-        temporary = self.workspace.temporary
-        with nullcontext(None) if reference is not None else model.for_llamacpp(temporary) as gguf:
-            return GraphCheck(
-                graph=self.workspace.pair / artefact.path,
-                quant=artefact.quant,
-                config=model.opened().config,
-                num_parameters=model.facts.num_parameters,
-                write_float=lambda folder: _write_graph(model, folder, FLOAT),
-                temporary=temporary,
-                gguf=gguf,
-                transformers=reference,
-                threads=self.request.threads,
-                progress=progress,
-            ).run()
-
-    def _compared(
-        self, model: HubFolder, artefacts: list[Artefact], reference: Reference, progress: Progress
-    ) -> Figures:
-        """Figures by format of files that edgespec's ONNX writer has not made.
-
-        Coarse quantisations would hide small errors of the conversion, so for these a temporary 16-bit GGUF of the same
-        conversion is compared, too.
-        """
-        files = [(one, one.quant, self.workspace.pair / one.path) for one in artefacts]
-        rounded = [one for one in artefacts if one.format == "gguf" and one.quant not in STRAIGHT_GGUF]
-        total, figures = 1 + len(files) + len(rounded), Figures()
-        for one in rounded:
-            progress(1, total, f"{one.role} gguf {EXACT_GGUF}")
-            path = self.workspace.temporary / f"{one.role}-{EXACT_GGUF}.gguf"
-            self._write_gguf(one.role, EXACT_GGUF, path, no_progress)
-            files.append((one, EXACT_GGUF, path))
-        context_length = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
-        for done, (artefact, quant, path) in enumerate(files, 1 + len(rounded)):
-            progress(done, total, f"{artefact.role} {artefact.format} {quant}")
+    def _check(
+        self, role: str, model: ModelSource, weights: Weights | None, made: list[Artefact], progress: Progress
+    ) -> tuple[str, dict[str, dict[str, float]]]:
+        """The reference, and figures by format. Coarse types would hide small faults of a conversion, so that where
+        transformers shows these, the GGUF between is compared, too."""
+        context = min(CHECK_CONTEXT, model.facts.context_length or CHECK_CONTEXT)
+        files: list[tuple[str, Format, str, Path]]
+        files = [(one.format, one.format, one.quant, self.workspace.pair / one.path) for one in made]
+        usual = limits_of(CONVERTED[0])
+        progress(0, 1 + len(files), "the reference")
+        reference: Reference
+        is_exact = isinstance(model, HubFolder) and has_transformers()
+        if isinstance(model, HubFolder) and is_exact:
+            reference = reference_of(model.folder, self.request.threads)
+            if weights is not None:
+                files.insert(0, (f"gguf_{weights.quant}", "gguf", weights.quant, weights.path))
+        elif weights is not None and has_engine("llamacpp"):
+            with open_engine("gguf", weights.path, context, self.request.threads) as engine:
+                reference = engine_reference(engine, "llama.cpp on the same weights")
+            usual = limits_of(weights.quant)
+        else:
+            self.reporter.note(f"{role}: not compared, which needs llama.cpp: {install_command('llamacpp')}")
+            return "nothing", {}
+        figures = {}
+        for done, (key, wanted, quant, path) in enumerate(files, 1):
+            progress(done, 1 + len(files), f"{wanted} {quant}")
             try:
-                with open_engine(artefact.format, path, context_length, self.request.threads) as engine:
+                with open_engine(wanted, path, context, self.request.threads) as engine:
                     found = compare(reference, engine)
-                complaint = found.complaint(limits_of(quant))
+                excess = found.complaint(limits_of(quant).or_wider(usual))
+                wrong = excess if is_exact and quant in CONVERTED else found.complaint(ABSURD)
             except _WRONG as error:
-                complaint = str(error)
-            if complaint:
-                what = "" if quant == artefact.quant else f"before quantisation, as {quant}, "
+                wrong = str(error)
+            if wrong:
                 raise ExportRefused(
-                    f"the export of {artefact.label} is wrong and was removed: {what}{complaint}. Try another --quant "
-                    "or --exporter, and please report this with the model's name"
+                    f"the export of {role} {wanted} {quant} is wrong and was removed: compared with "
+                    f"{reference.version}, {wrong}. Try another --quant or --exporter, and please report this with the "
+                    "model's name"
                 )
-            figures[artefact.format if quant == artefact.quant else f"{artefact.format}_{quant}"] = found.figures()
-        return figures
+            if excess:
+                self.reporter.note(f"{role}: {wanted} {quant} loses more of this model than of most: {excess}")
+            figures[key] = found.figures()
+        return reference.version, figures
 
     # the manifest
 
-    def describe(self, artefacts: list[Artefact], figures: Mapping[str, Any]) -> dict[str, int]:
+    def _describe(self, artefacts: list[Artefact], figures: Mapping[str, Any]) -> dict[str, int]:
         """Write the manifest and check that it can be read; returns sizes in bytes by file."""
         values, facts = self.models["target"].describe(self.request), self.workspace.file_facts
         for artefact in artefacts:
@@ -513,27 +481,12 @@ class _Export:
         write_manifest(self.workspace.pair, values)
         for wanted in self.request.formats:
             read_pair(self.workspace.pair, ENGINES[wanted])
-            self._check_heads_fit(ENGINES[wanted])
         return {name: facts[name]["bytes"] for name in sorted(facts)}
 
-    def _check_heads_fit(self, engine: EngineName) -> None:
-        """Raises ExportRefused unless the heads in the finished folder read the states of its target."""
-        if self.request.heads is None or not self.request.check:
-            return
-        drafter: DrafterName = read_head_file(self.request.heads).manifest.kind
-        options = LoadOptions(
-            model=str(self.workspace.pair),
-            engine=engine,
-            drafter=drafter,
-            context_length=HEADS_CONTEXT,
-            reproducible=False,
-        )
-        try:
-            _, target, drafters = open_models(options)
-        except ModelFileError as exc:
-            raise ExportRefused(
-                f"--draft {self.request.heads} does not fit what was made of {self.request.source}: {exc}"
-            ) from exc
-        for made in drafters.values():
-            made.close()
-        target.close()
+
+def _kind_of(header: GgufHeader) -> str:
+    """The type of most of a file's bytes, such as q4_k."""
+    sizes = Counter[str]()
+    for tensor in header.tensors:
+        sizes[tensor.kind.lower()] += tensor.num_bytes
+    return sizes.most_common(1)[0][0]

@@ -17,12 +17,12 @@ ENGINES: Mapping[Format, EngineName] = {"gguf": "llamacpp", "onnx": "onnx"}
 TILED = ("q8_0", "q4_k_m")  # ONNX types for our own kernels
 ONNX_QUANTS = ("int4", "int8", *TILED, "fp32")
 OPTIMUM_QUANTS = ("int4", "int8", "fp32")
+STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
 EXPORTERS = ("edgespec", "optimum")
 # int8 products of ONNX Runtime take 7 to 14% less time with groups of 64 than of 32, most at the 2 to 8 rows of a
 # verifying pass. Groups of 128 are faster still, but use a kernel whose bits depend on the width of a pass, so output
 # would not be reproducible. 4-bit weights need the accuracy of small groups.
-DEFAULT_GROUP_SIZES = {"int8": 64, "int4": 32}
-GROUP_SIZES = (16, 32, 64, 128, 256)
+GROUP_SIZES = {"int8": 64, "int4": 32}
 DEFAULT_QUANTS: Mapping[Format, str] = {"gguf": "q8_0", "onnx": "int8"}
 
 
@@ -39,7 +39,6 @@ class ExportRequest:
     quants: Mapping[Format, str]
     draft: str | None = None
     draft_quants: Mapping[Format, str] = field(default_factory=dict)
-    group_size: int | None = None
     exporter: str = "edgespec"
     revision: str | None = None
     name: str | None = None
@@ -54,16 +53,12 @@ class ExportRequest:
         if self.draft_quants and self.draft is None:
             what = "heads go into the pair as they are" if self.heads else "there is no draft"
             raise ConfigError(f"--draft-quant has nothing to quantise: {what}")
-        if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            raise ConfigError(f"--group-size {self.group_size} is not possible; allowed: {listed(GROUP_SIZES)}")
         if self.exporter not in EXPORTERS:
             raise ConfigError(f"--exporter {self.exporter!r} is not known; allowed: {listed(EXPORTERS)}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads {self.threads} is not possible: give 1 or more")
-        if "onnx" not in self.quants and (self.exporter == "optimum" or self.group_size is not None):
-            raise ConfigError("--exporter and --group-size are for ONNX: give --to onnx or --to both")
-        if self.group_size is not None and (quant := self.quants["onnx"]) in TILED:
-            raise ConfigError(f"--group-size is not for {quant}, whose groups are fixed: omit it")
+        if "onnx" not in self.quants and self.exporter == "optimum":
+            raise ConfigError("--exporter is for ONNX: give --to onnx or --to both")
         if self.exporter == "optimum":
             for role in self.roles:
                 if (quant := self.quant_of(role, "onnx")) not in OPTIMUM_QUANTS:
@@ -87,6 +82,11 @@ class ExportRequest:
     def is_gguf(self) -> bool:
         """Whether the source is a GGUF file rather than the folder or hub id of a checkpoint."""
         return self.source.lower().endswith(".gguf") and not Path(self.source).expanduser().is_dir()
+
+    @property
+    def writes_graphs(self) -> bool:
+        """Whether ONNX graphs are edgespec's own."""
+        return "onnx" in self.quants and self.exporter == "edgespec"
 
     @property
     def formats(self) -> tuple[Format, ...]:

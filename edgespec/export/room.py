@@ -15,14 +15,12 @@ from typing import Any
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.export.hub import Source
-from edgespec.export.onnx.weights import kept_in_more
-from edgespec.export.reference import PROBE_TOKENS, has_transformers, rows_per_compared
-from edgespec.export.request import TILED, ExportRequest, Format
+from edgespec.export.reference import PROBE_TOKENS, has_transformers
+from edgespec.export.request import STRAIGHT_GGUF, TILED, ExportRequest, Format
 from edgespec.formats.architectures import is_tied
-from edgespec.formats.checkpoint import DEFAULTS, Checkpoint, named_architecture
+from edgespec.formats.checkpoint import Checkpoint, named_architecture
 from edgespec.formats.gguf.model import GgufModel
 from edgespec.formats.hub_folder import read_json
-from edgespec.formats.onnx.llama import rotary_bytes
 from edgespec.platform.memory import free_memory
 
 # Bits per weight, block scales included; for mixtures, of their heavier tensors.
@@ -31,13 +29,11 @@ BITS = {
     "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.8, "q5_k_s": 5.6, "q5_1": 6, "q5_0": 5.6,
     "q4_k_m": 5, "q4_k_s": 4.7, "q4_1": 5.1, "q4_0": 4.7, "iq4_nl": 4.7, "iq4_xs": 4.5,
     "q3_k_l": 4.4, "q3_k_m": 4.1, "q3_k_s": 3.7, "q2_k": 3.4,
-    "iq3_m": 4, "iq3_s": 3.8, "int8": 9, "int4": 5.4,
+    "iq3_m": 4, "iq3_s": 3.8, "int8": 9, "int4": 6.5,
 }  # fmt: skip
-STRAIGHT_GGUF = ("f32", "f16", "bf16", "q8_0")  # written directly; others are quantised from a 16-bit file
 PROGRAM_BYTES = 400 * 2**20  # the interpreter and its libraries
 TORCH_BYTES = 500 * 2**20
 SPARE = 1.05
-_TOKENIZER_BYTES = 130  # of its file, for each token: Gemma 3's takes 128, SmolLM2's 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +41,7 @@ class Facts:
     """Facts of one model from its headers. A tied embedding table is counted once.
 
     `num_parameters`, `table_parameters` (input embedding) and `largest_parameters` (largest tensor) are numbers of
-    weights; `stored_bytes`: size on disk; `context_length`: tokens; `more_bytes`: beside a graph's weights; `in_eight`:
-    weights that an int4 graph keeps in 8 bits.
+    weights; `stored_bytes`: size on disk; `context_length`: tokens.
     """
 
     architecture: str
@@ -57,27 +52,12 @@ class Facts:
     num_layers: int
     vocabulary_size: int
     context_length: int | None
-    more_bytes: int = 0
-    in_eight: int = 0
 
     def output_bytes(self, wanted: Format, quant: str) -> int:
-        in_eight = self.in_eight if quant == "int4" else 0
-        weights = ((self.num_parameters - in_eight) * BITS[quant] + in_eight * BITS["int8"]) / 8
-        if wanted == "gguf":
-            return round(weights * SPARE)
-        # ONNX graphs have a separate embedding table, which only some types quantise.
-        narrow = dict.fromkeys(TILED, 1.1)
-        return round((weights + self.table_parameters * narrow.get(quant, 4)) * SPARE) + self.more_bytes
-
-    def check_bytes(self, quant: str, *, is_graph: bool) -> int:
-        """Memory for the comparison of what was made, in bytes; it is opened after its reference is freed.
-
-        `is_graph`: one of edgespec's own, which llama.cpp or its own float32 form are compared with.
-        """
-        if not is_graph:
-            return PROGRAM_BYTES + TORCH_BYTES + self.num_parameters * 4 + 8 * PROBE_TOKENS * self.vocabulary_size
-        opened = max(self.output_bytes("onnx", quant), self.stored_bytes)
-        return PROGRAM_BYTES + opened + logits_bytes(self.vocabulary_size)
+        weights = self.num_parameters * BITS[quant] / 8
+        if wanted == "onnx":  # with an embedding table of its own, which only some types quantise
+            weights += self.table_parameters * (1.1 if quant in TILED else 4)
+        return round(weights * SPARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +81,6 @@ def facts_of_gguf(model: GgufModel) -> Facts:
         num_layers=config.num_layers,
         vocabulary_size=config.vocab_size,
         context_length=config.max_positions,
-        more_bytes=rotary_bytes(config) + _TOKENIZER_BYTES * config.vocab_size,
-        in_eight=sum(kept_in_more(model).values()),
     )
 
 
@@ -123,7 +101,7 @@ def read_facts(source: Source) -> Facts:
     config = read_config(source.folder)
     kind = named_architecture(config)
     nested = config.get("text_config")
-    text = {**DEFAULTS.get(kind, {}), **config, **(nested if isinstance(nested, dict) else {})}
+    text = {**config, **(nested if isinstance(nested, dict) else {})}
     stored = sum(source.weights.values())
     table = _number(text, "vocab_size") * _number(text, "hidden_size", "n_embd")
     sizes = _estimated_sizes(text, stored, table) if source.missing else _sizes(Checkpoint.open(source.folder))
@@ -136,15 +114,7 @@ def read_facts(source: Source) -> Facts:
         num_layers=_number(text, "num_hidden_layers", "n_layer"),
         vocabulary_size=_number(text, "vocab_size"),
         context_length=_number(text, "max_position_embeddings", "n_positions", "n_ctx") or None,
-        more_bytes=_rotary_bytes(text, num_tables=2 if kind == "Gemma3ForCausalLM" else 1),
     )
-
-
-def _rotary_bytes(config: Mapping[str, Any], num_tables: int) -> int:
-    """Cosines and sines of half a head for every position, twice where windows have tables of their own."""
-    heads = _number(config, "num_attention_heads") or 1
-    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
-    return num_tables * 4 * head_dim * _number(config, "max_position_embeddings")
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -168,27 +138,35 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def needs_of(request: ExportRequest, models: Mapping[str, Facts], download_bytes: int = 0) -> Needs:
-    """Needs of an export of `models`, by role."""
+    """Needs of an export of `models`, by role, which are made one after the other."""
     outputs, temporary, memory = 0, [0], [0]
-    compares_with_torch = not request.is_gguf and has_transformers()
     for role, facts in models.items():
-        for wanted in request.formats:
-            quant = request.quant_of(role, wanted)
-            outputs += facts.output_bytes(wanted, quant)
-            is_graph = wanted == "onnx" and request.exporter != "optimum"
-            if is_graph:  # one matrix at a time, and the rows that are being quantised
-                memory.append(PROGRAM_BYTES + max(5 * facts.largest_parameters, 2 * facts.more_bytes))
-            elif wanted == "gguf":
-                memory.append(PROGRAM_BYTES + 12 * facts.largest_parameters)
-                temporary.append(0 if quant in STRAIGHT_GGUF else facts.num_parameters * 2)
-            else:
-                memory.append(PROGRAM_BYTES + TORCH_BYTES + facts.num_parameters * 8)
-                temporary.append(facts.num_parameters * 4)
-            if request.check:
-                memory.append(facts.check_bytes(quant, is_graph=is_graph and not compares_with_torch))
-                temporary.append(facts.stored_bytes if is_graph and not request.is_gguf else 0)  # for llama.cpp
+        sizes = {wanted: facts.output_bytes(wanted, request.quant_of(role, wanted)) for wanted in request.formats}
+        outputs += sum(sizes.values())
+        temporary.append(_temporary_bytes(request, role, facts))
+        memory.append(PROGRAM_BYTES + 12 * facts.largest_parameters)
+        if request.exporter == "optimum":
+            memory.append(PROGRAM_BYTES + TORCH_BYTES + 8 * facts.num_parameters)
+        if request.check:
+            with_torch = "gguf" in request.formats or (not request.is_gguf and has_transformers())
+            opened = TORCH_BYTES + 4 * facts.num_parameters if with_torch else max(*sizes.values(), facts.stored_bytes)
+            memory.append(PROGRAM_BYTES + opened + 8 * PROBE_TOKENS * facts.vocabulary_size)
     heads = 0 if request.heads is None else request.heads.stat().st_size
     return Needs(outputs + heads, max(temporary), download_bytes, max(memory))
+
+
+def _temporary_bytes(request: ExportRequest, role: str, facts: Facts) -> int:
+    """The files between: a folder's weights as a GGUF, its blocks for a graph, or Optimum's graph."""
+    found = 0
+    if "gguf" in request.formats and request.quant_of(role, "gguf") not in STRAIGHT_GGUF:
+        found = 2 * facts.num_parameters
+    if "onnx" in request.formats:
+        if request.exporter == "optimum":
+            return found + 4 * facts.num_parameters
+        found = 0 if request.is_gguf else max(facts.stored_bytes, found)
+        quant = request.quant_of(role, "onnx")
+        found += facts.output_bytes("gguf", quant) if quant in TILED else 0
+    return found
 
 
 def check_room(needs: Needs, output: Path, cache: Path | None) -> None:
@@ -229,8 +207,3 @@ def human(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
         num_bytes /= 1000
     return f"{num_bytes:.2f} GB"
-
-
-def logits_bytes(vocabulary_size: int) -> int:
-    """Memory for the logits of a check, of which it holds three at a time."""
-    return 3 * 4 * PROBE_TOKENS * vocabulary_size // rows_per_compared(vocabulary_size)

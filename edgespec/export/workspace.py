@@ -46,10 +46,6 @@ class Artefact:
         """Its table in the manifest."""
         return HEADS if self.role in HEAD_KINDS else ENGINE_TABLES[ENGINES[self.format]]
 
-    @property
-    def label(self) -> str:
-        return f"{self.role} {self.format} {self.quant}"
-
     def manifest_entry(self, facts: FileFacts) -> dict[str, Any]:
         entry: dict[str, Any] = {"path": self.path, **facts[self.path]}
         if self.parameters is not None:

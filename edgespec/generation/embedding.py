@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from edgespec.generation.executor import Executor
 from edgespec.generation.request import checked_ids
 from edgespec.types import PoolingName, TokenIds
 
-_STEP_TOKENS = 2048  # after about so many others have their turn
 _KNOWN: tuple[PoolingName, ...] = ("mean", "cls", "last")
 Text = str | Sequence[int]
 
@@ -75,22 +74,22 @@ class TextEmbedder:
         return found
 
     def embed(self, texts: Sequence[TokenIds], is_wanted: Callable[[], bool] = lambda: True) -> NDArray[np.float32]:
-        """Embeddings [n, size] of encoded texts, each of length 1. `is_wanted` is asked between passes of several.
+        """Embeddings [n, size] of encoded texts, each of length 1. `is_wanted` is asked before each.
 
         Raises as `Model.embed`, and Cancelled once they are not wanted.
         """
         pooling = self.pooling()
         found = []
-        for part in _steps(texts):
+        for text in texts:
             if not is_wanted():
                 raise Cancelled("nobody waits for the embeddings any more")
             with self._executor.exclusive():
                 try:
-                    found.append(self._executor.target.embed(part, pooling))
+                    found.append(self._executor.target.embed(text, pooling))
                 except Cancelled:
                     self._executor.turn.require_open()
                     raise
-        vectors = np.concatenate(found)
+        vectors = np.stack(found)
         if not np.isfinite(vectors).all():
             raise EngineError("this model's embeddings are not numbers: its weights may be damaged")
         return normalised(vectors)
@@ -111,15 +110,3 @@ def as_texts(given: object) -> list[Text]:
     if any(isinstance(each, int) for each in given):
         raise PromptError("texts holds a number: put the token ids of a text into a list of their own")
     return list(given)
-
-
-def _steps(texts: Sequence[TokenIds]) -> Iterator[list[TokenIds]]:
-    """The texts in order, in parts of about _STEP_TOKENS tokens."""
-    part: list[TokenIds] = []
-    for text in texts:
-        if part and sum(map(len, part)) + len(text) > _STEP_TOKENS:
-            yield part
-            part = []
-        part.append(text)
-    if part:
-        yield part

@@ -7,7 +7,6 @@ lack stays with llama.cpp: GPUs, other architectures, heads in GGUF, caches of o
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -141,16 +140,6 @@ def runs_on_kernels(path: Path) -> bool:
     return path.suffix == ".gguf" and not why_unreadable(path)
 
 
-def main(names: list[str]) -> int:
-    """0 if the kernels run all files of these models, else 1: for scripts/run.py, which would install llama.cpp."""
-    from edgespec.loading.registry import resolve
-
-    try:
-        return int(not all(runs_on_kernels(file.path) for name in names for file in resolve(name).files.values()))
-    except EdgespecError:
-        return 1
-
-
 def why_unreadable(path: Path, *, nextn: bool = False) -> str:
     """Why the kernels do not run a GGUF, or the layer in it that predicts a further token; empty where they do."""
     if library_path() is None:
@@ -173,10 +162,6 @@ def why_unreadable(path: Path, *, nextn: bool = False) -> str:
     except EdgespecError:
         return ""  # a damaged file: opening it says what is wrong
     return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
 
 
 logger = logging.getLogger("edgespec")

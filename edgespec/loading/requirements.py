@@ -14,7 +14,6 @@ from typing import Self
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import MAX_DRAFT_LENGTH, DrafterName
 from edgespec.drafters.spec import DRAFT, EXIT, FALLBACK, HEAD_FILES, MTP_LAYERS, SPECS, Need
-from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import MAX_BRANCHES, ModelUse
 from edgespec.errors import CapabilityError, EdgespecError
 from edgespec.formats.gguf.check import has_mtp
@@ -91,12 +90,12 @@ class Chosen:
         return ("target", *sorted(roles & self.pair.files.keys()))
 
 
-def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool | None:
-    """Whether drafts will be verified; None: only by lookups, which nobody asked for."""
+def verifies_drafts(options: LoadOptions, pair: ModelPair) -> bool:
+    """Whether drafts will be verified that are not only of lookups which nobody asked for."""
     if options.drafter == "none" or options.rpc:
         return False
     has_more = pair.draft is not None or pair.heads or options.heads or _takes_mtp(options, pair)
-    return True if has_more or options.drafter != "auto" else None
+    return bool(has_more or options.drafter != "auto")
 
 
 def target_has_mtp(pair: ModelPair) -> bool:
@@ -106,13 +105,11 @@ def target_has_mtp(pair: ModelPair) -> bool:
 
 
 def _takes_mtp(options: LoadOptions, pair: ModelPair) -> bool:
-    """Whether the target's own layer drafts: by name, and in `auto` where having it ready costs plain passes little."""
+    """Whether the target's own layer drafts."""
     if options.rpc or options.drafter not in ("auto", "mtp") or not target_has_mtp(pair):
         return False
     target = pair.files["target"]
-    if target.engine == "onnx":
-        return not why_unreadable(target.path, nextn=True)
-    return options.drafter == "mtp" or auto_takes_mtp(read_header(target.path))
+    return target.engine != "onnx" or not why_unreadable(target.path, nextn=True)
 
 
 def without_drafts(options: LoadOptions, pair: ModelPair) -> tuple[LoadOptions, ModelPair]:
@@ -161,29 +158,22 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
 def _check(name: DrafterName, wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
     """Raises CapabilityError where a file is missing, the draft is of another kind, or the target on another engine."""
     needs, spec, target, own = _needs(name, pair), SPECS[name], pair.files["target"], _own_drafter(pair)
-    for need in needs:
-        if need is EXIT and not has_exit:
-            raise CapabilityError(
-                f"drafter {name!r} needs to know after which layer {pair.name!r} exits: give --exit-layer N"
-            )
-        by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
-        if not (need is EXIT or by_exit or need.role in pair.files):
-            raise CapabilityError(
-                f"drafter {name!r} needs {need.what} and {pair.name!r} has none: give {need.flags}, or use "
-                f"--drafter {FALLBACK}"
-            )
+    by_exit = "early-exit" in wanted  # the exit is the draft model
     has = next((HEAD_FILES[each] for each in own if each in HEAD_FILES), DRAFT)
-    if needs[0] is not EXIT and needs[0] is not has:
-        raise CapabilityError(
-            f"{pair.files['draft'].path.name} is {has.what} and drafter {name!r} needs {needs[0].what}: give one with "
-            f"{needs[0].flags}, or use --drafter {own[0]}"
-        )
-    if target.engine not in spec.engines:
-        raise CapabilityError(
-            f"{pair.files[needs[-1].role or 'target'].path.name} is {needs[-1].what}, which needs a target on "
-            f"{' or '.join(spec.engines)}, and this one runs on {target.engine}: use --engine {spec.engines[0]}, or "
-            "another drafter"
-        )
+    missing = [need for need in needs if not (has_exit if need is EXIT else need.role in pair.files)]
+    missing = [need for need in missing if not (need is DRAFT and by_exit)]
+    if not missing and needs[0] not in (EXIT, has):
+        missing = [needs[0]]
+    if not missing and target.engine in spec.engines:
+        return
+    need = missing[0] if missing else needs[-1]
+    draft = "no draft" if pair.draft is None else f"{pair.draft.name}, {has.what},"
+    engines = " or ".join(spec.engines)
+    raise CapabilityError(
+        f"drafter {name!r} needs {need.what} for a target on {engines}, and {pair.name!r} has {draft} and runs on "
+        f"{target.engine}: give {need.flags}{'' if missing else f', with --engine {spec.engines[0]}'}, or "
+        f"use --drafter {own[0] if own else FALLBACK}"
+    )
 
 
 def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:

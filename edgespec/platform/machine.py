@@ -11,12 +11,17 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
+from edgespec.errors import CapabilityError
 from edgespec.platform.memory import allowed_processors, sizes
 
+Returned = TypeVar("Returned")
 CPUS, INTEL_FAST = Path("/sys/devices/system/cpu"), Path("/sys/devices/cpu_core/cpus")
 _CPUINFO, _STATUS = Path("/proc/cpuinfo"), Path("/proc/self/status")
 _ARM_FIELDS = ("CPU implementer", "CPU part", "Features")
@@ -216,3 +221,28 @@ def peak_rss_bytes() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+_starting_thread = threading.Lock()  # the size of a stack is a setting of the process
+
+
+def on_stack(num_bytes: int, function: Callable[[], Returned]) -> Returned:
+    """`function()` in a thread with so much stack. Raises what it raises, and CapabilityError without memory for it."""
+    result: Future[Returned] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except Exception as exc:  # the caller gets it
+            result.set_exception(exc)
+
+    thread = threading.Thread(target=run, name="edgespec-stack", daemon=True)
+    with _starting_thread:
+        before = threading.stack_size(num_bytes)
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            raise CapabilityError(f"a stack of {num_bytes >> 20} MiB is needed, for which no memory is left") from exc
+        finally:
+            threading.stack_size(before)
+    return result.result()

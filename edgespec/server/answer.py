@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from edgespec.chat.marks import control_text
@@ -190,9 +191,8 @@ class Answer:
 
     @property
     def stats(self) -> Stats:
-        """Counters of the generation; of one that only reads its prompt, without the token that this takes."""
-        stats = self.ticket.stats
-        return replace(stats, new_tokens=0) if self.ticket.job.reads_only else stats
+        """Counters of the generation."""
+        return self.ticket.stats
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Answer:
     @property
     def finish_reason(self) -> str:
         """stop, length or tool_calls; length too where the limit came behind a call, perhaps within the next one."""
-        is_limited = self.ticket.job.reads_only or (self._end is not None and self._end.finish_reason == "length")
+        is_limited = self._end is not None and self._end.finish_reason == "length"
         if self.calls and (self._is_cut or not is_limited):
             return "tool_calls"
         return "length" if is_limited else "stop"
@@ -280,8 +280,6 @@ class Answer:
         for event in events:
             if event.finish_reason is not None:
                 self._end = event
-            if self.ticket.job.reads_only:
-                continue
             self._token_ids.append(event.token_id)
             self.num_predicted += event.drafter == PREDICTION
             self._unsorted += self._shown.push(event)
@@ -443,6 +441,26 @@ class Exchange(ABC):
     def failed_early(cls, error: HttpError) -> bytes:
         """The only part of a stream that failed before its request was read."""
         return sse(error.body(""))
+
+
+@asynccontextmanager
+async def answering(exchange: Exchange, notes: list[str]) -> AsyncIterator[list[Answer]]:
+    """The answers of a request, to be read within the block, which ends what still runs. Adds what its options bring
+    to `notes`. Raises as `Scheduler.submit`.
+    """
+    tickets = await exchange.work.loaded.scheduler.submit(exchange.jobs)
+    try:
+        notes += [note for ticket in tickets for note in ticket.generation.request.notes]
+        yield [exchange.answer(ticket) for ticket in tickets]
+    finally:
+        for ticket in tickets:
+            ticket.cancel()
+
+
+async def notes_on(loaded: Loaded, answers: Sequence[Answer]) -> list[str]:
+    """What is wrong with answers that are finished."""
+    checked = [each for answer in answers if (each := answer.ticket.generation).request.schema]
+    return list(filter(None, [await loaded.scheduler.prepare(each.check_answer) for each in checked]))
 
 
 def sse(value: Any, event: str = "") -> bytes:

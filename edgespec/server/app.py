@@ -23,28 +23,25 @@ from starlette.routing import Route
 
 from edgespec import __version__
 from edgespec.server import chat, completions, embeddings, facts, messages, native, ollama, pulling, responses
+from edgespec.server.answer import Exchange
 from edgespec.server.chat import Chat
 from edgespec.server.completions import Completion
 from edgespec.server.guard import LOCAL_ORIGINS, LOOPBACK, Guard
 from edgespec.server.http_errors import HttpError
 from edgespec.server.native import NativeCompletion
 from edgespec.server.ollama import OllamaChat, OllamaExchange, OllamaGenerate
-from edgespec.server.requests import parse_object
+from edgespec.server.requests import Fields, parse_object
 from edgespec.server.responses import ResponseRequest
-from edgespec.server.service import Loaded, Names, Service, Services, unknown_model
+from edgespec.server.service import Service, Services, unknown_model
 from edgespec.server.web import (
     CLIENT_LEFT,
     NOTES,
     Answering,
-    Bodies,
-    Body,
     Endpoint,
     Handler,
-    asked_by,
     error_response,
-    forget_frames,
     json_response,
-    while_connected,
+    read_body,
 )
 
 Schema = dict[str, Any]
@@ -59,11 +56,9 @@ def create_app(
     It does not load or close the models: the owner of `served` does.
     """
     services = Services.of(served)
-    bodies = Bodies(services.limits)
-    routes = [Route(path, each.kind(services, bodies, each), methods=["POST"]) for path, each in ENDPOINTS.items()]
+    routes = [Route(path, Answering(services, each), methods=["POST"]) for path, each in ENDPOINTS.items()]
     routes += [Route(path, _caught(_reading(services, each)), methods=["GET"]) for path, (_, each) in READABLE.items()]
-    deletes = partial(pulling.respond_delete, services, bodies)
-    routes.append(Route("/api/delete", _caught(deletes), methods=["DELETE"]))
+    routes += [Route(path, _caught(partial(each, services)), methods=[how]) for path, (how, _, each) in OTHERS.items()]
     routes += [Route(path, _caught(partial(_refuse, why)), methods=["POST"]) for path, why in NOT_HERE.items()]
     shown = page_routes()
     paths = [route.path for route in (*routes, *shown)]
@@ -89,45 +84,15 @@ def create_app(
 # -- how paths are answered
 
 
-def _embedding(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    return _of_model(services, bodies, lambda loaded, body: embeddings.embedded(loaded, endpoint.read, body))
+async def _show(services: Services, request: Request) -> Response:
+    """Facts of the model (Ollama)."""
+    body = await read_body(request, services.limits)
 
+    def told() -> dict[str, Any]:
+        values = parse_object(body)
+        return facts.show(services.asked_by(values, request.url.path), values)
 
-def _replying(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    return _of_model(
-        services,
-        bodies,
-        lambda loaded, body: loaded.scheduler.prepare(lambda: endpoint.read(loaded, parse_object(body.data), [])),
-    )
-
-
-def _of_model(
-    services: Services, bodies: Bodies, answer: Callable[[Loaded, Body], Awaitable[dict[str, Any]]]
-) -> Handler:
-    async def handle(request: Request) -> Response:
-        async def answered(body: Body) -> Response:
-            async with asked_by(services, body, request.url.path).using() as loaded:
-                return json_response(await answer(loaded, body))
-
-        async with bodies.read(request) as body, asyncio.timeout(services.limits.timeout_s):
-            return await while_connected(request.receive, answered(body))
-
-    return _caught(handle)
-
-
-def _telling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    """No model has to be loaded for these."""
-
-    async def handle(request: Request) -> Response:
-        async with bodies.read(request) as body:
-            service = asked_by(services, body, request.url.path)
-            return json_response(await asyncio.to_thread(lambda: endpoint.read(service, parse_object(body.data))))
-
-    return _caught(handle)
-
-
-def _pulling(services: Services, bodies: Bodies, endpoint: Endpoint) -> Handler:
-    return _caught(partial(endpoint.read, services, bodies))
+    return json_response(await asyncio.to_thread(told))
 
 
 async def _refuse(why: str, request: Request) -> Response:
@@ -143,9 +108,7 @@ def _caught(handler: Handler) -> Handler:
         except ClientDisconnect:  # before the body was complete
             return Response(status_code=CLIENT_LEFT)
         except Exception as exc:
-            answer = error_response(exc, request.url.path)
-            forget_frames(exc)
-            return answer
+            return error_response(exc, request.url.path)
 
     return handle
 
@@ -201,43 +164,40 @@ READABLE: dict[str, tuple[str, Callable[[Services, Request], Response]]] = {
         lambda services, _: PlainTextResponse(facts.metrics_text(services), media_type=_PROMETHEUS),
     ),
     "/props": ("Model, engine, drafter, default settings, memory plan", _properties),
-    "/openapi.json": ("This document", lambda services, _: json_response(document(services.names))),
+    "/openapi.json": ("This document", lambda services, _: json_response(document(services))),
     "/api/version": ("The version (Ollama)", lambda *_: json_response(facts.version())),
     "/api/tags": ("The served models (Ollama)", lambda services, _: json_response(facts.listed(services))),
     "/api/ps": ("Those that are loaded (Ollama)", lambda services, _: json_response(facts.running(services))),
 }
-_CHAT = Endpoint(Chat, chat.read_chat, Answering, chat.ChatExchange)
-_CHAT_TOKENS = Endpoint(Chat, chat.count_input_tokens, _replying)
-_NATIVE = Endpoint(NativeCompletion, native.read_native, Answering, native.NativeExchange)
-_RESPONSES = Endpoint(ResponseRequest, responses.read_responses, Answering, responses.ResponsesExchange)
-_RESPONSES_TOKENS = Endpoint(ResponseRequest, responses.count_input_tokens, _replying)
+_CHAT = Endpoint(Chat, chat.read_chat, chat.ChatExchange)
+_NATIVE = Endpoint(NativeCompletion, native.read_native, native.NativeExchange)
+_RESPONSES = Endpoint(ResponseRequest, responses.read_responses, responses.ResponsesExchange)
 _UNLOADS_CHAT, _UNLOADS = (partial(ollama.unload_at_rest, is_chat=is_chat) for is_chat in (True, False))
 ENDPOINTS: dict[str, Endpoint] = {
     "/v1/chat/completions": _CHAT,
-    "/v1/chat/completions/input_tokens": _CHAT_TOKENS,
-    "/v1/completions": Endpoint(Completion, completions.read_completion, Answering, completions.CompletionExchange),
+    "/v1/completions": Endpoint(Completion, completions.read_completion, completions.CompletionExchange),
     "/v1/responses": _RESPONSES,
-    "/v1/responses/input_tokens": _RESPONSES_TOKENS,
-    "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, Answering, messages.MessagesExchange),
-    "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens, _replying),
-    "/v1/embeddings": Endpoint(embeddings.OpenAiEmbedding, embeddings.read_openai, _embedding),
+    "/v1/messages": Endpoint(messages.MessagesRequest, messages.read_messages, messages.MessagesExchange),
+    "/v1/messages/count_tokens": Endpoint(messages.CountRequest, messages.count_tokens),
+    "/v1/embeddings": Endpoint(embeddings.OpenAiEmbedding, embeddings.read_openai),
     # llama-server's
     "/chat/completions": _CHAT,
-    "/chat/completions/input_tokens": _CHAT_TOKENS,
     "/responses": _RESPONSES,
-    "/responses/input_tokens": _RESPONSES_TOKENS,
     "/completion": _NATIVE,
     "/completions": _NATIVE,
-    "/infill": Endpoint(native.Infill, native.read_infill, Answering, native.NativeExchange),
-    "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize, _replying),
-    "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize, _replying),
-    "/apply-template": Endpoint(Chat, chat.apply_template, _replying),
+    "/infill": Endpoint(native.Infill, native.read_infill, native.NativeExchange),
+    "/tokenize": Endpoint(facts.TokenizeRequest, facts.tokenize),
+    "/detokenize": Endpoint(facts.DetokenizeRequest, facts.detokenize),
     # Ollama's
-    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, Answering, OllamaExchange, _UNLOADS_CHAT),
-    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, Answering, OllamaExchange, _UNLOADS),
-    "/api/show": Endpoint(facts.ShowRequest, facts.show, _telling),
-    "/api/pull": Endpoint(pulling.ModelName, pulling.respond_pull, _pulling),
-    "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama, _embedding),
+    "/api/chat": Endpoint(OllamaChat, ollama.read_chat_request, OllamaExchange, _UNLOADS_CHAT),
+    "/api/generate": Endpoint(OllamaGenerate, ollama.read_generate_request, OllamaExchange, _UNLOADS),
+    "/api/embed": Endpoint(embeddings.OllamaEmbedding, embeddings.read_ollama),
+}
+# Those that no model has to be loaded for: (method, what their bodies are, the handler).
+OTHERS: dict[str, tuple[str, type[Fields], Callable[[Services, Request], Awaitable[Response]]]] = {
+    "/api/show": ("POST", facts.ShowRequest, _show),
+    "/api/pull": ("POST", pulling.ModelName, pulling.respond_pull),
+    "/api/delete": ("DELETE", pulling.ModelName, pulling.respond_delete),
 }
 _NO_RERANKING = "this server does not rerank: compare texts by the cosine of their /v1/embeddings"
 _NO_MAKING = "models are made and named on the command line: edgespec add, edgespec export"
@@ -251,14 +211,19 @@ NOT_HERE = {
 # -- the API's description
 
 
-def document(names: Names) -> Schema:
-    """`/openapi.json`, an OpenAPI 3.1 document, of a server whose model has `names`. Schemas are those that check."""
-    requests = list(dict.fromkeys(each.request for each in ENDPOINTS.values()))
+def document(services: Services) -> Schema:
+    """`/openapi.json`, an OpenAPI 3.1 document. Schemas are those that check."""
+    asked: list[tuple[str, str, type[Fields], str | None, type[Exchange] | None]] = [
+        *((path, "post", each.request, each.read.__doc__, each.form) for path, each in ENDPOINTS.items()),
+        *((path, how.lower(), request, each.__doc__, None) for path, (how, request, each) in OTHERS.items()),
+    ]
+    requests = list(dict.fromkeys(request for _, _, request, _, _ in asked))
     found, schemas = msgspec.json.schema_components(requests, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"$ref": "#/components/schemas/Model"}
-    known: Schema = {"type": ["string", "null"]} if names.any_other else {"enum": [*names.all, None]}
+    names = [name for service in services.all for name in service.names.all]
+    known: Schema = {"enum": [*names, None]} if services.are_several else {"type": ["string", "null"]}
     schemas["Model"] = {**known, "description": "The served model; null or absent too"}
     bodies = dict(zip(requests, found, strict=True))
     paths: Schema = {}
@@ -267,14 +232,11 @@ def document(names: Names) -> Schema:
         paths[path.replace(":path", "")] = {"get": _described(summary, {kind: {}})}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     paths["/v1/models/{name}"]["get"]["parameters"] = [name]
-    for path, each in ENDPOINTS.items():
+    for path, method, request, about, form in asked:
         kinds: Schema = {"application/json": {"schema": {"type": "object"}}}
-        kinds |= {} if each.form is None else {each.form.media_type: {}}
-        body = {"required": True, "content": {"application/json": {"schema": bodies[each.request]}}}
-        about = (each.read.__doc__ or "").partition(".")[0]
-        paths[path] = {"post": _described(about, kinds) | {"requestBody": body}}
-    removes = {"content": {"application/json": {"schema": bodies[pulling.ModelName]}}}
-    paths["/api/delete"] = {"delete": _described("Remove a model (Ollama)", {}) | {"requestBody": removes}}
+        kinds |= {} if form is None else {form.media_type: {}}
+        body = {"required": True, "content": {"application/json": {"schema": bodies[request]}}}
+        paths[path] = {method: _described((about or "").partition(".")[0], kinds) | {"requestBody": body}}
     info = {"title": "edgespec", "version": __version__, "description": "Local text generation, drafted and verified"}
     key = {"key": {"type": "http", "scheme": "bearer"}}
     components = {"schemas": schemas, "securitySchemes": key}

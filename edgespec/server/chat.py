@@ -18,7 +18,7 @@ from edgespec import __version__
 from edgespec.chat.marks import reasoning_marks
 from edgespec.chat.messages import num_answered, part_text, unread_kinds
 from edgespec.chat.reasoning import Reasoning, before_structure
-from edgespec.chat.template import Ending, answer_prefix, chat_text, num_characters, render_chat
+from edgespec.chat.template import answer_prefix, num_characters, render_chat
 from edgespec.chat.tool_forms import Form, call_form
 from edgespec.chat.tools import ToolCall
 from edgespec.config.values import ReasoningFormat
@@ -73,18 +73,7 @@ class Chat(OpenAiRequest, kw_only=True):
     reasoning_format: ReasoningFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: Any = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     prediction: Prediction | None = None
-
-    @property
-    def ending(self) -> Ending:
-        """Where the prompt ends, as in vLLM and llama-server: what is continued gets no beginning of a turn."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise bad_request(
-                "continue_final_message and add_generation_prompt exclude each other", "add_generation_prompt"
-            )
-        return Ending(self.add_generation_prompt is not False, self.continue_final_message)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -122,24 +111,18 @@ def prepare(loaded: Loaded, chat: Chat, notes: list[str]) -> Work:
     if template is None:
         needs = "use /v1/completions, or start the server with --chat-template-file"
         raise bad_request(f"this model has no chat template, as usual for base models: {needs}", "messages")
-    sampling, options = read_settings(chat, loaded, notes, chat.num_logprobs)
+    sampling, options = read_settings(chat, loaded, chat.num_logprobs)
     options = replace(options, prediction=chat.predicted)
     tools, form = _read_tools(chat, template)
     parallel = chat.parallel_tool_calls is not False
     if form is not None:
         options = forced_calls(loaded, options, tools, chat.tool_choice, form, parallel=parallel)
-    arguments, ending = _template_arguments(chat, template, notes), chat.ending
+    arguments = _template_arguments(chat, template, notes)
     model.require_room(len(chat.messages), "messages")
     model.require_room(num_characters(chat.messages, tools), "characters")
     messages = _read_messages(chat, template, notes)
-    prompt_ids = model.encode_chat(
-        messages,
-        tools or None,
-        arguments,
-        add_generation_prompt=ending.opens,
-        continue_final_message=ending.continues,
-    )
-    prefix = answer_prefix(messages, ending)
+    prompt_ids = model.encode_chat(messages, tools or None, arguments)
+    prefix = answer_prefix(messages)
     prompt_ids = before_structure(vocabulary, prompt_ids, options, prefix)
     reasoning = Reasoning.of(vocabulary, prompt_ids, prefix)
     if reasoning is not None and reasoning.is_open:
@@ -311,25 +294,6 @@ def _check_tool(tool: Any, where: str) -> None:
         raise bad_request(f"{where}.description must be a string", f"{where}.description")
     if not isinstance(function.get("parameters") or {}, dict):
         raise bad_request(f"{where}.parameters must be an object", f"{where}.parameters")
-
-
-# -- beside answers
-
-
-def count_input_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Count a prompt's tokens (llama-server)."""
-    return {"object": "response.input_tokens", "input_tokens": read_chat(loaded, values, notes).num_prompt_tokens}
-
-
-def apply_template(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The prompt of a conversation as text (llama-server)."""
-    chat = read(Chat, values, notes)
-    prepare(loaded, chat, notes)  # which refuses what it would refuse
-    vocabulary = loaded.model.target.vocabulary
-    template = vocabulary.chat_template or ""
-    tools, _ = _read_tools(chat, template)
-    messages, arguments = _read_messages(chat, template, []), _template_arguments(chat, template, [])
-    return {"prompt": chat_text(vocabulary, messages, tools or None, arguments, chat.ending)}
 
 
 # -- answers

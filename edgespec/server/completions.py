@@ -7,7 +7,6 @@ marks of a template or of a gap to fill there. Unlike in a chat, the whole promp
 
 from __future__ import annotations
 
-import codecs
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from edgespec.server.answer import Answer, Work, prompt_progress, token_logprob,
 from edgespec.server.chat import OpenAiExchange
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import MOST_CHOICES, Logprobs, OpenAiRequest, require_model
-from edgespec.server.requests import Asked, read, unsupported, wrong
+from edgespec.server.requests import Asked, read, wrong
 from edgespec.server.service import Loaded
 from edgespec.server.structure import job_of, read_settings
 from edgespec.vocabulary import FimTokens, Vocabulary
@@ -27,11 +26,14 @@ from edgespec.vocabulary import FimTokens, Vocabulary
 class Completion(OpenAiRequest, kw_only=True):
     """A request to `/v1/completions`. `suffix`: what follows the gap that is to be filled."""
 
-    refused: ClassVar[Asked] = {**OpenAiRequest.refused, "echo": ("the answer holds new text only", (False,))}
+    refused: ClassVar[Asked] = {
+        **OpenAiRequest.refused,
+        "echo": ("the answer holds new text only", (False,)),
+        "best_of": ("use n", (1,)),
+    }
     prompt: str | list[Any]
     logprobs: Logprobs | None = None
     suffix: str | None = None
-    best_of: int | None = None
 
 
 def read_completion(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> CompletionExchange:
@@ -44,13 +46,11 @@ def prepare(loaded: Loaded, request: Completion, notes: list[str]) -> Work:
     """The work of a request. Blocks while it encodes. Raises HttpError and EdgespecError."""
     require_model(loaded.names, request.model, notes)
     count = request.n or 1
-    if request.best_of is not None and request.best_of != count:
-        raise unsupported("best_of", "use n")
     if request.suffix:
         prompts = _read_filling(loaded, request)
     else:
         prompts = [each.token_ids for each in read_prompts(loaded, request.prompt)]
-    sampling, options = read_settings(request, loaded, notes, request.logprobs)
+    sampling, options = read_settings(request, loaded, request.logprobs)
     if count * len(prompts) > MOST_CHOICES:
         raise bad_request(f"{len(prompts)} prompts with n = {count}: at most {MOST_CHOICES} answers", "prompt")
     jobs = [job_of(request, ids, each, options) for ids, each in itertools.product(prompts, sampling)]
@@ -80,7 +80,7 @@ def _read_filling(loaded: Loaded, request: Completion) -> list[list[int]]:
 
 
 def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None = None) -> list[Prompt]:
-    """One prompt, a text or a list of token ids and texts, or each of a list of them.
+    """One prompt, a text or a list of token ids, or each of a list of them.
 
     `encode`: for texts; None: control tokens that they spell out are read. Raises HttpError and PromptError.
     """
@@ -95,28 +95,19 @@ def read_prompts(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] 
 
 
 def _read_prompt(loaded: Loaded, given: Any, encode: Callable[[str], list[int]] | None) -> Prompt:
-    parts: list[Any] = given if isinstance(given, list) else [given]
-    if any(isinstance(part, bool) or not isinstance(part, str | int) for part in parts):
-        rule = "must be one prompt or a list of them; each is a text, or a list of token ids and texts"
-        raise wrong("prompt", rule, given)
-    if not any(part != "" for part in parts):
-        raise wrong("prompt", "must not be empty", given)
-    found: list[int] = []
-    for index, part in enumerate(parts):
-        if isinstance(part, int):
-            found.append(part)
-        else:
-            found += encode(part) if encode is not None else raw_ids(loaded, part, begins=index == 0)
-    return Prompt(found, given if isinstance(given, str) else "")
+    if isinstance(given, str) and given:
+        return Prompt(encode(given) if encode is not None else raw_ids(loaded, given), given)
+    if isinstance(given, list) and given and all(type(each) is int for each in given):  # True is none
+        return Prompt(given)
+    raise wrong("prompt", "must be a text or a list of token ids, not empty, or a list of these", given)
 
 
-def raw_ids(loaded: Loaded, text: str, *, begins: bool) -> list[int]:
-    """A whole prompt or, unless it `begins` one, a part. It has one begin-of-text token, also if it spells that out."""
+def raw_ids(loaded: Loaded, text: str) -> list[int]:
+    """A whole prompt. It has one begin-of-text token, also if it spells that out."""
     vocabulary = loaded.model.target.vocabulary
     loaded.model.require_room(len(text), "characters")
     ids = loaded.model.encode(text, parse_special=True)  # which puts a begin in front of every text
-    is_twice = ids[:2] == [vocabulary.bos_id] * 2 if begins else ids[:1] == [vocabulary.bos_id]
-    return ids[1:] if vocabulary.adds_bos and is_twice else ids
+    return ids[1:] if vocabulary.adds_bos and ids[:2] == [vocabulary.bos_id] * 2 else ids
 
 
 def require_fim(loaded: Loaded, where: str) -> FimTokens:
@@ -165,42 +156,29 @@ class CompletionExchange(OpenAiExchange):
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
-            logprobs = self._logprobs(answer.tokens, _Offsets())
+            logprobs = self._logprobs(answer.tokens, 0)
             choice = {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
             choices.append(choice)
         return self.ended(choices, answers, usage(answers))
 
     async def chunks(self, index: int, answer: Answer) -> AsyncIterator[bytes]:
-        offsets = _Offsets()
         async for piece in answer.pieces():
             told: dict[str, Any] = {"timings": answer.timings} if self.per_token else {}
             if piece.progress is not None:
                 told = {"prompt_progress": prompt_progress(piece.progress)}
-            yield self.chunk(index, {"text": piece.text}, self._logprobs(piece.tokens, offsets), **told)
+            begin = len(answer.text) - len(piece.text)
+            yield self.chunk(index, {"text": piece.text}, self._logprobs(piece.tokens, begin), **told)
 
-    def _logprobs(self, tokens: Sequence[TokenEvent], offsets: _Offsets) -> dict[str, Any] | None:
-        """OpenAI's older shape: lists that run in step. `offsets`: those of the answer, `tokens` come next in it."""
+    def _logprobs(self, tokens: Sequence[TokenEvent], begin: int) -> dict[str, Any] | None:
+        """OpenAI's older shape: lists that run in step. `begin`: where the first of them does in the text."""
         if not self.has_logprobs:
             return None
         own = [token_logprob(self.vocabulary, event.token_id, event.logprob or 0.0) for event in tokens]
         tops = [[token_logprob(self.vocabulary, *pair) for pair in event.top_logprobs] for event in tokens]
+        texts = [each["token"] for each in own]
         return {
-            "tokens": [each["token"] for each in own],
+            "tokens": texts,
             "token_logprobs": [each["logprob"] for each in own],
             "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
-            "text_offset": [offsets.push(bytes(each["bytes"])) for each in own],
+            "text_offset": [*itertools.accumulate(map(len, texts), initial=begin)][:-1],
         }
-
-
-class _Offsets:
-    """Where the tokens of an answer begin in its text, in characters. A character may take several tokens."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_characters = 0
-
-    def push(self, piece: bytes) -> int:
-        """Where the next token begins, whose bytes are `piece`."""
-        begin = self._num_characters
-        self._num_characters += len(self._decoder.decode(piece))
-        return begin

@@ -1,11 +1,9 @@
-"""Embeddings in the protocols of OpenAI and Ollama: each reads a request and writes its answer."""
+"""Embeddings in the protocols of OpenAI and Ollama. They are computed where a request is read: no queue decides."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,33 +11,19 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from edgespec.contained import is_wanted
 from edgespec.errors import CapabilityError
 from edgespec.generation.embedding import Text, normalised
 from edgespec.server.facts import served_name
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import require_model
-from edgespec.server.requests import Fields, parse_object, read, wrong
+from edgespec.server.requests import Fields, read, wrong
 from edgespec.server.service import Loaded
-from edgespec.server.web import Body
 from edgespec.types import TokenIds
 
 MOST_TEXTS = 2048  # OpenAI's limit
-Vectors = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequest:
-    """Encoded texts, and `answer`: the body for their vectors [n, size] and the seconds that they took.
-
-    `dimensions`: of each vector, None: all.
-    """
-
-    texts: list[TokenIds]
-    answer: Callable[[Vectors, float], dict[str, Any]]
-    dimensions: int | None = None
-
-
-Read = Callable[[Loaded, Mapping[str, Any], list[str]], EmbeddingRequest]
 Texts = str | Annotated[list[Any], Meta(description="texts, token ids, or lists of token ids")]
 Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
 
@@ -65,55 +49,48 @@ class OllamaEmbedding(Fields):
     dimensions: Dimensions | None = None
 
 
-async def embedded(loaded: Loaded, read_request: Read, body: Body) -> dict[str, Any]:
-    """The answer to a request with the `body`. Raises HttpError and EdgespecError."""
-    begun_s = monotonic()
-    asked = await loaded.scheduler.prepare(lambda: _checked(loaded, read_request, body.data))
-    body.close()
-    vectors = await loaded.scheduler.embeddings.embed(asked.texts) if asked.texts else np.zeros((0, 0), np.float32)
-    if asked.dimensions is not None and asked.texts:
-        if asked.dimensions > vectors.shape[1]:
-            raise bad_request(f"dimensions must be at most {vectors.shape[1]}, the size of an embedding", "dimensions")
-        vectors = normalised(vectors[:, : asked.dimensions])
-    return await asyncio.to_thread(asked.answer, vectors, monotonic() - begun_s)
-
-
-def _checked(loaded: Loaded, read_request: Read, body: bytes) -> EmbeddingRequest:
-    try:
-        loaded.model.embedder.pooling()
-    except CapabilityError as exc:
-        raise HttpError(501, f"embeddings are not supported here: {exc}", code="not_supported") from exc
-    return read_request(loaded, parse_object(body), [])
-
-
-def read_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
+def read_openai(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Embeddings of texts (OpenAI); 501 for models that give none."""
+    _require_embeddings(loaded)
     request = read(OpenAiEmbedding, values, notes)
     require_model(loaded.names, request.model, notes)
     ids = loaded.model.embedder.encode(_texts(request.input), truncate=False)
-
-    def answer(vectors: Vectors, _: float) -> dict[str, Any]:
-        is_base64 = request.encoding_format == "base64"
-        shown = [_base64(vector) for vector in vectors] if is_base64 else vectors.tolist()
-        data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
-        usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
-        return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
-
-    return EmbeddingRequest(ids, answer, request.dimensions)
+    vectors = _embedded(loaded, ids, request.dimensions)
+    is_base64 = request.encoding_format == "base64"
+    shown = [_base64(vector) for vector in vectors] if is_base64 else vectors.tolist()
+    data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
+    usage = {"prompt_tokens": _count(ids), "total_tokens": _count(ids)}
+    return {"object": "list", "data": data, "model": loaded.name, "usage": usage}
 
 
-def read_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> EmbeddingRequest:
+def read_ollama(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Embeddings of texts (Ollama)."""
+    begun_s = monotonic()
+    _require_embeddings(loaded)
     request = read(OllamaEmbedding, values, notes)
     require_model(loaded.names, served_name(loaded.names, request.model), notes)
     texts = _texts(request.input) if request.input else []
     ids = loaded.model.embedder.encode(texts, truncate=request.truncate is not False)
+    vectors = _embedded(loaded, ids, request.dimensions).tolist() if ids else []
+    durations = {"total_duration": int(1e9 * (monotonic() - begun_s)), "load_duration": 0}
+    return {"model": loaded.name, "embeddings": vectors} | durations | {"prompt_eval_count": _count(ids)}
 
-    def answer(vectors: Vectors, took_s: float) -> dict[str, Any]:
-        durations = {"total_duration": int(took_s * 1e9), "load_duration": 0}
-        return {"model": loaded.name, "embeddings": vectors.tolist()} | durations | {"prompt_eval_count": _count(ids)}
 
-    return EmbeddingRequest(ids, answer, request.dimensions)
+def _require_embeddings(loaded: Loaded) -> None:
+    try:
+        loaded.model.embedder.pooling()
+    except CapabilityError as exc:
+        raise HttpError(501, f"embeddings are not supported here: {exc}", code="not_supported") from exc
+
+
+def _embedded(loaded: Loaded, texts: Sequence[TokenIds], dimensions: int | None) -> NDArray[np.float32]:
+    """Embeddings [n, size or `dimensions`] of encoded texts. Raises HttpError and EdgespecError."""
+    vectors = loaded.model.embedder.embed(texts, is_wanted.get())
+    if dimensions is None:
+        return vectors
+    if dimensions > vectors.shape[1]:
+        raise bad_request(f"dimensions must be at most {vectors.shape[1]}, the size of an embedding", "dimensions")
+    return normalised(vectors[:, :dimensions])
 
 
 def _texts(given: str | list[Any]) -> list[Text]:
@@ -129,7 +106,7 @@ def _texts(given: str | list[Any]) -> list[Text]:
     return given
 
 
-def _base64(vector: Vectors) -> str:
+def _base64(vector: NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 

@@ -16,9 +16,8 @@ from edgespec.server.http_errors import bad_request
 from edgespec.server.options import NAMED_ALIKE, require_model
 from edgespec.server.requests import Fields, read, wrong
 from edgespec.server.service import Known, Loaded, Names, Service, Services, without_tag
-from edgespec.vocabulary import Vocabulary
 
-MOST_TOKENS, MOST_PIECES = 1 << 20, 1 << 17  # of a list: writing a longer one holds up everybody
+MOST_TOKENS = 1 << 20  # of a list: writing a longer one holds up everybody
 
 
 def model_objects(services: Services) -> list[dict[str, Any]]:
@@ -112,7 +111,6 @@ class TokenizeRequest(Fields, kw_only=True):
     model: str | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
-    with_pieces: bool | None = None
 
 
 class DetokenizeRequest(Fields, kw_only=True):
@@ -128,23 +126,11 @@ def tokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dic
     require_model(loaded.names, request.model, notes)
     model, vocabulary = loaded.model, loaded.model.target.vocabulary
     ids = model.encode(request.content, parse_special=bool(request.parse_special))
-    most = MOST_PIECES if request.with_pieces else MOST_TOKENS
-    if len(ids) > most:
-        raise bad_request(f"content has {len(ids)} tokens; at most {most} are listed at once", "content")
+    if len(ids) > MOST_TOKENS:
+        raise bad_request(f"content has {len(ids)} tokens; at most {MOST_TOKENS} are listed at once", "content")
     if not request.add_special and vocabulary.adds_bos and ids[:1] == [vocabulary.bos_id]:
         del ids[0]
-    if not request.with_pieces:
-        return {"tokens": ids}
-    return {"tokens": [{"id": token_id, "piece": _piece(vocabulary, token_id)} for token_id in ids]}
-
-
-def _piece(vocabulary: Vocabulary, token_id: int) -> str | list[int]:
-    """The text of a token, its bytes where these are none alone, and a control token's name."""
-    piece = vocabulary.piece(token_id)
-    try:
-        return piece.decode() if piece else vocabulary.token_name(token_id)
-    except UnicodeDecodeError:
-        return list(piece)
+    return {"tokens": ids}
 
 
 def detokenize(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:

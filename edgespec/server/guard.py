@@ -71,24 +71,12 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        left: Message | None = None
-
-        async def received() -> Message:
-            """What the server says; that the client has left, which it may say once, to each part that asks."""
-            nonlocal left
-            if left is None:
-                message = await receive()
-                if message["type"] != "http.disconnect":
-                    return message
-                left = message
-            return left
-
         try:
             self._check(path, Headers(scope=scope))
         except HttpError as exc:
-            await error_response(exc, path)(scope, received, counted)
+            await error_response(exc, path)(scope, receive, counted)
         else:
-            await self._app(scope, received, counted)
+            await self._app(scope, receive, counted)
         finally:
             shown = path if path in self._paths else "other"
             self._services.count_request(shown, status)

@@ -79,8 +79,6 @@ class Metrics:
     target_passes: int = _count("target_passes_total", "Passes of the target")
     prefill_s: float = _count("prefill_seconds_total", "Time spent on prompts")
     decode_s: float = _count("decode_seconds_total", "Time spent on answers")
-    first_token_s: float = _count("time_to_first_token_seconds_total", "Time from request to first token")
-    first_tokens: int = _count("first_tokens_total", "Answers that have begun")
     drafts: int = _count("draft_rounds_total", "Rounds that verified a draft")
     drafted_tokens: int = _count("draft_tokens_total", "Drafted tokens")
     accepted_tokens: int = _count("draft_tokens_accepted_total", "Accepted draft tokens")
@@ -117,8 +115,6 @@ class Metrics:
             self.accepted_by[record.drafter or ""] += record.accepted_tokens
 
     def count_first_token(self, seconds: float) -> None:
-        self.first_token_s += seconds
-        self.first_tokens += 1
         self.to_first_token_s.add(seconds)
 
     def add(self, stats: Stats, *, has_failed: bool, duration_s: float) -> None:
@@ -162,27 +158,9 @@ def _drafting(
     stats: Stats, drafted: Mapping[str, int], options: GenerateOptions, loaded: LoadOptions, facts: EngineFacts
 ) -> str:
     if not stats.drafted_tokens:
-        return f"nothing drafted: {why_not(stats, options, loaded, facts)}"
+        is_off = (options.drafter or loaded.drafter) == "none"
+        return f"nothing drafted: {'off' if is_off else 'no gain' if facts.can_speculate else 'unable'}"
     by = ", ".join(f"{name} {count}" for name, count in sorted(drafted.items(), key=lambda pair: -pair[1]))
     return (
         f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens accepted ({stats.acceptance_rate:.0%}; {by})"
     )
-
-
-def why_not(stats: Stats, options: GenerateOptions, loaded: LoadOptions, facts: EngineFacts) -> str:
-    """Why an answer has no drafted tokens, as far as it is known."""
-    length = loaded.draft_length if options.draft_length is None else options.draft_length
-    if options.drafter == "none":
-        return "the request switched it off"
-    if (options.drafter or loaded.drafter) == "none" or length == 0:
-        return "it is switched off"
-    if not facts.can_speculate:
-        return facts.why_no_speculation
-    failed = next((note for note in stats.notes if note.startswith("drafter ")), None)
-    if failed is not None:
-        return "a drafter failed"
-    if not stats.rounds:
-        return "the answer ended with its first token" if stats.new_tokens else "it had not begun"
-    if length == "auto":
-        return "no draft was expected to save time"
-    return f"{options.drafter or loaded.drafter} proposed nothing"

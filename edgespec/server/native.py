@@ -1,45 +1,32 @@
 """llama-server's `/completion` and `/infill`, which editors and SillyTavern use; the answers of both in its own form.
 
-As in llama-server, control tokens that a prompt spells out are read as such, so that the text of `/apply-template` can
-be continued; those in the texts around a gap are not.
+As in llama-server, control tokens that a prompt spells out are read as such, so that a rendered template can be
+continued; those in the texts around a gap are not.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
+from edgespec.config.habits import did_you_mean
+from edgespec.errors import shown
 from edgespec.reports import TokenEvent
 from edgespec.server.answer import Answer, Exchange, Piece, Work, logprobs_of, prompt_progress, sse
 from edgespec.server.completions import Completion, Prompt, fill_prompt, prepare, read_prompts, require_fim
-from edgespec.server.options import SAMPLING, Choices, Generated, Logprobs
-from edgespec.server.requests import Asked, Fields, one_of, read, unsupported, wrong
+from edgespec.server.options import Generated, Logprobs
+from edgespec.server.requests import Asked, Fields, one_of, read, wrong
 from edgespec.server.scheduler import Ticket
 from edgespec.server.service import Loaded
 from edgespec.vocabulary import FimTokens, Vocabulary
 
 Milliseconds = Annotated[int, Meta(ge=-1, le=1 << 31)]
-# SillyTavern sends every setting under the names of all servers that it knows; llama-server reads one of them.
-_OTHER_NAMES = {
-    **dict.fromkeys(("max_new_tokens", "num_predict"), "n_predict"),
-    **dict.fromkeys(("rep_pen", "repetition_penalty"), "repeat_penalty"),
-    **dict.fromkeys(("rep_pen_range", "repetition_penalty_range"), "repeat_last_n"),
-    "typical": "typical_p",
-    "nsigma": "top_n_sigma",
-    "mirostat_mode": "mirostat",
-    "sampler_seed": "seed",
-    "stopping_strings": "stop",
-    "ban_eos_token": "ignore_eos",
-}
-_UNKNOWN_THERE = (  # settings that llama-server does not have
-    *("skew", "top_a", "tfs", "smoothing_factor", "smoothing_curve", "guidance_scale", "negative_prompt"),
-    *("min_tokens", "max_tokens_second", "rep_pen_slope", "custom_token_bans", "banned_strings"),
-    *("add_bos_token", "skip_special_tokens", "include_reasoning"),
-)
 _FORBIDDEN = -1e9
+_EMPTY = (("model", ""), ("grammar", ""))
 _PREFIX_SHARE = 0.75  # of the room, for the text before a gap where both texts are too long
 _LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where the context allows
 
@@ -47,20 +34,15 @@ _LEAST_ANSWER = 256  # tokens kept free for an answer of unlimited length, where
 class Native(Generated):
     """A request in llama-server's form. `n_indent`, `t_max_predict_ms`: see `_Bounded`."""
 
-    ignored: ClassVar[frozenset[str]] = Generated.ignored | {
-        *("n_cache_reuse", "n_discard", "sse_ping_interval"),
-        *("api_type", "api_server", "truncation_length", "num_ctx"),  # SillyTavern's, to itself
-    }
     noted: ClassVar[Asked] = {
-        **dict.fromkeys(_UNKNOWN_THERE, ("as in llama-server there is no such setting", (0, 1, "", []))),
+        **Generated.noted,
         "t_max_prompt_ms": ("the whole prompt is read, as in llama-server", (0, -1)),
     }
     refused: ClassVar[Asked] = {
         **Generated.refused,
         "lora": ("this server applies no adapters; an empty list asks for none", ([],)),
     }
-    logit_bias: list[Any] | dict[str, Any] | None = None
-    n_cmpl: Choices | None = None
+    logit_bias: Annotated[list[Any], Meta(max_length=1024)] | dict[str, Any] | None = None
     n_probs: Logprobs | None = None
     logprobs: Logprobs | None = None
     n_indent: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
@@ -70,7 +52,7 @@ class Native(Generated):
 
 
 class NativeCompletion(Native, kw_only=True):
-    """A request to `/completion`: one prompt, a text or a list of token ids and texts, or a list of several."""
+    """A request to `/completion`: one prompt, a text or a list of token ids, or a list of several."""
 
     prompt: str | list[Any]
 
@@ -94,36 +76,34 @@ class Infill(Native, kw_only=True):
 
 def read_native(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
     """Continue texts or token ids (llama-server). Blocks while it encodes. Raises HttpError and EdgespecError."""
-    request = read(NativeCompletion, _own_names(values), notes)
+    request = read(NativeCompletion, _known(NativeCompletion, values, notes), notes)
     return _exchange(loaded, request, notes, read_prompts(loaded, request.prompt))
 
 
 def read_infill(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
     """Fill the gap between two texts (llama-server); 501 for models that cannot. Blocks while it encodes."""
     tokens, vocabulary = require_fim(loaded, "/infill"), loaded.model.target.vocabulary
-    request = read(Infill, _own_names(values), notes)
-    request.samplers = None  # editors send "infill", which is not built in
+    request = read(Infill, _known(Infill, values, notes), notes)
     length = loaded.model.context_length
     room = length - min(request.token_limit or loaded.options.max_tokens or _LEAST_ANSWER, length // 4)
     before, after = vocabulary.encode(request.input_prefix + (request.prompt or "")), request.input_suffix
     ids, is_cut = fitted(vocabulary, tokens, before, vocabulary.encode(after), request.input_extra or (), room)
-    shown = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
-    return _exchange(loaded, request, notes, [Prompt(ids, shown.decode("utf-8", "replace"), is_cut)])
+    spelled = b"".join(vocabulary.piece(each) or vocabulary.token_name(each).encode() for each in ids)
+    return _exchange(loaded, request, notes, [Prompt(ids, spelled.decode("utf-8", "replace"), is_cut)])
 
 
-def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A request without other servers' names of its settings. Raises HttpError where one comes only under those."""
-    found = {name: value for name, value in values.items() if value != "" or name not in ("model", "grammar")}
-    for name, own in _OTHER_NAMES.items():
-        value = found.pop(name, None)
-        if value is not None and value != values.get(own):
-            raise unsupported(name, f"use {own}")
-    return found
+def _known(kind: type[Native], values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The fields that there are. Others are noted, as llama-server ignores them: its clients (SillyTavern) send every
+    setting under the names of all servers that they know, and empty texts for none.
+    """
+    names = {*kind.__struct_fields__, *kind.ignored, *kind.noted, *kind.refused}
+    unknown = [name for name, value in values.items() if name not in names and value and len(name) < 64]
+    notes += [f"{shown(name)}: unknown field{did_you_mean(name, sorted(names))}" for name in unknown]
+    return {name: value for name, value in values.items() if name in names and (name, value) not in _EMPTY}
 
 
 def _exchange(loaded: Loaded, request: Native, notes: list[str], prompts: Sequence[Prompt]) -> Exchange:
     asked: dict[str, Any] = {name: getattr(request, name) for name in Generated.__struct_fields__}
-    asked["n"] = one_of({"n_cmpl": request.n_cmpl, "n": request.n})
     asked["logprobs"] = one_of({"n_probs": request.n_probs, "logprobs": request.logprobs}) or None
     asked["logit_bias"] = _biases(loaded, request.logit_bias)
     work = prepare(loaded, Completion(**asked, prompt=[prompt.token_ids for prompt in prompts]), notes)
@@ -131,27 +111,17 @@ def _exchange(loaded: Loaded, request: Native, notes: list[str], prompts: Sequen
 
 
 def _biases(loaded: Loaded, given: list[Any] | dict[str, Any] | None) -> dict[str, Any] | None:
-    """`logit_bias` as OpenAI's object, from pairs [[token id or text, bias]] or an object of these.
-
-    false forbids a token; the bias of a text is that of each of its tokens; those of one token add up.
+    """OpenAI's object, or pairs of a token id or a text, whose bias is that of each of its tokens, and a number; false
+    forbids a token.
     """
-    is_object = isinstance(given, dict)
-    pairs: Sequence[Any] = list(given.items()) if isinstance(given, dict) else given or ()
-    if len(pairs) > 1024:
-        raise wrong("logit_bias", f"has {len(pairs)} entries; at most 1024 are allowed", given)
     found: dict[str, Any] = {}
-    for pair in pairs:
-        key, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        bias = _FORBIDDEN if bias is False else bias
-        is_pair = isinstance(key, int | str) and isinstance(bias, int | float)
-        if not is_pair or isinstance(key, bool) or isinstance(bias, bool):
-            rule = "must be a list of pairs of a token id or a text and a number or false, or an object of these"
-            raise wrong("logit_bias", rule, pair)
-        ids: Sequence[Any] = [key]
-        if isinstance(key, str) and not (is_object and key.isascii() and key.isdigit()):
-            ids = loaded.model.target.vocabulary.encode(key)
-        for token_id in ids:
-            found[str(token_id)] = found.get(str(token_id), 0) + bias
+    for pair in [list(each) for each in given.items()] if isinstance(given, dict) else given or ():
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], int | str):
+            raise wrong("logit_bias", "must be a list of [token id or text, number or false], or an object", pair)
+        key, bias = pair
+        is_text = isinstance(key, str) and not isinstance(given, dict)
+        ids = loaded.model.target.vocabulary.encode(key) if is_text else [key]
+        found |= dict.fromkeys(map(str, ids), _FORBIDDEN if bias is False else bias)
     return found or None
 
 
@@ -173,13 +143,10 @@ def fitted(
         num_before = min(len(prefix_ids), max(int(_PREFIX_SHARE * around), around - len(suffix_ids)))
         prefix_ids = prefix_ids[len(prefix_ids) - num_before :]
         suffix_ids = suffix_ids[: around - num_before]
-    rest = room - len(fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids, [[]]))
-    encoded = [_encoded_file(vocabulary, tokens, file) for file in files]
-    kept: list[list[int]] = []
-    while encoded and len(encoded[-1]) <= rest:
-        kept.insert(0, encoded.pop())
-        rest -= len(kept[0])
-    return fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids, kept), is_cut or bool(encoded)
+    kept = [_encoded_file(vocabulary, tokens, file) for file in files]
+    while len(found := fill_prompt(vocabulary, tokens, prefix_ids, suffix_ids, kept)) > room and kept:
+        del kept[0]
+    return found, is_cut or len(kept) < len(files)
 
 
 def _encoded_file(vocabulary: Vocabulary, tokens: FimTokens, file: File) -> list[int]:
@@ -242,7 +209,7 @@ class NativeExchange(Exchange):
             "model": self.name,
             "tokens_predicted": stats.new_tokens,
             "tokens_evaluated": stats.prompt_tokens,
-            "generation_settings": self._settings(index, answer.ticket.seed),
+            "seed": answer.ticket.seed,
             "prompt": prompt.text or self.work.loaded.model.decode(prompt.token_ids),
             "has_new_line": "\n" in answer.text,
             "truncated": prompt.is_cut or is_full,
@@ -250,21 +217,6 @@ class NativeExchange(Exchange):
             "stopping_word": word or "",
             "tokens_cached": stats.reused_tokens,
             "timings": answer.timings,
-        }
-
-    def _settings(self, index: int, seed: int) -> dict[str, Any]:
-        job = self.jobs[index]
-        limit = 0 if job.reads_only else -1 if job.options.max_tokens is None else job.options.max_tokens
-        return {
-            "n_ctx": self.work.loaded.model.context_length,
-            "n_predict": limit,
-            "max_tokens": limit,
-            **{name: getattr(job.sampling, setting) for name, setting in SAMPLING.items()},
-            "stop": list(job.options.stop),
-            "ignore_eos": job.options.ignore_eos,
-            "n_probs": job.options.top_logprobs,
-            "grammar": job.options.grammar or "",
-            "seed": seed,
         }
 
     def _probs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
@@ -286,13 +238,16 @@ class NativeExchange(Exchange):
 
 
 class _Bounded(Answer):
-    """An answer that also ends before a line with less than `n_indent` blanks, or `most_s` after its first token."""
+    """An answer that also ends before a line with less than `n_indent` blanks, or `most_s` after its first token.
+
+    The very first line may be indented as it likes.
+    """
 
     def __init__(self, ticket: Ticket, vocabulary: Vocabulary, n_indent: int, most_s: float | None) -> None:
         super().__init__(ticket, vocabulary)
-        self._n_indent, self._most_s, self._first_s = n_indent, most_s, 0.0
+        self._end_of_block = re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=[^ \t\n])" if n_indent else r"(?!)")
+        self._most_s, self._first_s = most_s, 0.0
         self._is_cut_short = False
-        self._last_line = 0  # where it begins; those before it have been looked at
 
     @property
     def finish_reason(self) -> str:
@@ -302,35 +257,14 @@ class _Bounded(Answer):
         async for _ in self.pieces():  # one by one: each may be the last
             pass
 
-    def _joined(self, events: Sequence[TokenEvent]) -> Piece:
-        self._first_s = self._first_s or time.monotonic()
-        return super()._joined(events)
-
     def _kept(self, piece: Piece) -> Piece:
-        text = self.text + piece.text
-        end = end_of_block(text, self._n_indent, self._last_line)
-        self._last_line = text.rfind("\n") + 1
+        self._first_s = self._first_s or time.monotonic()
+        end = self._end_of_block.search(self.text + piece.text, max(self.text.rfind("\n"), 0))
         if end is not None:
-            piece.text, self._is_cut_short = piece.text[: max(0, end - len(self.text))], True
+            piece.text, self._is_cut_short = piece.text[: max(0, end.end() - len(self.text))], True
         return super()._kept(piece)
 
     def _is_complete(self) -> bool:
         if self._most_s is not None and "\n" in self.text and time.monotonic() - self._first_s > self._most_s:
             self._is_cut_short = True
         return self._is_cut_short
-
-
-def end_of_block(text: str, n_indent: int, begin: int = 0) -> int | None:
-    """Where the first line begins its text that is indented by less than `n_indent` blanks; None without one.
-
-    The very first line may be indented as it likes; of the others those that begin at `begin` or later are looked at.
-    """
-    start = (begin or text.find("\n") + 1) if n_indent else 0
-    while start:
-        end = text.find("\n", start)
-        line = text[start:] if end < 0 else text[start:end]
-        blanks = len(line) - len(line.lstrip(" \t"))
-        if blanks < len(line) and blanks < n_indent:
-            return start + blanks
-        start = text.find("\n", start) + 1
-    return None

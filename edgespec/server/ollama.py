@@ -12,15 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from edgespec.reports import TokenEvent
 from edgespec.server import chat, completions
-from edgespec.server.answer import Answer, Exchange, Work, compact, logprobs_of
+from edgespec.server.answer import Answer, Exchange, Work, compact
 from edgespec.server.chat import can_reason
 from edgespec.server.facts import served_name, written
-from edgespec.server.http_errors import HttpError, bad_request
-from edgespec.server.options import Logprobs, Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
+from edgespec.server.http_errors import HttpError
+from edgespec.server.options import Positive, Sampled, Speculative, Stops, Tokens, require_model, turned_off
 from edgespec.server.requests import Asked, Fields, read, sent_as, unsupported, wrong
-from edgespec.server.service import Loaded, Names
+from edgespec.server.service import Loaded, Service
 from edgespec.server.structure import ANY_OBJECT
 
 _OPTIONS = (*Sampled.__struct_fields__, "stop")
@@ -30,10 +29,9 @@ _SENT_AS = {
     "json_schema": "format",
     "reasoning_effort": "think",
 }
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = rf"(\d+\.?\d*|\.\d+)({'|'.join(_SECONDS)})"  # "ms" before "m"
-_DURATION = re.compile(rf"([+-]?)((?:{_PART})+)", re.ASCII)
-_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?", re.ASCII)
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"-?(\d{1,12}(?:\.\d{1,12})?)([smh]?)", re.ASCII)
+_NO_LOGPROBS: tuple[str, tuple[Any, ...]] = ("use /v1/chat/completions", (False, 0))
 _NO_FEATURE: tuple[str, tuple[Any, ...]] = ("this server has no such feature", ("", []))
 
 
@@ -54,6 +52,7 @@ class OllamaOptions(Sampled):
 class OllamaRequest(Fields):
     """What both paths have. `truncate`, `shift`: a conversation that is too long is refused, a full context ends it."""
 
+    refused: ClassVar[Asked] = {"logprobs": _NO_LOGPROBS, "top_logprobs": _NO_LOGPROBS}
     model: str | None = None
     stream: bool | None = None
     keep_alive: Any = None
@@ -62,8 +61,6 @@ class OllamaRequest(Fields):
     think: bool | Literal["low", "medium", "high"] | None = None
     truncate: bool | None = None
     shift: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Logprobs | None = None
     speculative: bool | Speculative | None = None
 
 
@@ -77,7 +74,10 @@ class OllamaChat(OllamaRequest, kw_only=True):
 class OllamaGenerate(OllamaRequest):
     """A request to `/api/generate`. `suffix`: what follows the gap that is to be filled."""
 
-    refused: ClassVar[Asked] = dict.fromkeys(("images", "context", "template"), _NO_FEATURE)
+    refused: ClassVar[Asked] = {
+        **OllamaRequest.refused,
+        **dict.fromkeys(("images", "context", "template"), _NO_FEATURE),
+    }
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
@@ -94,12 +94,10 @@ def read_chat_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str
         **_asked(loaded, request, options, switches_reasoning=True),
         messages=[_as_openais(message) for message in request.messages],
         tools=request.tools,
-        logprobs=request.logprobs,
-        top_logprobs=request.top_logprobs,
     )
     with sent_as(_SENT_AS):
         work = chat.prepare(loaded, asked, notes)
-    return _exchange(work, request, options, keep_s, is_chat=True)
+    return _exchange(work, request, keep_s, is_chat=True)
 
 
 def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> Exchange:
@@ -114,28 +112,22 @@ def read_generate_request(loaded: Loaded, values: Mapping[str, Any], notes: list
     asked = _asked(loaded, request, options, switches_reasoning=not is_text)
     with sent_as(_SENT_AS):
         if is_text:
-            num_top = (request.top_logprobs or 0) if request.logprobs else None
-            text = completions.Completion(**asked, prompt=prompt, suffix=request.suffix, logprobs=num_top)
+            text = completions.Completion(**asked, prompt=prompt, suffix=request.suffix)
             work = completions.prepare(loaded, text, notes)
         else:
             first = [{"role": "system", "content": request.system}] if request.system else []
-            asked |= {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs}
             talk = chat.Chat(**asked, messages=[*first, {"role": "user", "content": prompt}])
             work = chat.prepare(loaded, talk, notes)
-    return _exchange(work, request, options, keep_s, is_chat=False)
+    return _exchange(work, request, keep_s, is_chat=False)
 
 
 def _read_common(loaded: Loaded, request: OllamaRequest, notes: list[str]) -> tuple[float | None, OllamaOptions]:
     """For how long to stay loaded; the options. Raises HttpError."""
     require_model(loaded.names, served_name(loaded.names, request.model), notes)
     options = read(OllamaOptions, request.options or {}, notes, "options")
-    if options.num_predict == 0:
-        raise wrong("options.num_predict", "must be at least 1, or -1 for no limit", 0)
     length = loaded.model.context_length
     if options.num_ctx is not None and options.num_ctx > length:  # many clients send 8192 with every request
         notes.append(f"options.num_ctx: the context has {length} tokens, the server's --ctx-size")
-    if request.top_logprobs and not request.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     return read_keep_alive(request.keep_alive), options
 
 
@@ -165,58 +157,36 @@ def _as_openais(message: Any) -> Any:
     return {**found, "content": parts} if images else found
 
 
-def _exchange(
-    work: Work, request: OllamaRequest, options: OllamaOptions, keep_s: float | None, *, is_chat: bool
-) -> Exchange:
-    """Refuses an answer that fits into the context that was asked for but not into the server's."""
-    most, limit, num_prompt = work.loaded.model.context_length, options.num_predict or 0, len(work.jobs[0].prompt_ids)
-    if (options.num_ctx or 0) > most and limit > 0 and num_prompt < most < num_prompt + limit:
-        raise bad_request(
-            f"the prompt has {num_prompt} tokens and num_predict is {limit}, but the context holds only {most}: "
-            "ask for fewer or give the server a larger --ctx-size",
-            "options.num_predict",
-            "context_length_exceeded",
-        )
+def _exchange(work: Work, request: OllamaRequest, keep_s: float | None, *, is_chat: bool) -> Exchange:
     return OllamaExchange(work, keep_s, is_chat=is_chat, is_stream=request.stream is not False)
 
 
-def unload_at_rest(names: Names, values: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
+def unload_at_rest(service: Service, values: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any] | None:
     """The answer to a request to unload the model while it is not loaded; None for one that needs it.
 
     Raises HttpError.
     """
+    if service.is_new or service.answers_at_once:
+        return None
     is_empty = values.get("messages") == [] if is_chat else not (values.get("prompt") or values.get("suffix"))
     if not is_empty or read_keep_alive(values.get("keep_alive")) != 0:
         return None
-    require_model(names, served_name(names, values.get("model")), [])
-    return preloaded(names.own, 0, is_chat=is_chat)
+    require_model(service.names, served_name(service.names, values.get("model")), [])
+    return preloaded(service.name, 0, is_chat=is_chat)
 
 
 def read_keep_alive(given: Any) -> float | None:
     """For how many seconds the model is to stay loaded without a request; infinite where negative, None where absent.
 
-    A number has no unit or, as in Go, each of its parts one: 300, "5m", "1h30m". Raises HttpError.
+    A number is of seconds; a text may say minutes or hours: 300, "5m", "1h". Raises HttpError.
     """
     if given is None:
         return None
-    seconds = _seconds(given)
-    if seconds is None:
+    text = str(given) if isinstance(given, int | float) and not isinstance(given, bool) else given
+    found = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
         raise wrong("keep_alive", 'must be seconds or a duration such as "5m"; -1 is for ever', given)
-    return math.inf if seconds < 0 else seconds
-
-
-def _seconds(given: object) -> float | None:
-    """What it says; None where that is nothing."""
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return float(max(-1, min(given, 1e12)))  # an integer may be beyond any float
-    if not isinstance(given, str) or len(given) > 64:
-        return None
-    if _NUMBER.fullmatch(given):
-        return float(given)
-    if (found := _DURATION.fullmatch(given)) is None:
-        return None
-    total = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_PART, found[2]))
-    return -total if found[1] == "-" else total
+    return math.inf if text.startswith("-") else float(found[1]) * _SECONDS[found[2]]
 
 
 class OllamaExchange(Exchange):
@@ -230,30 +200,23 @@ class OllamaExchange(Exchange):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        tokens = [*answer.reasoning_tokens, *answer.tokens]
-        return self._part(answer.text, answer.calls, answer.reasoning, tokens) | _end(answer)
+        return self._part(answer.text, answer.calls, answer.reasoning) | _end(answer)
 
     async def stream(self, answers: Sequence[Answer]) -> AsyncIterator[bytes]:
         (answer,) = answers
         async for piece in answer.pieces():
-            if piece.reasoning or piece.reasoning_tokens:
-                yield _line(self._part("", [], piece.reasoning, piece.reasoning_tokens) | {"done": False})
-            if piece.text or piece.calls or piece.tokens:
-                yield _line(self._part(piece.text, piece.calls, "", piece.tokens) | {"done": False})
+            if piece.reasoning:
+                yield _line(self._part("", [], piece.reasoning) | {"done": False})
+            if piece.text or piece.calls:
+                yield _line(self._part(piece.text, piece.calls) | {"done": False})
         yield _line(self._part("", []) | _end(answer))
 
     @classmethod
     def failed_early(cls, error: HttpError) -> bytes:
         return _line(error.body("/api/"))
 
-    def _part(
-        self, text: str, calls: Sequence[Any], reasoning: str = "", tokens: Sequence[TokenEvent] = ()
-    ) -> dict[str, Any]:
+    def _part(self, text: str, calls: Sequence[Any], reasoning: str = "") -> dict[str, Any]:
         head: dict[str, Any] = {"model": self.name, "created_at": written(time())}
-        found = logprobs_of(self.vocabulary, tokens)
-        for each in found if not self.jobs[0].options.top_logprobs else ():
-            del each["top_logprobs"]  # Ollama leaves an empty list out
-        head |= {"logprobs": found} if found else {}
         thinking = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
             return head | {"response": text} | thinking

@@ -1,7 +1,7 @@
 """What requests to OpenAI's and llama-server's paths have in common: sampling, limits, speculation, structure.
 
 Their clients send many fields that ask for nothing else here, and these are accepted. Values that would change the text
-are refused: samplers that are not built in, and another order of the others.
+are refused: samplers that are not built in.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from msgspec import Meta
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import SamplingError
 from edgespec.server.http_errors import bad_request
-from edgespec.server.requests import Asked, Fields, one_of, wrong
+from edgespec.server.requests import Asked, Fields, one_of
 from edgespec.server.service import Loaded, Names, unknown_model
 
 MOST_WHOLE = 2**31 - 1
 MOST_CHOICES, MOST_LOGPROBS, MOST_TOOLS = 16, 20, 128  # OpenAI's limit of log probabilities is 5; clients ask for more
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-100, le=100)]
-Tokens = Annotated[int, Meta(ge=-2, le=MOST_WHOLE, description="-1: no limit; 0: only read the prompt")]
+Tokens = Annotated[int, Meta(ge=-2, le=MOST_WHOLE, description="-1: no limit; 0: as 1")]
 Positive = Annotated[int, Meta(ge=1, le=MOST_WHOLE)]
 Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
 Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
@@ -52,10 +52,13 @@ _OF_SAMPLERS = frozenset(
 )
 _LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _OWN_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
-_THEIR_ORDER = ("penalties", "top_k", "top_p", "min_p", "temperature")  # llama.cpp's default
-_OTHER_NAMES = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "mirostat", "adaptive_p")
-_NAMES = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p")
-_LETTERS = dict(zip("edskypmxta", _NAMES, strict=True))  # llama.cpp's short form of a list of samplers
+# llama-server's, which cannot hold here and whose text is one that llama-server may write as well.
+_OF_LLAMA_SERVER: Asked = {
+    "cache_prompt": ("a prompt that begins as an earlier one is always read from there on", (True,)),
+    "id_slot": ("a request takes the free context whose text it continues furthest", (-1,)),
+    "post_sampling_probs": ("the probabilities are those before sampling", (False,)),
+    "samplers": (f"the order here is {', '.join(_OWN_ORDER)}", ([], "", [*_OWN_ORDER])),
+}
 
 
 def turned_off(**values: tuple[Any, ...]) -> Asked:
@@ -90,6 +93,7 @@ class Generated(Sampled):
     """A request to OpenAI's or llama-server's paths."""
 
     ignored: ClassVar[frozenset[str]] = _OF_SAMPLERS
+    noted: ClassVar[Asked] = _OF_LLAMA_SERVER
     refused: ClassVar[Asked] = turned_off(
         **dict.fromkeys(("dynatemp_range", "mirostat", "xtc_probability", "dry_multiplier"), (0,)),
         **dict.fromkeys(("typical_p", "typ_p"), (1,)),
@@ -111,17 +115,10 @@ class Generated(Sampled):
     free_until: str | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
-    cache_prompt: bool | None = None
-    id_slot: int | None = None
-    samplers: str | Annotated[list[Any], Meta(max_length=64)] | None = None
-    post_sampling_probs: bool | None = None
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of new tokens under any of its names; None without any. Raises HttpError if two of them differ.
-
-        0: the prompt is only read, so that the next request finds it in the cache.
-        """
+        """The limit of new tokens under any of its names; None without any. Raises HttpError if two of them differ."""
         given = {name: getattr(self, name) for name in _LIMITS if getattr(self, name, None) is not None}
         return one_of({name: value if value >= 0 else None for name, value in given.items()})
 
@@ -150,7 +147,7 @@ class OpenAiRequest(Generated):
     """A request to OpenAI's paths."""
 
     ignored: ClassVar[frozenset[str]] = Generated.ignored | WITHOUT_EFFECT
-    noted: ClassVar[Asked] = DRAFT_MODEL
+    noted: ClassVar[Asked] = {**Generated.noted, **DRAFT_MODEL}
     logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
@@ -215,33 +212,3 @@ def options_of(request: Generated, loaded: Loaded, limit: int | None, top_logpro
         top_logprobs=top_logprobs or 0,
         **drafting,
     )
-
-
-def check_llamacpp(request: Generated, loaded: Loaded, notes: list[str], *, has_probs: bool) -> None:
-    """Note what llama-server's clients ask for without effect. Raises HttpError for another order of samplers."""
-    if request.post_sampling_probs and has_probs:
-        notes.append("post_sampling_probs: the probabilities are those before sampling")
-    if request.cache_prompt is False:
-        notes.append("cache_prompt: a prompt that begins as an earlier one is always read from there on")
-    slot, most = request.id_slot, loaded.model.options.sequences - 1
-    if slot is not None and not -1 <= slot <= most:
-        raise wrong("id_slot", f"must be a whole number from -1 to {most}", slot)
-    if slot is not None and slot >= 0:
-        notes.append("id_slot: a request takes the free context whose text it continues furthest")
-    _check_samplers(request.samplers, notes)
-
-
-def _check_samplers(given: str | list[Any] | None, notes: list[str]) -> None:
-    if isinstance(given, str):
-        if not {*given} <= {*_LETTERS}:
-            raise wrong("samplers", "must be a list", given)
-        given = [_LETTERS[letter] for letter in given]
-    if not given:
-        return
-    order = tuple(name for name in given if name not in _OTHER_NAMES)
-    if order not in (_OWN_ORDER, _THEIR_ORDER):
-        own = ", ".join(_OWN_ORDER)
-        message = f"samplers must name these, in this order: {own} (turn one off by its own field)"
-        raise bad_request(message, "samplers", "unsupported_parameter")
-    if order != _OWN_ORDER:
-        notes.append(f"samplers: the order here is {', '.join(_OWN_ORDER)}")

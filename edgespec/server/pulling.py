@@ -24,14 +24,14 @@ from edgespec.server.answer import compact
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.requests import Fields, parse_object, read
 from edgespec.server.service import Services, without_tag
-from edgespec.server.web import STREAM_HEADERS, Bodies, json_response
+from edgespec.server.web import STREAM_HEADERS, json_response, read_body
 
 _EVERY_S = 0.2  # between two lines about the same file
 _SUCCESS = {"status": "success"}
 
 
 class ModelName(Fields):
-    """A request to `/api/pull` or `/api/delete`. Older clients call the model `name`."""
+    """A request to `/api/pull` or `/api/delete`. Ollama's client for JavaScript calls the model `name`."""
 
     model: str | None = None
     name: str | None = None
@@ -43,7 +43,7 @@ class _ClientLeft(BaseException):
     """Ends a download, whose files are kept for the next one; no `Exception`, after which it would be tried again."""
 
 
-async def _asked(services: Services, bodies: Bodies, request: Request) -> tuple[ModelName, str, bool]:
+async def _asked(services: Services, request: Request) -> tuple[ModelName, str, bool]:
     """A request, the name in it, and whether it is that of a served model. Raises HttpError."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
@@ -54,17 +54,16 @@ async def _asked(services: Services, bodies: Bodies, request: Request) -> tuple[
         is_near = True
     if not is_near and services.api_key is None:
         raise HttpError(403, "other machines may change models only with an API key: start the server with one")
-    async with bodies.read(request) as body:
-        asked = read(ModelName, parse_object(body.data), [])
+    asked = read(ModelName, parse_object(await read_body(request, services.limits)), [])
     if not (name := asked.model or asked.name):
         raise bad_request("model is missing: give the name of one", "model")
     served = {without_tag(each) for service in services.all for each in service.names.all}
     return asked, name, without_tag(name) in served
 
 
-async def respond_pull(services: Services, bodies: Bodies, request: Request) -> Response:
+async def respond_pull(services: Services, request: Request) -> Response:
     """Get a model into the user's folder, as `edgespec pull` does (Ollama). Lines of JSON tell how far it is."""
-    asked, name, is_served = await _asked(services, bodies, request)
+    asked, name, is_served = await _asked(services, request)
     try:
         lines = _lines_of(name, is_here=is_served or parse(name) is None)
     except ModelNotFound as exc:
@@ -114,9 +113,9 @@ async def _lines_of(name: str, *, is_here: bool) -> AsyncIterator[Mapping[str, A
         has_left = True
 
 
-async def respond_delete(services: Services, bodies: Bodies, request: Request) -> Response:
+async def respond_delete(services: Services, request: Request) -> Response:
     """Remove a model that was pulled or added, as `edgespec rm` does (Ollama)."""
-    _, name, is_served = await _asked(services, bodies, request)
+    _, name, is_served = await _asked(services, request)
     if is_served:
         raise HttpError(409, f"{shown(name)} is being served: stop the server first", code="in_use")
     try:

@@ -1,12 +1,7 @@
-"""`/v1/responses`: OpenAI's newer protocol, without stored state. Requests become those of `chat`, which checks them.
-
-A freeform tool (`custom`), such as Codex' apply_patch, is called with a text instead of JSON. For the model it is a
-function with that text as its argument; calls are turned back.
-"""
+"""`/v1/responses`: OpenAI's newer protocol, without stored state. Requests become those of `chat`, which checks."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -15,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from edgespec.chat.messages import part_text
-from edgespec.chat.tools import ToolCall
 from edgespec.server.answer import Answer, Event, Exchange, Part, Work, events, sse, usage
 from edgespec.server.chat import RUNS_NONE, VERBOSITY, Chat, can_reason, check_question, prepare, run_by_client
 from edgespec.server.http_errors import HttpError, bad_request
@@ -42,13 +36,7 @@ _SENT_AS = {
     "response_format": "text.format",
 }
 _REASONED = "reasoning_content"  # as chat templates call it
-# What `include` may name: a server that stores nothing encrypts nothing, and runs no tools that would have results.
-_NEVER_THERE = (
-    *("reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results"),
-    *("file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url"),
-)
 _STATELESS = "this server stores no responses: send the whole conversation as input"
-_INPUT = "input"
 
 
 class TextFormat(Fields):
@@ -80,6 +68,7 @@ class ResponseRequest(Sampled, kw_only=True):
     ignored: ClassVar[frozenset[str]] = (WITHOUT_EFFECT | {"client_metadata"}) - {"metadata"}
     noted: ClassVar[Asked] = {
         **DRAFT_MODEL,
+        "include": ("answers hold nothing further", ([], ["reasoning.encrypted_content"])),
         "truncation": ("a conversation that does not fit is refused, never cut", ("disabled",)),
     }
     refused: ClassVar[Asked] = {
@@ -101,7 +90,6 @@ class ResponseRequest(Sampled, kw_only=True):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Any] | None = None
     metadata: Any = None
     stream_options: StreamOptions | None = None
 
@@ -109,10 +97,6 @@ class ResponseRequest(Sampled, kw_only=True):
 def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> ResponsesExchange:
     """Answer a conversation (OpenAI's newer protocol, stateless). Blocks while it encodes."""
     request = read(ResponseRequest, values, notes)
-    included = [name for name in request.include or () if name not in _NEVER_THERE]
-    if included:
-        why = f"include: answers hold nothing further (without effect: {', '.join(_NEVER_THERE)})"
-        raise bad_request(why, "include", "unsupported_parameter")
     text, form = request.text or TextOptions(), None
     if text.verbosity is not None:
         why, neutral = VERBOSITY["verbosity"]
@@ -144,11 +128,6 @@ def read_responses(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) 
     }
     with sent_as(_SENT_AS):
         return ResponsesExchange(prepare(loaded, chat, notes), echoed, is_stream=bool(request.stream))
-
-
-def count_input_tokens(loaded: Loaded, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Count a prompt's tokens (OpenAI)."""
-    return {"object": "response.input_tokens", "input_tokens": read_responses(loaded, values, notes).num_prompt_tokens}
 
 
 def _read_effort(request: ResponseRequest, loaded: Loaded, notes: list[str]) -> str | None:
@@ -185,7 +164,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         messages += [{"role": "assistant", _REASONED: text}] if text else []  # empty: OpenAI's, which is encrypted
     elif isinstance(kind, str) and kind.endswith("_call"):  # or one of another server's tools, such as a local shell
         given = item.get("arguments", item.get("action"))
-        arguments = {_INPUT: item.get("input")} if kind == "custom_tool_call" else given
+        arguments = {"input": item.get("input")} if kind == "custom_tool_call" else given
         function = {"name": item.get("name") or kind.removesuffix("_call"), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
@@ -199,7 +178,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
 
 
 def _read_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+    if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
@@ -213,33 +192,10 @@ def _functions(tools: Sequence[Any] | None, notes: list[str]) -> list[dict[str, 
         if kind == "function":
             names = ("name", "description", "parameters", "strict")
             found.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
-        elif kind == "custom":
-            found.append({"type": "function", "function": _freeform(tool)})
         else:
-            reason = f"{where}: only tools of type function and custom are supported"
+            reason = f"{where}: only tools of type function are supported"
             raise bad_request(reason, where, "unsupported_parameter")
     return found
-
-
-def _freeform(tool: dict[str, Any]) -> dict[str, Any]:
-    described, form = tool.get("description"), tool.get("format")
-    description = described if isinstance(described, str) else ""
-    given = form if isinstance(form, dict) else {}
-    definition = given.get("definition")
-    if isinstance(definition, str):
-        description += f"\n\nThe input must match this {given.get('syntax', 'lark')} grammar:\n{definition}"
-    text = {"type": "string", "description": "The whole input of the tool, as it is"}
-    parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
-    return {"name": tool.get("name"), "description": description.strip(), "parameters": parameters}
-
-
-def freeform_input(call: ToolCall) -> str:
-    try:
-        given = json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
-    text = given.get(_INPUT) if isinstance(given, dict) else None
-    return text if isinstance(text, str) else call.arguments
 
 
 class ResponsesExchange(Exchange):
@@ -250,7 +206,6 @@ class ResponsesExchange(Exchange):
         self._echoed = echoed
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._sequence = 0
-        self._freeform = {tool["name"] for tool in echoed.get("tools", ()) if tool["type"] == "custom"}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -293,13 +248,10 @@ class ResponsesExchange(Exchange):
 
     def _call_events(self, item: dict[str, Any], at: dict[str, int]) -> Iterator[bytes]:
         place = at | {"item_id": item["id"]}
-        if item["type"] == "custom_tool_call":
-            kind, name, about = "custom_tool_call_input", "input", {}
-        else:
-            kind, name, about = "function_call_arguments", "arguments", {"name": item["name"]}
-        yield self._event("response.output_item.added", item=item | {name: "", "status": "in_progress"}, **at)
-        yield self._event(f"response.{kind}.delta", delta=item[name], **place)
-        yield self._event(f"response.{kind}.done", **about, **{name: item[name]}, **place)
+        kind, name, arguments = "response.function_call_arguments", item["name"], item["arguments"]
+        yield self._event("response.output_item.added", item=item | {"arguments": "", "status": "in_progress"}, **at)
+        yield self._event(f"{kind}.delta", delta=arguments, **place)
+        yield self._event(f"{kind}.done", name=name, arguments=arguments, **place)
         yield self._event("response.output_item.done", item=item, **at)
 
     def failure(self, error: HttpError) -> bytes:
@@ -328,13 +280,8 @@ class ResponsesExchange(Exchange):
             return head | {"status": status, "content": [_content(part)]}
         call = part.call
         assert call is not None
-        is_freeform = call.name in self._freeform
-        given = {"input": freeform_input(call)} if is_freeform else {"arguments": call.arguments}
-        head = {
-            "id": f"{'ctc' if is_freeform else 'fc'}_{number}",
-            "type": "custom_tool_call" if is_freeform else "function_call",
-        }
-        return head | {"call_id": call.id, "name": call.name, **given, "status": status}
+        head = {"id": f"fc_{number}", "type": "function_call", "call_id": call.id, "name": call.name}
+        return head | {"arguments": call.arguments, "status": status}
 
     def _ended(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
         counts = usage([answer])

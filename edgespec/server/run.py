@@ -23,11 +23,10 @@ from edgespec.errors import ConfigError
 from edgespec.server.app import create_app
 from edgespec.server.guard import LOOPBACK
 from edgespec.server.residence import Loading, handling
-from edgespec.server.scheduler import DaemonThreads
+from edgespec.server.scheduler import in_thread
 from edgespec.server.service import Services
 
 logger = logging.getLogger("edgespec")
-TELLING_S = 0.5  # of the seconds that running answers have to end are for telling clients that they do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def serve(services: Services, binding: Binding, loading: Loading, announce: Call
     def on_end(done: Future[None]) -> None:
         server.should_exit = server.should_exit or done.exception() is not None
 
-    loaded = DaemonThreads("edgespec-load").submit(load_and_announce)
+    loaded = in_thread("edgespec-load", load_and_announce)
     loaded.add_done_callback(on_end)
     if binding.until_stdin_closes:
         threading.Thread(target=_await_end_of_input, args=(server,), name="edgespec-stdin", daemon=True).start()
@@ -150,9 +149,4 @@ class _Server(uvicorn.Server):
         if count := self._services.num_running:
             answers = "1 answer" if count == 1 else f"{count} answers"
             logger.warning("finishing %s, for at most %s s; Ctrl-C ends at once", answers, self._drain_s)
-        # uvicorn cuts off what still runs after `drain_s`; just before, clients are told.
-        ending = asyncio.get_running_loop().call_later(max(self._drain_s - TELLING_S, 0), self._services.end_running)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            ending.cancel()
+        await super().shutdown(sockets)  # which cuts off what still runs after `drain_s`

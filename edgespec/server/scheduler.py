@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,9 +18,6 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.contained import is_wanted
 from edgespec.errors import EdgespecError
@@ -31,81 +27,38 @@ from edgespec.reports import FinishReason, PromptProgress, RoundRecord, Stats, T
 from edgespec.runtime import Model
 from edgespec.server.http_errors import HttpError, queue_full, stopping
 from edgespec.server.metrics import Metrics, answer_line
-from edgespec.types import TokenIds
 
 logger = logging.getLogger("edgespec")
 _JOIN_S = 30.0
 Returned = TypeVar("Returned")
 
 
-class DaemonThreads:
-    """Runs what it is given, in order, in up to `most` threads that start when needed. `name`: of a thread."""
+def in_thread(name: str, function: Callable[[], Returned]) -> Future[Returned]:
+    """What `function` will have returned, in a thread of its own that does not keep the process from ending."""
+    future: Future[Returned] = Future()
+    future.set_running_or_notify_cancel()
 
-    def __init__(self, name: str, most: int = 1) -> None:
-        self._name, self._most = name, most
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self.open: set[Future[Any]] = set()  # what was given and is neither done nor cancelled
-        self._lock = threading.Lock()
-
-    def submit(self, function: Callable[[], Returned]) -> Future[Returned]:
-        """What `function` will have returned; where that is cancelled before it began, it is not called."""
-        future: Future[Returned] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as exc:  # whoever waits for it gets it
-                future.set_exception(exc)
-
-        self.open.add(future)
-        future.add_done_callback(self.open.discard)
-        self._tasks.put(run)
-        with self._lock:
-            if len(self._threads) < min(len(self.open), self._most):
-                self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
-                self._threads[-1].start()
-        return future
-
-    async def run(self, function: Callable[..., Returned], *args: Any) -> Returned:
-        """What `function` returns. Cancelling it ends what it runs in a child process; it is not called if it waits."""
-        has_left = threading.Event()
-
-        def wanted() -> Returned:
-            is_wanted.set(lambda: not has_left.is_set())
-            return function(*args)
-
+    def run() -> None:
         try:
-            return await asyncio.wrap_future(self.submit(wanted))
-        finally:
-            has_left.set()
+            future.set_result(function())
+        except BaseException as exc:  # whoever waits for it gets it
+            future.set_exception(exc)
 
-    def close(self) -> None:
-        """End the threads after what they were given before; does not wait for it."""
-        for _ in self._threads:
-            self._tasks.put(None)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            del task  # what it read may be large
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One generation to run: the prompt's token ids [n], and the options of `Model.stream`.
 
-    `tells_progress`: its reader is told how much of the prompt is read. `reads_only`: the prompt is read for later
-    requests; the token that this takes is not shown.
+    `tells_progress`: its reader is told how much of the prompt is read.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     options: GenerateOptions
     tells_progress: bool = False
-    reads_only: bool = False
 
 
 class Ticket:
@@ -211,46 +164,6 @@ class Ticket:
         self._ready.set()
 
 
-class EmbeddingQueue:
-    """First come, first served. `max_queued`: requests that may wait while one runs."""
-
-    def __init__(self, model: Model, max_queued: int, metrics: Metrics) -> None:
-        self._model, self._max_queued, self._metrics = model, max_queued, metrics
-        self.thread = DaemonThreads("edgespec-embed")
-        self._is_stopping = False
-
-    async def embed(self, texts: Sequence[TokenIds]) -> NDArray[np.float32]:
-        """Embeddings [n, size] of encoded texts. Cancelling the task ends it after at most a few passes.
-
-        Raises HttpError 429 if too many wait, 503 while the server stops, and the errors of `Model.embed`.
-        """
-        if self._is_stopping:
-            raise stopping()
-        if len(self.thread.open) > self._max_queued:
-            self._metrics.refused += 1
-            said = f"{len(self.thread.open)} requests for embeddings are waiting, the limit: try again later"
-            raise HttpError(429, said, code="queue_full")
-        try:
-            return await self.thread.run(self._embed, texts)
-        except EdgespecError:  # at a stop: cancelled between passes, or the model was closed under it
-            if self._is_stopping:
-                raise stopping() from None
-            raise
-
-    def _embed(self, texts: Sequence[TokenIds]) -> NDArray[np.float32]:
-        has_client = is_wanted.get()
-        return self._model.embedder.embed(texts, lambda: has_client() and not self._is_stopping)
-
-    def stop(self) -> None:
-        """Refuse new requests, and end what runs soon."""
-        self._is_stopping = True
-
-    def close(self) -> None:
-        """`stop`; the thread ends by itself."""
-        self.stop()
-        self.thread.close()
-
-
 class Scheduler:
     """The queue of a model: first come, first served. `max_queued`: jobs that may wait while others run."""
 
@@ -260,9 +173,7 @@ class Scheduler:
         self._running: list[Ticket] = []
         self._to_wake: list[Ticket] = []  # their readers
         self._changed = threading.Condition()
-        self.embeddings = EmbeddingQueue(model, max_queued, metrics)
-        # As many as may be waited for: one that takes long holds up nobody else.
-        self._preparers = DaemonThreads("edgespec-prepare", max_queued + model.options.sequences)
+        self._preparing: set[Future[Any]] = set()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-engine", daemon=True)
         self._thread.start()
@@ -274,15 +185,38 @@ class Scheduler:
     @property
     def num_preparing(self) -> int:
         """Requests that are being checked and encoded, those too whose clients have left meanwhile."""
-        return len(self._preparers.open)
+        return len(self._preparing)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
+    def admit(self) -> None:
+        """Raises HttpError 429 where as many requests are being prepared as may be waited for, 503 at a stop."""
+        if self.num_preparing >= self.max_queued + self.model.options.sequences:
+            self.metrics.refused += 1
+            raise queue_full(self.num_preparing)
+        if self._is_stopping:
+            raise stopping()
+
     async def prepare(self, function: Callable[..., Returned], *args: Any) -> Returned:
-        """Call what checks and encodes a request, in a thread of `DaemonThreads.run`."""
-        return await self._preparers.run(function, *args)
+        """Call what checks and encodes a request, in a thread of its own: one that takes long holds up nobody else.
+
+        Cancelling it ends what it runs in a child process.
+        """
+        has_left = threading.Event()
+
+        def wanted() -> Returned:
+            is_wanted.set(lambda: not has_left.is_set())
+            return function(*args)
+
+        future = in_thread("edgespec-prepare", wanted)
+        self._preparing.add(future)
+        future.add_done_callback(self._preparing.discard)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            has_left.set()
 
     async def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
         """A ticket for each job, in order; all of them are queued or none.
@@ -341,24 +275,14 @@ class Scheduler:
             self._is_stopping = True
             waiting, self._waiting = list(self._waiting), deque()
             self._changed.notify()
-        self.embeddings.stop()
         for ticket in waiting:
             ticket.end(stopping())
-
-    def end_running(self) -> None:
-        """`stop`, and tell the readers of running jobs that the server stops before these are done."""
-        self.stop()
-        for ticket in list(self._running):
-            ticket.end(stopping())
-            ticket.cancel()
 
     def close(self) -> None:
         """`stop`, cancel the running jobs and wait for the thread to end. The model stays open."""
         self.stop()
         for running in list(self._running):
             running.cancel()
-        self.embeddings.close()
-        self._preparers.close()
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:

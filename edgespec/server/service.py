@@ -31,20 +31,18 @@ class Limits:
 
     max_queued: int = 32
     max_body_bytes: int = 8 * 1024 * 1024
-    body_timeout_s: float = 30.0
     timeout_s: float | None = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What clients may call a served model. `own`: what answers call it, never a path; `any_other`: anything goes.
+    """What clients may call a served model. `own`: what answers call it, never a path.
 
-    `beside`: names of the server's other models, for messages.
+    `beside`: names of the server's other models; without any, it answers to every name.
     """
 
     own: str
     aliases: tuple[str, ...] = ()
-    any_other: bool = False
     beside: tuple[str, ...] = ()
 
     @property
@@ -52,12 +50,12 @@ class Names:
         return tuple(dict.fromkeys((self.own, *self.aliases)))
 
     def include(self, name: str) -> bool:
-        return self.any_other or name in self.all
+        return not self.beside or name in self.all
 
 
 def unknown_model(names: Names) -> HttpError:
     served = ", ".join(map(repr, (*names.all, *names.beside)))
-    message = f"no such model here; this server serves {served} (under other names with --alias or --any-model)"
+    message = f"no such model here; this server serves {served} (under other names with --alias)"
     return HttpError(404, message, param="model", code="model_not_found")
 
 
@@ -74,7 +72,7 @@ def asks_for_claude(name: str) -> bool:
 class Loaded:
     """A model that answers. `sampling`, `options`: those of requests that choose none; seed None: random for each.
 
-    `reasoning_format`: the same; "none" leaves reasoning in the text. `noted`: notes that the log has.
+    `reasoning_format`: the same; "none" leaves reasoning in the text.
     """
 
     names: Names
@@ -84,7 +82,6 @@ class Loaded:
     options: GenerateOptions
     limits: Limits
     reasoning_format: ReasoningFormat = "auto"
-    noted: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -157,7 +154,7 @@ def _embeds(model: Model) -> bool:
 class Service:
     """The state of a model. `name`: the model's name for clients, never a path; `api_key`: None accepts any.
 
-    `aliases`: its other names; `any_model`: of several, it answers to unknown ones; `idle_unload_s`: see `Residence`.
+    `aliases`: its other names; `idle_unload_s`: see `Residence`.
     `unloaded`: what was told of the model when it was last unloaded, and is as long as `loaded` is None; given at the
     start for one that the first request for it is to load. `places`: of the server's models and `beside` their names,
     where it has several.
@@ -170,7 +167,6 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     loaded: Loaded | None = None
     aliases: tuple[str, ...] = ()
-    any_model: bool = False
     idle_unload_s: float | None = None
     residence: Residence | None = None
     unloaded: Known | None = None
@@ -179,7 +175,7 @@ class Service:
 
     @property
     def names(self) -> Names:
-        return Names(self.name, self.aliases, self.any_model or not self.beside, self.beside)
+        return Names(self.name, self.aliases, self.beside)
 
     def use(
         self,
@@ -277,10 +273,6 @@ class Service:
         if self.loaded is not None:
             self.loaded.scheduler.stop()
 
-    def end_running(self) -> None:
-        if self.loaded is not None:
-            self.loaded.scheduler.end_running()
-
     def close(self) -> None:
         """End what runs and free the model. Blocks until that is done, but not for a load."""
         if self.residence is not None:
@@ -310,11 +302,6 @@ class Services:
     @property
     def are_several(self) -> bool:
         return len(self.all) > 1
-
-    @property
-    def names(self) -> Names:
-        first, *others = (name for service in self.all for name in service.names.all)
-        return Names(first, tuple(others), self.default.any_model or not self.are_several)
 
     @property
     def limits(self) -> Limits:
@@ -349,7 +336,7 @@ class Services:
             found = next((service for service, names in tagless if without_tag(name) in names), None)
         if found is not None:
             return found
-        if self.default.any_model or (path.startswith("/v1/messages") and asks_for_claude(name)):
+        if path.startswith("/v1/messages") and asks_for_claude(name):
             return self.default
         raise unknown_model(self.default.names)
 
@@ -370,10 +357,6 @@ class Services:
         """Accept no more requests; the running ones go on."""
         for service in self.all:
             service.stop()
-
-    def end_running(self) -> None:
-        for service in self.all:
-            service.end_running()
 
     def close(self) -> None:
         """End what runs and free the models. Blocks until that is done, but not for a load."""

@@ -22,13 +22,24 @@ from msgspec import Meta
 from edgespec import __version__
 from edgespec.errors import shown
 from edgespec.reports import Stats
-from edgespec.server.answer import Answer, Exchange, Piece, compact, logprobs_of, prompt_progress, timings, usage
+from edgespec.server.answer import (
+    Answer,
+    Exchange,
+    Piece,
+    answering,
+    compact,
+    logprobs_of,
+    notes_on,
+    prompt_progress,
+    timings,
+    usage,
+)
 from edgespec.server.chat import read_chat
 from edgespec.server.completions import read_completion
 from edgespec.server.http_errors import HttpError, as_http_error, bad_request
 from edgespec.server.requests import Fields, parse_object, read, unsupported
 from edgespec.server.residence import Loading, handling
-from edgespec.server.scheduler import DaemonThreads
+from edgespec.server.scheduler import in_thread
 from edgespec.server.service import Loaded, Services
 from edgespec.vocabulary import Vocabulary
 
@@ -108,7 +119,7 @@ class _Sidecar:
         writer.start()
         self.emit("hello", protocol=PROTOCOL, version=__version__)
         self._services.default.may_unload(loading)
-        loaded = DaemonThreads("edgespec-load").submit(loading.load)
+        loaded = in_thread("edgespec-load", loading.load)
         loaded.add_done_callback(lambda done: loop.call_soon_threadsafe(self._on_loaded, done))
         threading.Thread(target=self._read, args=(source, loop), name="edgespec-stdin", daemon=True).start()
         with handling(lambda *_: loop.call_soon_threadsafe(self._lines.put_nowait, None)):
@@ -197,19 +208,16 @@ class _Sidecar:
             async with service.using() as loaded, asyncio.timeout(loaded.limits.timeout_s):
                 if values.get("timings_per_token"):
                     raise unsupported("timings_per_token", "done has the timings of the answer")
+                loaded.scheduler.admit()
                 exchange = await loaded.scheduler.prepare(read_request, loaded, values, notes)
                 if len(exchange.jobs) > 1 or exchange.is_stream:
                     raise bad_request("each request gets one answer, which is always streamed: leave out n and stream")
-                (ticket,) = await loaded.scheduler.submit(exchange.jobs)
-                request.answer = exchange.answer(ticket)
-                try:
-                    async for piece in request.answer.pieces():
+                async with answering(exchange, notes) as (answer,):
+                    request.answer = answer
+                    async for piece in answer.pieces():
                         self._emit_piece(request_id, piece, loaded.model.target.vocabulary)
-                finally:
-                    ticket.cancel()
-                if ticket.generation.request.schema:
-                    await loaded.scheduler.prepare(ticket.generation.check_answer)
-                notes.extend(ticket.stats.notes)
+                    await notes_on(loaded, [answer])
+                    notes = [*dict.fromkeys([*notes, *answer.ticket.stats.notes])]  # those of its checks and drafters
         except Exception as exc:
             if not request.is_cancelled:  # an answer that was cut by that is no failure
                 self._fail(request_id, as_http_error(exc))

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
-from edgespec.chat.arguments import bare, kinds_of, listed_of, resolved
 from edgespec.chat.marks import Marks
 from edgespec.chat.tool_forms import Form
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError, shown
-from edgespec.sampling.constraint.grammar import escaped, laid_out
+from edgespec.sampling.constraint.grammar import laid_out
 from edgespec.server.http_errors import HttpError, bad_request
 from edgespec.server.options import (
     Generated,
     OpenAiRequest,
     ResponseFormat,
-    check_llamacpp,
     numbered,
     options_of,
     sampling_of,
@@ -38,7 +35,7 @@ _STRUCTURES = ("json_schema", "grammar", "regex")
 
 
 def read_settings(
-    request: OpenAiRequest, loaded: Loaded, notes: list[str], top_logprobs: int | None
+    request: OpenAiRequest, loaded: Loaded, top_logprobs: int | None
 ) -> tuple[list[Sampling], GenerateOptions]:
     """The sampling of each answer and the options of all, checked. `top_logprobs` None: no log probabilities.
 
@@ -47,12 +44,11 @@ def read_settings(
     sampling = sampling_of(request, loaded, request.logit_bias)
     options = options_of(request, loaded, request.token_limit, top_logprobs)
     options = read_structure(request, loaded, options, request.response_format)
-    check_llamacpp(request, loaded, notes, has_probs=options.logprobs)
     return numbered(sampling, request.n or 1), options
 
 
 def job_of(request: Generated, prompt_ids: Sequence[int], sampling: Sampling, options: GenerateOptions) -> Job:
-    return Job(prompt_ids, sampling, options, bool(request.return_progress), reads_only=request.token_limit == 0)
+    return Job(prompt_ids, sampling, options, bool(request.return_progress))
 
 
 def read_structure(
@@ -141,12 +137,6 @@ def forced_calls(
     for tool in chosen:
         where = f"tools.{tools.index(tool)}.function.parameters"
         structured(loaded, replace(options, json_schema=None), {"json_schema": parameters_of(tool)}, where)
-        if form.argument and not lists_arguments(tool):
-            raise bad_request(
-                f"{where} must name every argument under properties: this model writes calls argument by argument, and "
-                'a forced one can have no others (use tool_choice "auto")',
-                where,
-            )
     most = MOST_CALLS if parallel and form.takes_several and (is_free or choice == "required") else 1
     answer = None if options.json_schema is None else json.loads(str(options.json_schema))
     grammar = call_grammar(chosen, form, loaded.model.target.vocabulary, most, answer)
@@ -169,11 +159,6 @@ def _named(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # Keywords of an object schema that nothing but `properties` adds properties to.
 _PLAIN_OBJECT = {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
-_VALUES = ("const", "enum", "default", "examples")  # keywords that hold no schema
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-_ROOT = "parameters"
-_MOST_COUNTED = 500  # characters of a text: longer bounds take long to compile, and are left to the reader
-Literal = Callable[[str], str]  # Lark for a text
 
 
 def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,17 +170,6 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"additionalProperties": False} if all(str(name) in names for name in required) else found
 
 
-def lists_arguments(tool: Mapping[str, Any]) -> bool:
-    """Whether a tool's parameters name every argument, as a form that writes them one by one has to know them."""
-    found = ANY_OBJECT | (tool["function"].get("parameters") or {})
-    properties, required = found.get("properties", {}), found.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list) or found.get("type") != "object":
-        return False
-    has_others = not properties and bool(found.get("additionalProperties"))
-    are_named = all(isinstance(name, str) and name in properties for name in required)
-    return are_named and not has_others and found.keys() <= _PLAIN_OBJECT | {"additionalProperties"}
-
-
 def call_grammar(
     tools: Sequence[Mapping[str, Any]],
     form: Form,
@@ -204,6 +178,7 @@ def call_grammar(
     answer: dict[str, Any] | None,
 ) -> str:
     """Lark for 1 to `most` calls in a form, or else for JSON of the schema `answer`."""
+    form = form.forced
 
     def literal(text: str) -> str:
         """A text in which control tokens may be spelled."""
@@ -223,83 +198,10 @@ def call_grammar(
     lines.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
     for index, tool in enumerate(tools):
         before = beginning(tool["function"]["name"])
-        arguments = f"arguments_{index}" if form.argument else _json(parameters_of(tool))
-        if form.argument:
-            lines += _arguments(arguments, form, parameters_of(tool), literal)
-        lines.append(f"call_{index}: {before} {arguments} {literal(form.tail)}")
+        lines.append(f"call_{index}: {before} {_json(parameters_of(tool))} {literal(form.tail)}")
     if answer is not None:
         lines.append(f"answer: {literal(form.before_answer)} {_json(answer)}")
     return "\n".join(lines)
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """`schema` with references to its own root, or below it, that point to `root` instead."""
-    if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: _moved_part(key, each, root) for key, each in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        found["$ref"] = root + reference[1:]
-    return found
-
-
-def _moved_part(key: str, part: Any, root: str) -> Any:
-    if key in _VALUES:
-        return part
-    if key in _NAMED and isinstance(part, dict):  # its keys are names, whatever they look like
-        return {name: _moved(each, root) for name, each in part.items()}
-    return _moved(part, root)
-
-
-def _arguments(rule: str, form: Form, parameters: Mapping[str, Any], literal: Literal) -> list[str]:
-    """Rules for the arguments of one call, the required ones first, each at most once; `rule` is the first one."""
-    given, listed = parameters.get("properties"), parameters.get("required")
-    properties: dict[str, Any] = given if isinstance(given, dict) else {}
-    required = [name for name in properties if isinstance(listed, list) and name in listed]
-    optional = [name for name in properties if name not in required]
-    names = {key: f"{rule}_{number}" for number, key in zip(count(), properties, strict=False)}
-    between = literal(form.between_arguments)
-    first = f" {between} ".join(names[key] for key in required)
-    behind = " ".join(f"({between} {names[key]})?" for key in optional)
-    if required or not optional:
-        lines = [f"{rule}: {first} {behind}" if properties else f'{rule}: ""']
-    else:  # whichever comes first has no separator before it
-        starts = (
-            " ".join([names[key], *(f"({between} {names[later]})?" for later in optional[place + 1 :])])
-            for place, key in enumerate(optional)
-        )
-        lines = [f"{rule}: ({' | '.join(starts)})?"]
-    place = f"#/$defs/{_ROOT}"
-    shared = {"$defs": {_ROOT: _moved(parameters, place)}} if '"$ref"' in json.dumps(parameters) else {}
-    for key, name in names.items():
-        lines += _argument(name, form, key, _moved(resolved(properties[key], parameters), place) | shared, literal)
-    return lines
-
-
-def _argument(rule: str, form: Form, key: str, schema: Mapping[str, Any], literal: Literal) -> list[str]:
-    """Rules for one argument, with what its schema refers to. A text is free up to the mark behind it, or listed."""
-    opened, closed, quote = literal(form.argument.replace("{key}", key)), literal(form.closed), literal(form.quote)
-    # A bare form has no quotation marks that would tell a text from anything else.
-    kinds = kinds_of(schema, schema)
-    if not (form.quote or form.closed) or "string" not in kinds or (kinds != {"string"} and not form.closed):
-        return [f"{rule}: {opened} {_json(schema)} {closed}"]
-    listed = listed_of(schema, schema)
-    if listed is not None:
-        marks = [quote if isinstance(value, str) else "" for value in listed]
-        texts = [f"{mark} {literal(bare(value))} {mark}" for mark, value in zip(marks, listed, strict=True)]
-        return [f"{rule}: {opened} ({' | '.join(texts)}) {closed}"]
-    least, most = (schema.get(f"{end}Length") for end in ("min", "max"))
-    letters = f"(?s:.{{{least if _is_count(least) else 0},{most if _is_count(most) else ''}}})"
-    if quote.startswith("<["):  # a control token is no text, so the text ends before it
-        return [f"{rule}: {opened} {quote} {rule}_text {quote} {closed}", f"{rule}_text: /{letters}/"]
-    end = escaped(form.quote + form.closed)
-    return [f"{rule}: {opened} {quote} {rule}_text", f"{rule}_text[lazy]: /{letters}{end}/"]
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST_COUNTED  # True is an int to isinstance
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from edgespec.errors import shown
-from edgespec.platform.memory import return_freed_memory
-from edgespec.server.answer import Answer, Exchange, compact
+from edgespec.server.answer import Answer, Exchange, answering, compact, notes_on
 from edgespec.server.http_errors import HttpError, as_http_error
 from edgespec.server.requests import Fields, parse_object
-from edgespec.server.service import Limits, Loaded, Names, Service, Services
+from edgespec.server.service import Limits, Loaded, Service, Services
 
-logger = logging.getLogger("edgespec")
 Returned = TypeVar("Returned")
 Handler = Callable[[Request], Awaitable[Response]]
 NOTES = "X-Edgespec-Note"
-_MOST_NOTED, _MOST_NOTE = 64, 2000
-_LARGE_AT_ONCE, _SMALL_BYTES = 4, 1 << 16  # those that are small are not counted
-_FORGOTTEN_S = 1.0
+_MOST_NOTE = 2000
 CLIENT_LEFT = 499  # nginx's number; nobody receives it
 BEGINS_AFTER_S = 5.0  # until then a stream that fails has a status of its own
 PING_EVERY_S = 10.0
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(compact(value), status, media_type="application/json")
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(compact(value), status, headers, media_type="application/json")
 
 
 def error_response(error: Exception, path: str) -> Response:
@@ -43,81 +36,21 @@ def error_response(error: Exception, path: str) -> Response:
     return JSONResponse(known.body(path), known.status, headers=known.headers)
 
 
-class Bodies:
-    """The bodies that are read or checked: so many large ones at once, and the others wait."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits, self._large = limits, asyncio.Semaphore(_LARGE_AT_ONCE)
-
-    @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[Body]:
-        """The whole body, which counts until it is closed or the block ends. Raises HttpError 408, 413, 415 or 503."""
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            raise HttpError(415, f"a body in Content-Encoding {shown(encoding)} cannot be read: send it as it is")
-        most, data = self._limits.max_body_bytes, bytearray()
-        given = request.headers.get("content-length", "")
-        body = Body(None if given.isdecimal() and int(given) <= _SMALL_BYTES else await self._taken())
-        try:
-            try:
-                async with asyncio.timeout(self._limits.body_timeout_s):
-                    async for part in request.stream():
-                        data += part
-                        if len(data) > most:
-                            raise HttpError(413, f"the body is too large: at most {most} bytes are allowed")
-            except TimeoutError:
-                raise HttpError(408, f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
-            body.data = bytes(data)
-            del data
-            yield body
-        finally:
-            body.close()
-
-    async def _taken(self) -> asyncio.Semaphore:
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                await self._large.acquire()
-        except TimeoutError:
-            raise HttpError(503, "too many large requests are being read: try again later", code="busy") from None
-        return self._large
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body. Raises HttpError 413 and 415, and ClientDisconnect."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HttpError(415, f"a body in Content-Encoding {shown(encoding)} cannot be read: send it as it is")
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > limits.max_body_bytes:
+            raise HttpError(413, f"the body is too large: at most {limits.max_body_bytes} bytes are allowed")
+    return bytes(data)
 
 
-@dataclass(slots=True)
-class Body:
-    """A request's body. `counted_by`: what a large one is one of."""
-
-    counted_by: asyncio.Semaphore | None
-    data: bytes = b""
-
-    def let_others(self) -> None:
-        """Count no longer."""
-        if self.counted_by is not None:
-            self.counted_by.release()
-        self.counted_by = None
-
-    def close(self) -> None:
-        """It is no longer needed, nor what was read from it."""
-        is_large, self.data = len(self.data) > _SMALL_BYTES, b""
-        self.let_others()
-        if is_large:
-            # Later, when what was read is forgotten too; beside the loop, since it takes its time.
-            loop = asyncio.get_running_loop()
-            loop.call_later(_FORGOTTEN_S, loop.run_in_executor, None, return_freed_memory)
-
-
-async def _found_in(loaded: Loaded, answers: Sequence[Answer]) -> list[str]:
-    """What is wrong with answers that are finished, as notes."""
-    checked = [each for answer in answers if (each := answer.ticket.generation).request.schema]
-    found = [await loaded.scheduler.prepare(each.check_answer) for each in checked]
-    return list(filter(None, found))
-
-
-def _told(loaded: Loaded, notes: Sequence[str]) -> dict[str, str]:
-    """A header with the notes of a request, whose body has no place for them; the log gets each of them once."""
-    for note in notes:
-        if note not in loaded.noted and len(loaded.noted) < _MOST_NOTED:
-            loaded.noted.add(note)
-            logger.info("a request asked for what it does not get: %s", note)
+def _told(notes: Sequence[str]) -> dict[str, str]:
+    """A header with the notes of a request, whose body has no place for them."""
     text = "; ".join(dict.fromkeys(notes))[:_MOST_NOTE]
     return {NOTES: "".join(char if " " <= char <= "~" else "?" for char in text)} if notes else {}
 
@@ -139,12 +72,6 @@ async def while_connected(receive: Receive, work: Awaitable[Returned]) -> Return
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Let go of what a failed request has read: its frames hold its error, and its error them."""
-    while error is not None:
-        error.__traceback__, error = None, error.__context__
 
 
 class Stream(Response):
@@ -186,37 +113,35 @@ class Stream(Response):
 
 
 class Endpoint(NamedTuple):
-    """A path that takes a body, which is a `request`. `read`: checks it and, by the `kind` of the path, answers it, or
-    encodes its prompts; it blocks meanwhile, and adds to the notes what the request does not get.
+    """A path that takes a body, which is a `request`. `read`: checks it and gives the answer, or what is to be
+    generated; it blocks meanwhile, and adds to the notes what the request does not get.
 
-    `form`: of its streams, None where it has none; `at_rest`: gives the body for a request that needs no model, while
-    none is loaded, and None for one that does.
+    `form`: of its streams, None where it has none; `at_rest`: gives the body for a request that needs no model to be
+    loaded, and None for one that does.
     """
 
     request: type[Fields]
-    read: Callable[..., Any]
-    kind: Callable[[Services, Bodies, Endpoint], Handler | ASGIApp]
+    read: Callable[[Loaded, Mapping[str, Any], list[str]], Exchange | dict[str, Any]]
     form: type[Exchange] | None = None
-    at_rest: Callable[[Names, Mapping[str, Any]], dict[str, Any] | None] | None = None
+    at_rest: Callable[[Service, Mapping[str, Any]], dict[str, Any] | None] | None = None
 
 
 class Answering:
-    """The ASGI application of a path that generates. Answers end when their client leaves.
+    """The ASGI application of a path with a body. Answers end when their client leaves.
 
     A failure has a status of its own until a stream begins, and is its last part after that.
     """
 
-    def __init__(self, services: Services, bodies: Bodies, endpoint: Endpoint) -> None:
-        self._services, self._bodies = services, bodies
-        self._read, self._form, self._at_rest = endpoint.read, endpoint.form or Exchange, endpoint.at_rest
+    def __init__(self, services: Services, endpoint: Endpoint) -> None:
+        self._services, self._read, self._at_rest = services, endpoint.read, endpoint.at_rest
+        self._form, self._streams = endpoint.form or Exchange, endpoint.form is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = Stream(send, self._form)
+        stream, limits = Stream(send, self._form), self._services.limits
         try:
-            async with AsyncExitStack() as use:
-                body = await use.enter_async_context(self._bodies.read(Request(scope, receive)))
-                async with asyncio.timeout(self._services.limits.timeout_s):
-                    whole = await while_connected(receive, self._kept_alive(body, scope["path"], stream, use))
+            async with asyncio.timeout(limits.timeout_s):
+                body = await read_body(Request(scope, receive), limits)
+                whole = await while_connected(receive, self._kept_alive(body, scope["path"], stream))
         except ClientDisconnect:
             if not stream.has_begun:
                 await Response(status_code=CLIENT_LEFT)(scope, receive, send)
@@ -225,62 +150,60 @@ class Answering:
                 await stream.write(stream.failure(as_http_error(exc)), is_last=True)
             else:
                 await error_response(exc, scope["path"])(scope, receive, send)
-            forget_frames(exc)
         else:
             if stream.has_begun:  # perhaps before it was known that the answer is whole
                 await stream.write(b"" if whole is None else bytes(whole.body) + b"\n", is_last=True)
             elif whole is not None:
                 await whole(scope, receive, send)
 
-    async def _kept_alive(self, body: Body, path: str, stream: Stream, use: AsyncExitStack) -> Response | None:
+    async def _kept_alive(self, body: bytes, path: str, stream: Stream) -> Response | None:
         alive = asyncio.ensure_future(stream.keep_alive())
         try:
-            return await self._answered(body, path, stream, use)
+            return await self._answered(body, path, stream)
         finally:
             alive.cancel()
             await asyncio.gather(alive, return_exceptions=True)
 
-    async def _answered(self, body: Body, path: str, stream: Stream, use: AsyncExitStack) -> Response | None:
+    async def _answered(self, body: bytes, path: str, stream: Stream) -> Response | None:
         """The answer, or None where it was streamed. Loads the model where it was unloaded."""
-        service = asked_by(self._services, body, path)
+        services = self._services
+        # One model alone gets every request, which is read in a thread.
+        service = services.asked_by(parse_object(body), path) if services.are_several else services.default
+        at_rest = self._at_rest
+        if at_rest is not None:
+            told = await asyncio.to_thread(lambda: at_rest(service, parse_object(body)))
+            if told is not None:
+                return json_response(told)
         # Of several models the one that answers at once may have to make way for another before the stream begins.
-        if not service.is_new and (self._services.are_several or not service.answers_at_once):
-            values = parse_object(body.data)
-            at_rest = None if service.answers_at_once or self._at_rest is None else self._at_rest(service.names, values)
-            if at_rest is not None:
-                return json_response(at_rest)
-            if values.get("stream", self._form.streams_by_default) is True:
-                body.let_others()  # it waits for a model, which may take long
-                stream.opened.set()
-        loaded = await use.enter_async_context(service.using())
+        may_wait = not service.is_new and (services.are_several or not service.answers_at_once)
+        if self._streams and may_wait and parse_object(body).get("stream", self._form.streams_by_default) is True:
+            stream.opened.set()
         notes: list[str] = []
-        exchange = await loaded.scheduler.prepare(lambda: self._read(loaded, parse_object(body.data), notes))
-        tickets = await loaded.scheduler.submit(exchange.jobs)
-        for ticket in tickets:
-            use.callback(ticket.cancel)
-        body.close()
-        if exchange.keep_loaded_s is not None and service.residence is not None:
-            service.residence.keep_for(exchange.keep_loaded_s)
-        answers = [exchange.answer(ticket) for ticket in tickets]
-        notes += [note for ticket in tickets for note in ticket.generation.request.notes]
-        if not exchange.is_stream:
-            for answer in answers:
-                await answer.read()
-            whole = json_response(exchange.whole(answers))
-            whole.headers.update(_told(loaded, notes + await _found_in(loaded, answers)))
-            return whole
-        stream.headers.update(_told(loaded, notes))
-        stream.failure = exchange.failure
-        stream.opened.set()
-        async for part in exchange.stream(answers):
-            await stream.write(part)
-            await asyncio.sleep(0)  # lets the loop notice that the client has left
-        found_late = await _found_in(loaded, answers)
-        if found_late and exchange.ping:  # the headers are sent: a comment, as a ping is
-            await stream.write(f": {_told(loaded, found_late)[NOTES]}\n\n".encode())
-        return None
+        async with service.using() as loaded:
+            loaded.scheduler.admit()
+            found = await loaded.scheduler.prepare(lambda: self._read(loaded, parse_object(body), notes))
+            if isinstance(found, dict):
+                return json_response(found, headers=_told(notes))
+            async with answering(found, notes) as answers:
+                if found.keep_loaded_s is not None and service.residence is not None:
+                    service.residence.keep_for(found.keep_loaded_s)
+                if found.is_stream:
+                    await _stream(found, answers, notes, stream)
+                    return None
+                for answer in answers:
+                    await answer.read()
+                whole = found.whole(answers)
+                return json_response(whole, headers=_told(notes + await notes_on(loaded, answers)))
 
 
-def asked_by(services: Services, body: Body, path: str) -> Service:
-    """The model that a request is for. One alone gets every request, which is read later, in a thread."""
-    return services.asked_by(parse_object(body.data), path) if services.are_several else services.default
+async def _stream(exchange: Exchange, answers: Sequence[Answer], notes: Sequence[str], stream: Stream) -> None:
+    loaded = exchange.work.loaded
+    stream.headers.update(_told(notes))
+    stream.failure = exchange.failure
+    stream.opened.set()
+    async for part in exchange.stream(answers):
+        await stream.write(part)
+        await asyncio.sleep(0)  # lets the loop notice that the client has left
+    found_late = await notes_on(loaded, answers)
+    if found_late and exchange.ping:  # the headers are sent: a comment, as a ping is
+        await stream.write(f": {_told(found_late)[NOTES]}\n\n".encode())

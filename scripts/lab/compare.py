@@ -11,7 +11,7 @@ each prompt in random order, and plain decoding of the others twice, which shows
 the question to its last token, the reading of the prompt included; it ends where the model ends it. Two answers are
 compared up to the last token of the shorter one. Ratios are over the fastest plain decoding of the others.
 
-FOLDER gets report.md, report.json and a journal: the same command, or one with other models, temperatures or runtimes,
+FOLDER gets report.md and a journal: the same command, or one with other models, temperatures or runtimes,
 adds what is not there yet. With --clients so many prompts are asked at once, over HTTP of the servers, the next when an
 answer has come. edgespec starts from an empty cache folder and keeps there what it learns; --cold adds its first
 answers, a new process with an empty folder for each prompt. DATA is the folder with spec_bench_dev.jsonl.xz.
@@ -44,7 +44,7 @@ from edgespec.platform.files import write_atomically
 from peers.base import Question
 from peers.field import RUNTIMES, Contestant, Failures, contestants, cores, tune, warming
 from peers.process import Child
-from peers.report import AGAIN, Cell, Journal, as_json, markdown, tuned_key
+from peers.report import AGAIN, Cell, Journal, markdown, tuned_key
 from trainlib.public_data import library_functions
 
 NUM_TUNING = 2
@@ -306,7 +306,6 @@ def main() -> None:
         say("stopped; the same command goes on from here")
     report = markdown(journal)
     write_atomically(given.output / "report.md", report)
-    write_atomically(given.output / "report.json", json.dumps(as_json(journal), indent=1))
     print(report)
 
 

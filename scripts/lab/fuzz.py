@@ -1,6 +1,6 @@
 """Damage everything that can be damaged, ask for what cannot be had, and count how edgespec takes it.
 
-    python scripts/lab/fuzz.py --cases 500            # of each kind: files, requests, faults, structures
+    python scripts/lab/fuzz.py --cases 500            # of each kind: files, requests, structures
     python scripts/lab/fuzz.py --kind files --only 17  # one case again, with what it said
 
 Every case runs in a child of its own (of requests, several share one until it ends badly) with a limit of time, and is
@@ -36,7 +36,7 @@ from edgespec.errors import EdgespecError
 from fuzz_cases import Case, Garbage, Known
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = {"files": 1, "requests": 30, "faults": 1, "structures": 50}  # and how many cases a child runs
+KINDS = {"files": 1, "requests": 30, "structures": 50}  # and how many cases a child runs
 GOOD = ("ok", "refused")
 VERDICTS = (*GOOD, "signal", "traceback", "hang", "garbage")
 WARM = ("edgespec.runtime", "edgespec.cli.run", "edgespec.cli.chat", "edgespec.cli.corpus", "onnxruntime",

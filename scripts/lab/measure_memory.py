@@ -1,7 +1,8 @@
-"""Compares the memory that edgespec plans with what a child process takes, for pairs, contexts, caches and drafters.
+"""Compares the memory that edgespec plans with what a child process takes, or loads pairs under many budgets.
 
     python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... [--only TEXT] [--most-s 900]
     python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... --held-out 24 [--seed 1]
+    python scripts/lab/measure_memory.py models/demo=demo ... --budgets 50 [--kinds budget group] [--engine NAME]
 
 Each child loads one combination, fills its context, drafts and chats; meanwhile its /proc/PID/smaps_rollup is read.
 Measured is the peak of its own pages, those of the process that renders its template included, and of those of files
@@ -9,6 +10,11 @@ that are resident, counted in full although other processes may share them; PSS,
 beside it. A plan is right within 5% or 30 MB, and low when it is more than 3% under the measured peak. `--held-out N`
 draws N combinations at random from contexts, types of caches and drafters that the formulas were never corrected with,
 as evenly from each engine of each pair as N allows.
+
+With --budgets the children get as many budgets, from too small to plenty. Each must run and stay within its own, or
+refuse in one line before anything is loaded; one that the kernel ends, that fails in another way or that takes more is
+listed. `budget` is `--memory N`; `group` is a control group with that much memory, caches of files included, which
+needs root.
 """
 
 from __future__ import annotations
@@ -21,19 +27,27 @@ import random
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from edgespec.config.options import LoadOptions
+from edgespec.errors import CapabilityError
 from edgespec.loading.registry import resolve
 from edgespec.loading.requirements import resolve_pair
+from edgespec.memory.fit import fit
+from edgespec.memory.plan import Room
 
 RIGHT_SHARE, RIGHT_BYTES, LOW_SHARE = 0.05, 30_000_000, 0.03
-EVERY_S, CHILD_S = 0.02, 900.0
+EVERY_S, CHILD_S, EMPTY_S = 0.02, 900.0, 5.0
+MIB = 1 << 20
 CONTEXTS = (512, 2048)
 # Of --held-out; of each cache the keys' and the values' type, and None for the plain one.
 OTHER_CONTEXTS = (768, 1024, 1536, 3000, 4096)
@@ -44,7 +58,99 @@ OTHER_CACHES: dict[str, tuple[tuple[str | None, str | None], ...]] = {
 NEW_TOKENS = 24
 MOST_CHARACTERS = 6  # of a token, on average
 PARTS = ("own", "own_peak"), ("mapped", "file_peak")
+KINDS = ("budget", "group")
+REFUSED = 2  # the exit code of a child whose load was refused
 TEXTS = Path(__file__).resolve().parents[2] / "docs"  # prose: the rows of an embedding that occur in it are mapped
+
+
+# -- a child that takes memory
+
+
+@dataclass
+class Ended:
+    """How a child ended, its peaks in bytes, and what it told."""
+
+    code: int
+    peak: dict[str, float]
+    told: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def run_child(options: dict[str, Any]) -> int:
+    """In the child: load, fill the context, draft, chat, and print the plan."""
+    sys.stdin.readline()  # it is in its control group by then
+    import edgespec
+
+    try:
+        with edgespec.load(**options) as model:
+            memory = model.memory
+            assert memory is not None
+            most = model.context_length - NEW_TOKENS - 1
+            text = " ".join(path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob("*.md")))
+            words = model.encode(text[: most * MOST_CHARACTERS])  # as long as such a prompt: encoding takes memory too
+            prompt = (words * (most // len(words) + 1))[:most]
+            if model.target.vocabulary.chat_template:  # which a child process renders
+                question = [{"role": "user", "content": "Hello"}]
+                model.chat(question, options=edgespec.GenerateOptions(max_tokens=1)).result()
+            model.generate(prompt, options=edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True))
+            plan = memory.plan
+            planned = {"own": plan.own_bytes, "mapped": plan.mapped_bytes, "planned": plan.total_bytes}
+            given_up = [each.what for each in memory.given_up]
+            told = {**planned, "peak": memory.peak_rss_bytes, "context": model.context_length, "given_up": given_up}
+            print(json.dumps(told))
+    except CapabilityError as exc:
+        print(exc, file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def run(options: dict[str, Any], home: str, group: MemoryGroup | None = None) -> Ended:
+    command = [sys.executable, __file__, "--child", json.dumps(options)]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    child = subprocess.Popen(command, **pipes, text=True, env={**os.environ, "EDGESPEC_HOME": home})
+    if group is not None:
+        group.enter(child.pid)
+    assert child.stdin is not None
+    with suppress(BrokenPipeError):
+        child.stdin.write("\n")
+        child.stdin.flush()
+    peak = {"pss": 0.0, "own_peak": 0.0, "file_peak": 0.0, "whole": 0.0}
+    looks = 0
+    while child.poll() is None:
+        sizes = _rollup(child.pid)
+        own, whole = sizes.get("Anonymous", 0), sizes.get("Rss", 0)
+        seen = {"pss": sizes.get("Pss", 0), "own_peak": own, "file_peak": whole - own, "whole": whole}
+        peak = {name: max(size, seen[name]) for name, size in peak.items()}
+        looks += 1
+        if looks * EVERY_S > CHILD_S:  # of its own time: a machine that stops both for a while is not counted
+            child.kill()
+            child.communicate()
+            return Ended(1, peak, error="took too long")
+        sleep(EVERY_S)
+    output, errors = child.communicate()
+    lines = errors.strip().splitlines()
+    if child.returncode:
+        one_line = child.returncode != REFUSED or len(lines) == 1
+        return Ended(child.returncode if one_line else 1, peak, error=(lines or ["failed"])[-1])
+    return Ended(0, peak, json.loads(output.splitlines()[-1]))
+
+
+def _rollup(process: int) -> dict[str, int]:
+    """Of a process; of its children, which map the same files, what is their own."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines if line.endswith("kB"))
+    found = {words[0].rstrip(":"): int(words[1]) << 10 for words in fields}
+    for child in children:
+        own = _rollup(int(child)).get("Anonymous", 0)
+        found = {name: size + own if name in ("Rss", "Pss", "Anonymous") else size for name, size in found.items()}
+    return found
+
+
+# -- plans beside peaks
 
 
 @dataclass(frozen=True)
@@ -87,8 +193,6 @@ def held_out(pairs: dict[str, str], number: int, seed: int, most_context: int) -
         options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
         options |= {"cache_type_k": keys, "cache_type_v": values} if keys else {}
         if drafter in ("model", "tree"):
-            draft_keys, draft_values = draw.choice(OTHER_CACHES[engine])
-            options |= {"draft_cache_type_k": draft_keys, "draft_cache_type_v": draft_values}
             options |= {"draft_context_length": draw.choice((512, context))}
         case = Case(pairs[path], {**options, "threads": 1})
         if str(case) not in seen:
@@ -102,66 +206,12 @@ def _engines(path: str) -> tuple[str, ...]:
     return resolve_pair(LoadOptions(model=path), check_hashes=False).engines
 
 
-def run_child(options: dict[str, Any]) -> None:
-    """In the child: load, fill the context, draft, and print the plan."""
-    import edgespec
-
-    with edgespec.load(**options) as model:
-        memory = model.memory
-        assert memory is not None
-        most = model.context_length - NEW_TOKENS - 1
-        text = " ".join(path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob("*.md")))
-        words = model.encode(text[: most * MOST_CHARACTERS])  # as long as such a prompt: encoding takes memory too
-        prompt = (words * (most // len(words) + 1))[:most]
-        chosen = edgespec.GenerateOptions(max_tokens=NEW_TOKENS, ignore_eos=True)
-        if model.target.vocabulary.chat_template:  # which a child process renders
-            question = [{"role": "user", "content": "Hello"}]
-            model.chat(question, options=edgespec.GenerateOptions(max_tokens=1)).result()
-        model.generate(prompt, options=chosen)
-        plan = memory.plan
-        planned = {"own": plan.own_bytes, "mapped": plan.mapped_bytes, "planned": plan.total_bytes}
-        print(json.dumps({**planned, "peak": memory.peak_rss_bytes}))
-
-
 def measured(case: Case, home: str) -> dict[str, float] | str:
     """Peaks of a child and its plan, in bytes, or why there are none."""
-    environment = {**os.environ, "EDGESPEC_HOME": home}
-    command = [sys.executable, __file__, "--child", json.dumps(case.options)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    peak = {"pss": 0.0, "own_peak": 0.0, "file_peak": 0.0}
-    whole = 0  # with the child of the child that renders chat templates
-    looks = 0
-    while child.poll() is None:
-        sizes = _rollup(child.pid)
-        peak["pss"] = max(peak["pss"], sizes.get("Pss", 0))
-        peak["own_peak"] = max(peak["own_peak"], sizes.get("Anonymous", 0))
-        whole = max(whole, sizes.get("Rss", 0))
-        peak["file_peak"] = max(peak["file_peak"], sizes.get("Rss", 0) - sizes.get("Anonymous", 0))
-        looks += 1
-        if looks * EVERY_S > CHILD_S:  # of its own time: a machine that stops both for a while is not counted
-            child.kill()
-            return "took too long"
-        sleep(EVERY_S)
-    output, errors = child.communicate()
-    if child.returncode:
-        return (errors.strip().splitlines() or ["failed"])[-1]
-    found = {**peak, **json.loads(output.splitlines()[-1])}
-    return {**found, "peak": max(whole, found["peak"])}
-
-
-def _rollup(process: int) -> dict[str, int]:
-    """Of a process; of its children, which map the same files, what is their own."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:
-        return {}
-    fields = (line.split() for line in lines if line.endswith("kB"))
-    found = {words[0].rstrip(":"): int(words[1]) << 10 for words in fields}
-    for child in children:
-        own = _rollup(int(child)).get("Anonymous", 0)
-        found = {name: size + own if name in ("Rss", "Pss", "Anonymous") else size for name, size in found.items()}
-    return found
+    ended = run(case.options, home)
+    if ended.code:
+        return ended.error
+    return {**ended.peak, **ended.told, "peak": max(ended.peak["whole"], ended.told["peak"])}
 
 
 def judged(planned: float, peak: float) -> str:
@@ -170,42 +220,166 @@ def judged(planned: float, peak: float) -> str:
     return "right" if abs(planned - peak) <= max(RIGHT_SHARE * peak, RIGHT_BYTES) else "high"
 
 
-def main() -> None:
+def compare(given: argparse.Namespace, pairs: dict[str, str], end_s: float, home: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    print(f"{'case':58} {'planned':>8} {'peak':>8} {'PSS':>8} {'own':>12} {'mapped':>12}  verdict (MB)")
+    chosen = held_out(pairs, given.held_out, given.seed, given.most_context) if given.held_out else cases(pairs)
+    for case in chosen:
+        if not all(word in str(case).split() for word in given.only.split()):
+            continue
+        found = "not run: out of time" if monotonic() > end_s else measured(case, home)
+        if isinstance(found, str):
+            counts["no figure"] += 1
+            print(f"{case!s:58} {found}", flush=True)
+            continue
+        planned, peak = found["planned"], found["peak"]
+        verdict = judged(planned, peak)
+        counts[verdict] += 1
+        parts = (f"{found[a] / 1e6:.0f}/{found[b] / 1e6:.0f}" for a, b in PARTS)
+        sizes = (f"{size / 1e6:8.0f}" for size in (planned, peak, found["pss"]))
+        print(f"{case!s:58}", *sizes, *(f"{part:>12}" for part in parts), verdict, flush=True)
+    return counts
+
+
+# -- budgets
+
+
+class NoGroup(Exception):
+    """This system lets us make no such group; says what was tried."""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group; `is_second`: of version 2."""
+
+    folder: Path
+    is_second: bool
+
+    def enter(self, process: int) -> None:
+        (self.folder / "cgroup.procs").write_text(str(process))
+
+    @property
+    def kills(self) -> int:
+        """Processes that the kernel ended for want of memory."""
+        name = "memory.events" if self.is_second else "memory.oom_control"
+        words = (self.folder / name).read_text().split()
+        return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
+    """A group below the one that this process is in, with nothing in it; removed afterwards. Raises NoGroup."""
+    parent, is_second = _own_group()
+    folder = parent / f"edgespec-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir()
+    except OSError as exc:
+        raise NoGroup(f"mkdir {folder}: {exc.strerror}") from exc
+    try:
+        limit_file = folder / ("memory.max" if is_second else "memory.limit_in_bytes")
+        try:
+            limit_file.write_text(str(limit_bytes))
+        except OSError as exc:
+            raise NoGroup(f"write {limit_file}: {exc.strerror}") from exc
+        yield MemoryGroup(folder, is_second)
+    finally:
+        end_s = monotonic() + EMPTY_S
+        while folder.exists() and monotonic() < end_s:
+            with suppress(OSError):  # a process of it is still ending
+                folder.rmdir()
+            sleep(0.02)
+
+
+def _own_group() -> tuple[Path, bool]:
+    """The folder of the memory group of this process, and whether it is of version 2."""
+    mounted, groups = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    lines = [line.split(":", 2) for line in groups.read_text().splitlines()] if groups.exists() else []
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            return mounted / "memory" / path.strip("/"), False
+    for number, controllers, path in lines:
+        passed_on = mounted / path.strip("/") / "cgroup.subtree_control"
+        if number == "0" and not controllers and passed_on.exists():
+            if "memory" not in passed_on.read_text().split():
+                raise NoGroup(f"{passed_on} has no memory: run in a scope that delegates it")
+            return passed_on.parent, True
+    raise NoGroup(f"{groups} names no group with a memory controller")
+
+
+def needs(options: dict[str, Any]) -> tuple[int, int]:
+    """(bytes of the least that the pair can be loaded with, bytes of all of it)."""
+    chosen = LoadOptions(**options, memory="auto")  # as with a budget, all that nobody gave may change
+    pair = resolve_pair(chosen)
+    whole = fit(chosen, pair, Room(1 << 50, ())).plan
+    least = whole.own_bytes
+    while True:
+        try:
+            fit(chosen, pair, Room(least - MIB, ()))
+            least -= MIB
+        except CapabilityError:
+            return least, whole.total_bytes + whole.reserved_bytes
+
+
+def under_budget(kind: str, limit: int, base: dict[str, Any], home: str) -> tuple[str, str]:
+    """(outcome, a line about it) of one budget."""
+    try:
+        if kind == "group":
+            with memory_group(limit) as group:
+                ended = run({**base, "memory": "auto"}, home, group)
+                was_killed = ended.code < 0 or group.kills > 0
+        else:
+            ended = run({**base, "memory": limit}, home)
+            was_killed = ended.code < 0
+    except NoGroup as exc:
+        return "no group", str(exc)
+    own = ended.peak["own_peak"]
+    outcome = "killed" if was_killed else {0: "ran", REFUSED: "refused"}.get(ended.code, "failed")
+    if outcome == "ran" and kind == "budget" and own > limit:
+        outcome = "over its budget"
+    told = [ended.told["context"], ended.told["given_up"]] if ended.told else ended.error
+    return outcome, f"own {own / MIB:.1f} MiB {told}"
+
+
+def load_under(given: argparse.Namespace, pairs: dict[str, str], end_s: float, home: str) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for path, kind in itertools.product(pairs, given.kinds):
+        base: dict[str, Any] = {"model": path, "engine": given.engine, "threads": 1}
+        least, most = needs(base)
+        run(base, home)  # what is measured once per model is not measured under a limit
+        counts: Counter[str] = Counter()
+        for index in range(given.budgets):  # a third of them, or more, are too small
+            low, high = 0.8 * least, 1.2 * most
+            limit = int(low * (high / low) ** (index / max(given.budgets - 1, 1)))
+            outcome, line = ("not run", "") if monotonic() > end_s else under_budget(kind, limit, base, home)
+            counts[outcome] += 1
+            if outcome not in ("ran", "refused", "not run"):
+                print(f"  {kind} {limit / MIB:6.0f} MiB: {outcome} {line}"[:230], flush=True)
+        print(f"{pairs[path]} {kind} {least / MIB:.0f}..{most / MIB:.0f} MiB: {dict(counts)}", flush=True)
+        total += counts
+    return total
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", metavar="PATH=NAME")
     parser.add_argument("--only", default="", help="cases whose description contains this")
     parser.add_argument("--held-out", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--most-context", type=int, default=OTHER_CONTEXTS[-1], help="of --held-out, in tokens")
+    parser.add_argument("--budgets", type=int, metavar="N")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of budgets")
+    parser.add_argument("--engine", default="auto", help="of --budgets")
     parser.add_argument("--most-s", type=float, default=900.0)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        run_child(json.loads(given.child))
-        return
+        return run_child(json.loads(given.child))
     pairs = dict(pair.rpartition("=")[::2] for pair in given.pairs)
-    counts: Counter[str] = Counter()
-    end_s = monotonic() + given.most_s
-    print(f"{'case':58} {'planned':>8} {'peak':>8} {'PSS':>8} {'own':>12} {'mapped':>12}  verdict (MB)")
     with tempfile.TemporaryDirectory() as home:
-        chosen = held_out(pairs, given.held_out, given.seed, given.most_context) if given.held_out else cases(pairs)
-        for case in chosen:
-            if not all(word in str(case).split() for word in given.only.split()):
-                continue
-            found = "not run: out of time" if monotonic() > end_s else measured(case, home)
-            if isinstance(found, str):
-                counts["no figure"] += 1
-                print(f"{case!s:58} {found}", flush=True)
-                continue
-            planned, peak = found["planned"], found["peak"]
-            verdict = judged(planned, peak)
-            counts[verdict] += 1
-            sizes = (planned, peak, found["pss"])
-            parts = (f"{found[a] / 1e6:.0f}/{found[b] / 1e6:.0f}" for a, b in PARTS)
-            columns = (*(f"{size / 1e6:8.0f}" for size in sizes), *(f"{part:>12}" for part in parts), verdict)
-            print(f"{case!s:58}", *columns, flush=True)
-    print(dict(counts))
+        work = load_under if given.budgets else compare
+        print(dict(work(given, pairs, monotonic() + given.most_s, home)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -75,14 +75,14 @@ MUTANTS = (
         "sampling/acceptance.py",
         "            remainder = residual(remainder, proposed)\n",
         "            remainder = residual(target_at(node, path), proposed)\n",
-        ("tests/core/test_verify_trees.py",),
+        ("tests/core/test_verify.py",),
     ),
     Mutant(
         "judge all siblings by one draw",
         "sampling/acceptance.py",
         "choices.accept(ratio, position + len(path), attempt)",
         "choices.accept(ratio, position + len(path))",
-        ("tests/core/test_verify_trees.py",),
+        ("tests/core/test_verify.py",),
     ),
     Mutant(
         "draw siblings without replacement, and say nothing of it",

@@ -18,26 +18,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from distill import Plan, distill
-from edgespec.config.options import Sampling
-from edgespec.export.gguf.convert import convert
-from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.writer import convert_hub
+from edgespec.export.gguf.convert import convert, own_precision
+from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.export.workspace import write_manifest
 from edgespec.formats.manifest import sha256_of
 from edgespec.loading.registry import GRAPH
 from edgespec.platform.files import atomic_file
-from edgespec.sampling import Sampler
-from edgespec.sampling.noise import Stream
 from trainlib import demo_texts as texts
 from trainlib.demo_network import BatchSchedule, TokenStream, network_config, pretrain, split_documents
-from trainlib.hub import OwnText, Target, save_model
+from trainlib.hub import Target, agreement, save_model
 
 STAGES = ("tokenizer", "target", "distill", "pack")
 TARGET = network_config(256, 768, layers=9, heads=4, kv_heads=2)
@@ -58,7 +52,7 @@ DESCRIPTION = (
     "word problems: it shows how speculative decoding works and invents names, numbers and facts"
 )
 BANNER = "demo is an 8M-parameter demonstration model: it invents names, numbers and facts"
-MEASURED_PROMPTS, MEASURED_TOKENS, TEMPERATURE = 32, 96, 0.8  # per domain; after each prompt
+MEASURED_PROMPTS, MEASURED_TOKENS = 32, 96  # per domain; after each prompt
 
 
 @dataclass(frozen=True)
@@ -138,46 +132,17 @@ def evaluation_prompts(tokenizer: Tokenizer, documents: list[str], count: int) -
     return [prompt[-512:] for prompt in prompts]
 
 
-@torch.no_grad()
-def own_logits(model: Any, text: OwnText) -> NDArray[np.float32]:
-    """Scores [tokens, vocab] that precede each token of the target's own part."""
-    found: NDArray[np.float32] = model(torch.tensor([text.token_ids[:-1]])).logits[0, text.start - 1 :].float().numpy()
-    return found
-
-
 def acceptance(target: Target, student: Target, prompts: Sequence[list[int]], seed: int) -> dict[str, float]:
     """Shares of the target's own tokens, along its continuations of `prompts`, all in 0..1.
 
-    `greedy`: same argmax along greedy text; at T=0.8 along sampled text `coupled`: same pick under shared noise;
-    `rejection`: sum of min(p, q); `greedy_match`: the chance that the target samples the student's argmax.
+    `greedy`: same argmax along greedy text; `rejection`: sum of min(p, q) along text sampled at temperature 1.
     """
-    greedy: list[bool] = []
-    coupled, rejection, match = list[bool](), list[float](), list[float]()
-    nothing = np.empty(0, np.int32)
-    for temperature in (0.0, TEMPERATURE):
-        for index, text in enumerate(target.write(prompts, MEASURED_TOKENS, temperature, seed)):
-            ours, theirs = own_logits(target.model, text), own_logits(student.model, text)
-            if not temperature:
-                greedy += (ours.argmax(axis=1) == theirs.argmax(axis=1)).tolist()
-                continue
-            settings = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=index)
-            sampler = Sampler(settings, ours.shape[1])
-            for position, rows in enumerate(zip(ours, theirs, strict=True), text.start):
-                first, second = (sampler.distribution(row, nothing) for row in rows)
-                picks = {sampler.pick(each, position, Stream.TARGET) for each in (first, second)}
-                dense = np.zeros((2, ours.shape[1]))
-                dense[0, first.token_ids], dense[1, second.token_ids] = first.probs, second.probs
-                coupled.append(len(picks) == 1)
-                rejection.append(float(dense.min(axis=0).sum()))
-                match.append(float(dense[0, int(rows[1].argmax())]))
-    shares: dict[str, Sequence[float]] = {
-        "greedy": greedy,
-        "coupled": coupled,
-        "rejection": rejection,
-        "greedy_match": match,
-    }
-    figures = {name: round(float(np.mean(values)), 4) for name, values in shares.items()}
-    return {**figures, "num_tokens": len(greedy) + len(coupled)}
+    figures: dict[str, float] = {"num_tokens": 0}
+    for place, (name, temperature) in enumerate((("greedy", 0.0), ("rejection", 1.0))):
+        texts = target.write(prompts, MEASURED_TOKENS, temperature, seed)
+        figures[name] = round(agreement(target.model, student.model, texts, ROUND["batch_tokens"])[place], 4)
+        figures["num_tokens"] += sum(len(text.token_ids) - text.start for text in texts)
+    return figures
 
 
 def measured(run: Run) -> dict[str, Any]:
@@ -215,7 +180,8 @@ def pack(run: Run, out: Path, *, with_figures: bool = True) -> None:
         convert(folder, path, "q8_0", name=f"edgespec demo {role}", licence=LICENCE.lower())
         shutil.rmtree(out / "onnx" / role, ignore_errors=True)
         (out / "onnx" / role).mkdir(parents=True)
-        convert_hub(open_hub(folder), out / "onnx" / role, "int8")
+        exact = convert(folder, run.work / f"{role}.gguf", own_precision(folder))
+        convert_gguf(open_gguf(exact), out / "onnx" / role, "int8")
         parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
         values["files"][role] = {**_file(out, path), "parameters": parameters}
         graph, *others = sorted((out / "onnx" / role).iterdir(), key=lambda path: path.name != GRAPH)

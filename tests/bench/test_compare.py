@@ -19,7 +19,7 @@ from peers.base import Answer, Files, Question, Refusal, Runtime, Settings, serv
 from peers.field import Contestant, contestants, tune
 from peers.over_http import arguments
 from peers.process import Child, Reply, RuntimeFailure
-from peers.report import Cell, Journal, markdown, rows_of
+from peers.report import Cell, Journal, Row, markdown, rows_of
 
 ROOT = Path(__file__).parents[2]
 CELL = Cell("model", 0.0, 1, "some")
@@ -193,17 +193,22 @@ def compare(folder: Path, *options: str, target: str = "demo-target-q8_0.gguf") 
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+def rows_in(folder: Path) -> dict[str, Row]:
+    journal = Journal(folder / "out" / "journal.jsonl")
+    (cell,) = journal.cells
+    return {row.name: row for row in rows_of(cell, journal)[1]}
+
+
 def test_the_command_measures_what_is_missing_and_names_who_cannot_run(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     runtimes = ["--runtimes", "edgespec", "llama-server", "llama-cpp-python/plain", "--cold"]
     first = compare(tmp_path, *runtimes)
     assert not first.returncode, first.stderr
-    told = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    rows = {row["name"]: row for row in told["cells"][0]["rows"]}
+    rows = rows_in(tmp_path)
     plain = ["llama-cpp-python plain", "llama-cpp-python plain again"]
     assert [*rows] == ["edgespec default", "edgespec default cold", "edgespec plain", *plain]
-    assert all(len(row["over_base"]) == 2 and min(row["over_base"]) > 0 for row in rows.values())
-    assert all(rows[f"edgespec {name}"]["same_text"] == 2 for name in ("default", "default cold"))
+    assert all(len(row.over_base) == 2 and min(row.over_base) > 0 for row in rows.values())
+    assert all(rows[f"edgespec {name}"].same_text == 2 for name in ("default", "default cold"))
     assert "not in the table: llama-server plain: no llama-server is given or found" in first.stdout
     journal = (tmp_path / "out" / "journal.jsonl").read_text(encoding="utf-8")
     assert not compare(tmp_path, *runtimes).returncode
@@ -216,6 +221,8 @@ def test_the_command_measures_what_is_missing_and_names_who_cannot_run(tmp_path:
 def test_clients_at_once_have_the_texts_of_plain_decoding(tmp_path: Path) -> None:
     done = compare(tmp_path, "--runtimes", "edgespec", "--clients", "2")
     assert not done.returncode, done.stderr
-    (cell,) = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["cells"]
-    assert [(row["name"], row["same_text"]) for row in cell["rows"]] == [("edgespec default", 1), ("edgespec plain", 1)]
+    assert {name: row.same_text for name, row in rows_in(tmp_path).items()} == {
+        "edgespec default": 1,
+        "edgespec plain": 1,
+    }
     assert "2 clients at once" in done.stdout

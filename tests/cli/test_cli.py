@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,6 @@ from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import swap_command
-from edgespec.platform.files import shipped_models
 from tiny_gguf import Shape, write_model
 
 EVERYDAY = "chat run serve ls show pull plan bench export doctor"
@@ -197,21 +195,17 @@ def test_text_of_a_file_or_a_pipe_comes_behind_the_prompt(pair, tmp_path):
 
 @POSIX
 def test_a_standard_input_without_data_does_not_hang(pair, monkeypatch, capsys):
-    """A socket is not read; a pipe that stays open is waited for, and that is said."""
+    """A socket is not read; a pipe that stays open is waited for, but not for ever."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert "standard input" not in prompt_of(pair, stdin=theirs)[1]
     monkeypatch.setattr(piped, "FIRST_BYTE_S", 0.2)
-    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
     reading, writing = os.pipe()
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert piped.text_behind() == ""
-        said = capsys.readouterr().err
-        assert "waiting for standard input" in said and "answering without it (< /dev/null" in said
-        os.write(writing, b"late")  # ends the thread that still reads
+        assert "answering without it (< /dev/null" in capsys.readouterr().err
         os.close(writing)
-        time.sleep(0.1)
 
 
 @POSIX
@@ -224,7 +218,6 @@ def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
             os.write(writing, word)
         os.close(writing)
 
-    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         threading.Thread(target=write).start()
@@ -234,7 +227,7 @@ def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
 @POSIX
 def test_an_input_without_end_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(piped, "MAX_TEXT_BYTES", 1 << 20)
-    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE, text=True) as endless:
         monkeypatch.setattr("sys.stdin", endless.stdout)
         with pytest.raises(PromptError, match="more than 1 MiB"):
             piped.text_behind()
@@ -307,8 +300,8 @@ def test_an_unknown_command_names_the_nearest():
         (["-n"], "'-n' requires an argument"),
         (["--stop", ""], "stop contains an empty string"),
         (["--drafter", "modle"], "did you mean 'model'?"),
-        (["--draft-length", "65"], "0..64"),
-        (["--draft-length", "-1"], "0..64"),
+        (["--draft-length", "65"], "at most 64"),
+        (["--draft-length", "-1"], "at least 0"),
         (["-t", "0"], "threads must be at least 1"),
         (["-c", "3"], "ctx-size must be at least 16"),
         (["--verify", "rejection", "--reproducible"], "does not work with"),
@@ -501,14 +494,12 @@ def test_doctor_reports_engine_and_versions():
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_doctor_names_models_by_their_folders_and_tells_which_are_damaged(tmp_path, monkeypatch):
+def test_doctor_tells_which_models_are_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
-    shutil.copytree(shipped_models() / "demo", tmp_path / "copy")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / MANIFEST).write_text("no = = toml")
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
-    assert {"copy", "demo"} <= {model["name"] for model in report["models"]}
     assert result.exit_code == 1 and any(f"broken{os.sep}{MANIFEST}" in problem for problem in report["problems"])
 
 
@@ -528,7 +519,7 @@ def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):
 
 
 def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
-    monkeypatch.setattr("edgespec.cli.doctor._version", lambda package: "1.0")
+    monkeypatch.setattr("edgespec.cli.doctor._is_installed", lambda package: True)
     result = run("doctor")
     assert result.exit_code == 1 and result.stdout.startswith("Not ready: 1 problem")
     (problem,) = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]

@@ -204,8 +204,8 @@ def test_unset_takes_a_setting_back(model):
         ("/set max-tokens 0", "max-tokens must be at least 1"),
         ("/set drafter eagle", "drafter 'eagle' needs"),
         ("/set regex (", "regex"),
-        ("/set draft-length maybe", "'maybe' is not a whole number or auto"),
-        ("/set draft-length 99", "draft-length must be auto or 0..64"),
+        ("/set draft-length maybe", "must be auto or a whole number, got 'maybe'"),
+        ("/set draft-length 99", "draft-length must be at most 64"),
         ("/save", "/save needs a file name"),
         ("/read", "/read needs a file name"),
         ("/read /nonexistent", "/read: the file '/nonexistent' cannot be read"),
@@ -370,19 +370,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(slow_path):
         terminal.wait_for(ASKING)
         terminal.type("\x04")
         assert terminal.process.wait(120) == 0
-
-
-@POSIX
-def test_what_is_typed_during_an_answer_waits_for_the_prompt(slow_path):
-    with Terminal("chat", str(slow_path), "--drafter", "none", "--ignore-eos", "--seed", "1") as terminal:
-        terminal.enter("/set max-tokens 30")
-        terminal.enter("hello")
-        terminal.wait_for_more()
-        terminal.type("/stats")
-        assert "/stats" not in terminal.wait_for(ASKING)
-        terminal.wait_for("/stats")
-        terminal.type("\r")
-        terminal.wait_for("1 answer in all")
 
 
 @POSIX

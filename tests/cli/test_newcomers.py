@@ -15,8 +15,7 @@ from command_line import refusal, run
 from edgespec.cli.chat import CHOSEN_HERE
 from edgespec.cli.main import cli
 from edgespec.cli.stdin import line_reader
-from edgespec.errors import DownloadError, ModelFileError
-from edgespec.loading.download import Patience
+from edgespec.errors import ModelFileError
 from edgespec.loading.registry import resolve
 from split_gguf import split
 from tiny_gguf import Shape, write_model
@@ -169,30 +168,8 @@ def test_a_folder_that_cannot_be_converted_is_refused_before_packages_are_asked_
     assert "already holds GGUF files (tiny.gguf)" in refused("export", str(folder))
 
 
-def test_a_hub_that_is_not_reached_is_said_while_it_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("edgespec.loading.download.sleep", lambda seconds: None)
-    patience = Patience("o/model")
-    with pytest.raises(DownloadError, match="could not be fetched"):
-        while True:
-            patience.wait(ConnectionError("no route"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "o/model cannot be fetched (no route): retrying for a few seconds"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("/settings", "/show"),
-        ("/reset", "/clear"),
-        ("/retry", "/regen"),
-        ("/temp 0.5", "/set temp VALUE"),
-        ("/stat", "/stats"),
-    ],
-)
-def test_a_slash_command_of_another_chat(folder: Path, typed: str, meant: str) -> None:
+@pytest.mark.parametrize(("typed", "meant"), [("/temp 0.5", "/set temp VALUE"), ("/stat", "/stats")])
+def test_a_slash_command_that_is_none(folder: Path, typed: str, meant: str) -> None:
     model = write_model(folder / "tiny.gguf")
     found = run("chat", str(model), stdin=f"{typed}\n")
     assert f"no such command {typed.split()[0]}; did you mean '{meant}'?" in found.stderr

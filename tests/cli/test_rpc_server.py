@@ -43,16 +43,10 @@ def test_another_address_is_served_with_a_warning(served, tmp_path, monkeypatch)
     assert (tmp_path / "cache" / "rpc").is_dir()
 
 
-@pytest.mark.parametrize("host", ["localhost", "::1", "1.2.3"])
-def test_an_address_that_is_not_ipv4_is_refused(served, host):
-    result = run("--host", host)
-    assert result.exit_code == 2 and f"{host!r} is not an IPv4 address" in result.stderr
-    assert not served
-
-
-def test_a_port_in_use_is_refused(served):
+def test_where_nothing_can_listen_is_said(served):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("--port", str(port))
-    assert result.exit_code == 2 and f"nothing can listen on 127.0.0.1:{port}" in result.stderr
+        for host in ("127.0.0.1", "localhost", "::1", "1.2.3"):
+            result = run("--host", host, "--port", str(port))
+            assert result.exit_code == 2 and f"nothing can listen on {host}:{port}" in result.stderr
     assert not served

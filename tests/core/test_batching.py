@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import edgespec
 from bench_table import table_model
 from edgespec import GenerateOptions, Generation, Model, Result, Sampling
 from edgespec.engines.parked import ParkedStates
-from edgespec.errors import Busy, CapabilityError, EngineError
+from edgespec.errors import EngineError
 from edgespec.reports import TokenEvent
 from edgespec.types import Batch, Logits
 from waiting import until
@@ -145,19 +144,6 @@ def test_clients_that_take_turns_have_a_place_each(tmp_path: Path, monkeypatch: 
                 texts[name] = [*ids, *found.token_ids, 1]
 
 
-def test_idle_texts_stay_where_every_sequence_has_its_own_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
-    monkeypatch.setattr("edgespec.generation.slots.MOST_IDLE_TOKENS", 8)
-    options: dict[str, Any] = {"engine": "llamacpp", "threads": 1, "context_length": 256, "drafter": "none"}
-    with edgespec.load("demo", parallel=2, reproducible=False, **options) as model:
-        assert model.target.facts.own_cells
-        first, other = (model.encode(text) * 8 for text in ("the first conversation ", "another one, of others "))
-        model.generate_all([first, other], Sampling(), replace(OPTIONS, max_tokens=2))
-        model.generate_all([first], Sampling(), replace(OPTIONS, max_tokens=2))
-        assert all(slot.sequence.length > 8 for slot in model._executor.slots.all)
-        assert not model._executor.parked.num_bytes
-
-
 def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
     """The only free place holds another conversation, and the new one shares its beginning with one that runs."""
     system, other = [1, 2, 3, 4, 5, 6, 7, 8] * 8, [8, 7, 6, 5] * 24
@@ -181,27 +167,6 @@ def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
         while batch.num_running:
             batch.step()
     assert again.stats.reused_tokens == len(other)
-
-
-def test_a_batch_leaves_no_narrow_prompts_and_teaches_a_curve_once(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    curve, seen = model._pool.costs.curve, []
-    observe = type(curve).observe
-    monkeypatch.setattr(
-        type(curve), "observe", lambda own, *given, **named: seen.append(own) or observe(own, *given, **named)
-    )
-    with model.batch() as batch:
-        for drafter in ("auto", "suffix"):
-            batch.begin(model.stream([1, 2, 3], Sampling(), replace(OPTIONS, drafter=drafter)))
-        batch.step()
-        before = len(seen)
-        batch.step()
-        assert len(seen) - before <= 1
-        while batch.num_running:
-            batch.step()
-    model.generate([1, 2, 3], Sampling(), OPTIONS)
-    assert model._executor.sequence.most_rows > 1 << 20
 
 
 def test_a_failure_ends_all_answers_of_a_list(model: Model) -> None:
@@ -359,70 +324,6 @@ def test_an_interrupt_between_two_answers_of_one_pass_spoils_neither_cache(
         assert (result.token_ids, result.logprobs) == (whole.token_ids[9:], whole.logprobs[9:])
 
 
-@pytest.mark.parametrize("ends", ["beside one that does not draft", "with the batch"])
-def test_a_later_answer_alone_is_priced_alone(model: Model, ends: str) -> None:
-    """Costs went on to be those of shared passes: nothing more was learnt of passes, and a plain one cost half."""
-    drafting = replace(OPTIONS, drafter="auto", max_tokens=10)
-    with model.batch() as batch:
-        batch.begin(model.stream([1, 2, 3], Sampling(), drafting))
-        beside = drafting if ends == "with the batch" else replace(OPTIONS, drafter="none")
-        batch.begin(model.stream([4, 5], Sampling(), beside))
-        for _ in range(5):
-            batch.step()
-        while batch.num_running and ends != "with the batch":
-            batch.step()
-    costs = model._pool.costs.run
-    model.generate([1, 2, 3], Sampling(), replace(drafting, max_tokens=1))
-    assert not costs.is_shared
-    assert costs.plain_s() == costs.curve.at(1)
-
-
-def test_one_that_is_left_alone_does_not_take_its_share_of_a_pass_for_a_whole_one(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the others have just ended, the time of the last shared pass taught what a row alone costs."""
-    drafting = replace(OPTIONS, drafter="auto")
-    with model.batch() as batch:
-        batch.begin(model.stream([4, 5], Sampling(), replace(drafting, max_tokens=6)))
-        batch.begin(model.stream([1, 2, 3], Sampling(), drafting))
-        while batch.num_running == 2:
-            is_first, taught = batch._members[0].run.stats.new_tokens == 0, []
-            curve = model._pool.costs.run.curve
-            monkeypatch.setattr(curve, "observe", lambda width, *_given, **_named: taught.append(width))  # noqa: B023
-            batch.step()
-            assert is_first or len(taught) <= 1
-        assert model._pool.costs.run.was_shared
-
-
-def test_a_prefix_that_cannot_be_copied_takes_no_place(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place is free afterwards, and its cache is empty."""
-    shared = [1, 2, 3, 4] * 20
-    fork = model.target.fork
-
-    def interrupted(source: int, destination: int) -> None:
-        fork(source, destination)
-        raise MemoryError("no room for the copy")
-
-    with model.batch() as batch:
-        batch.begin(model.stream(shared, Sampling(), replace(OPTIONS, max_tokens=60)))
-        for _ in range(4):
-            batch.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(model.target, "fork", interrupted)
-            for _ in range(5):
-                with pytest.raises(MemoryError):
-                    batch.begin(model.stream([*shared, 5], Sampling(), OPTIONS))
-        assert batch.num_running == 1
-        later = [model.stream([*shared, last], Sampling(), OPTIONS) for last in (5, 6, 7)]
-        for generation in later:
-            assert batch.has_room(generation)
-            batch.begin(generation)
-        while batch.num_running:
-            batch.step()
-    for generation, last in zip(later, (5, 6, 7), strict=True):
-        assert same(generation.result(), alone(model, [*shared, last], Sampling()))
-
-
 def test_engines_that_cannot_pack_take_passes_in_turn(model: Model) -> None:
     expected = [alone(model, prompt, Sampling()) for prompt in PROMPTS]
     model.forget()
@@ -435,24 +336,6 @@ def test_engines_that_cannot_pack_take_passes_in_turn(model: Model) -> None:
     order = counted.sequences
     gaps = [b - a for k in range(4) for a, b in pairwise([i for i, s in enumerate(order) if s == k])]
     assert max(gaps) <= 5
-
-
-def test_drafts_share_passes_where_the_target_cannot(model: Model) -> None:
-    """As in reproducible mode on ONNX: a draft's bits change no text."""
-    prompts = PROMPTS[:2] + PROMPTS[3:5]
-    expected = [alone(model, prompt, Sampling()) for prompt in prompts]
-    model.forget()
-    model.target.facts = replace(model.target.facts, can_pack=False)
-    of_target, of_draft = Counting(model.target), Counting(model.draft_engine)
-    found = model.generate_all(prompts, Sampling(), replace(OPTIONS, drafter="model", draft_length=3))
-    assert all(map(same, found, expected))
-    assert set(of_target.widths) == {1}
-    assert of_draft.widths.count(4) > len(of_draft.widths) / 4
-
-
-def test_a_drafter_that_is_not_there_is_refused(model: Model) -> None:
-    with pytest.raises(CapabilityError, match="medusa"):
-        model.generate_all([[1]], options=replace(OPTIONS, drafter="medusa"))
 
 
 class Counting:
@@ -488,19 +371,3 @@ def test_who_reads_a_generation_that_a_batch_runs_leaves_the_model_free(model: M
     reader.join(10)
     assert found == ["length"]
     assert len(model.generate([1, 2], options=GenerateOptions(max_tokens=2, max_wait_s=0)).token_ids) == 2
-
-
-def test_prompts_wait_no_longer_than_they_may(model: Model) -> None:
-    with model.stream([1, 2, 3], options=OPTIONS) as running:
-        next(running)
-        elsewhere = Thread(target=lambda: refused.append(refusal(model)), daemon=True)
-        refused: list[str] = []
-        elsewhere.start()
-        elsewhere.join(10)
-    assert len(refused) == 1 and "wait limit of 0 s" in refused[0]
-
-
-def refusal(model: Model) -> str:
-    with pytest.raises(Busy) as raised:
-        model.generate_all([[1, 2]], options=GenerateOptions(max_wait_s=0))
-    return str(raised.value)

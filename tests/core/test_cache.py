@@ -57,12 +57,6 @@ def test_a_table_counts_as_a_plain_loop_does() -> None:
         assert table.get(key_of(ngram)) is None
 
 
-def test_a_table_of_nothing() -> None:
-    for texts in ([], [array()], [array(1)], [array(1, 2)]):
-        table = CountTable(texts)
-        assert table.get(key_of((1, 2))) is None
-
-
 def test_growing_counts_keep_the_majority_of_what_followed() -> None:
     rng = np.random.default_rng(1)
     ids = rng.choice(5, 3000, p=[0.7, 0.1, 0.1, 0.05, 0.05]).tolist()
@@ -78,13 +72,6 @@ def test_growing_counts_keep_the_majority_of_what_followed() -> None:
             tested += 1
             assert found[0] == token_id
     assert tested > 500
-
-
-def test_keys_are_those_of_the_latest_tokens_whatever_stands_before() -> None:
-    assert keys_of([9, 9, 1, 2, 3, 4, 5, 6])[0] == keys_of([1, 2, 3, 4, 5, 6])[0]
-    assert len(keys_of([1, 2, 3, 4, 5, 6])) == len(SIZES)
-    assert keys_of([]) == [] and [len(keys_of(range(size))) for size in (1, 2, 3, 4, 5, 9)] == [1, 2, 3, 3, 4, 4]
-    assert len(set(keys_of([0, 0, 0, 0, 0, 0]))) == len(SIZES)
 
 
 def test_the_longest_known_ngram_decides_and_this_text_before_others() -> None:
@@ -121,15 +108,6 @@ def test_what_it_was_told_of_is_drafted_from_until_it_is_forgotten() -> None:
     drafter.begin(array(6, 6))
     assert drafted(drafter, [6, 6, 20, 21]) == []
     assert drafted(drafter, [6, 6, 20, 21, 1, 2]) == [3, 4], "what earlier runs left stays"
-
-
-def test_another_text_is_not_drafted_from_and_the_same_one_goes_on() -> None:
-    drafter = CacheDrafter(100)
-    drafter.begin(array(1, 2, 3, 4))
-    drafter.begin(array(1, 2, 3, 4, 5, 1, 2))
-    assert drafted(drafter, [1, 2, 3, 4, 5, 1, 2], 2) == [3, 4]
-    drafter.begin(array(7, 1, 2))
-    assert drafted(drafter, [7, 1, 2]) == []
 
 
 def test_memory_is_bounded_and_told() -> None:

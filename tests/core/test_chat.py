@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -65,12 +64,9 @@ def test_a_conversation_is_a_prefix_of_its_continuation():
     ("source", "error", "said"),
     [
         ("{{ ''.__class__.__mro__ }}", CapabilityError, "forbidden"),
-        ("{{ cycler.__init__.__globals__ }}", CapabilityError, "forbidden"),
         ("{{ messages.append(1) }}", CapabilityError, "forbidden"),
         ("{% if %}", CapabilityError, "broken"),
-        ("{{ 'a' | nothing }}", CapabilityError, "broken"),
         ("{% include '/etc/passwd' %}", CapabilityError, "fails"),
-        ("{{ 1 / 0 }}", CapabilityError, "fails"),
         ("{% for i in range(10 ** 8) %}{% endfor %}", CapabilityError, "fails"),
         ("{{ raise_exception('roles must alternate') }}", PromptError, "roles must alternate"),
         ("{{ nothing.at.all }}", PromptError, "undefined"),
@@ -86,23 +82,14 @@ def test_a_bad_template_is_a_typed_error(source, error, said):
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{{ ('a' * 15000000).replace('a', 'b' * 15000000) }}",
-        "{{ 'a'.encode().ljust(9999999999) }}",
         "{{ lipsum(n=999999999) }}",
-        "{{ [1] | slice(999999999) | list }}",
-        "{{ [1] | batch(9999999999, 0) | list }}",
-        "{{ messages | tojson(indent=9999999999) }}",
         "{{ 'x' * 10 ** 9 }}",
         "{{ 9 ** (9 ** 9) }}",
         "{{ '%200000000d' % 1 }}",
-        "{{ '%*d' % (200000000, 1) }}",
-        "{{ '%200000000d' | format(1) }}",
         "{{ '{:200000000}'.format(1) }}",
         "{{ 'x'.ljust(200000000) }}",
-        "{{ 'x' | center(200000000) }}",
-        "{{ 'x' | indent(200000000, true) }}",
     ],
 )
 def test_a_template_takes_no_more_than_it_may(source):
@@ -110,11 +97,6 @@ def test_a_template_takes_no_more_than_it_may(source):
     with pytest.raises((CapabilityError, PromptError), match=r"template (cannot be used|fails|renders a prompt of)"):
         render_chat(source, HELLO)
     assert render_chat("{{ messages[0].content }}", HELLO) == "hello"
-
-
-def test_a_template_may_format_numbers():
-    source = "{{ '%05.1f|%s' % (2.5, 'x') }} {{ '{:>4}'.format(7) }} {{ '%d' | format(3) }} {{ 'a' | indent(2, true) }}"
-    assert render_chat(source, HELLO) == "002.5|x    7 3   a"
 
 
 def test_a_template_that_reads_typed_parts_only_gets_them():
@@ -133,18 +115,6 @@ def test_a_template_that_joins_tool_arguments_gets_them_as_text():
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        ({"role": "user", "content": [{"type": "text", "text": None}]}, "allowed: text"),
-        ({"role": "assistant", "content": "", "tool_calls": [{"function": 5}]}, "allowed: an object"),
-    ],
-)
-def test_a_part_or_a_call_that_cannot_be_used_is_named(message, said):
-    with pytest.raises(PromptError, match=said):
-        render_chat("{{ messages }}", [*HELLO, message])
-
-
-@pytest.mark.parametrize(
     ("messages", "said"),
     [
         ([], "empty"),
@@ -154,6 +124,8 @@ def test_a_part_or_a_call_that_cannot_be_used_is_named(message, said):
         ([{"role": "user", "content": 3}], "int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
         ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], "not an object"),
+        ([*HELLO, {"role": "user", "content": [{"type": "text", "text": None}]}], "allowed: text"),
+        ([*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": 5}]}], "allowed: an object"),
     ],
 )
 def test_a_message_that_cannot_be_used_is_named(messages, said):
@@ -191,12 +163,9 @@ def test_a_saved_conversation_loads_unchanged(tmp_path, system):
     "content",
     [
         "",
-        "[]",
-        "{}",
         "\udcff",
         '{"format": "edgespec-conversation", "version": 2, "messages": []}',
         '{"format": "edgespec-conversation", "version": 1, "messages": 3}',
-        '{"format": "edgespec-conversation", "version": 1, "messages": [3]}',
         '{"format": "edgespec-conversation", "version": 1, "messages": [{"role": "x", "content": ""}]}',
         "[" * 100_000,
     ],
@@ -206,21 +175,6 @@ def test_another_file_is_refused(tmp_path, content):
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(StateError, match=r"other\.json"):
         Conversation.load(path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "saved.json"
-    exchanges(1).save(path)
-    before = path.read_bytes()
-
-    def full(self: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(StateError, match="No space left"):
-        exchanges(2).save(path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path], "no temporary file stays behind"
 
 
 def ten_per_message(messages: list[dict[str, object]]) -> int:
@@ -261,13 +215,6 @@ def test_what_the_context_had_no_room_for_stays_in_the_file(tmp_path):
     conversation.clear()
     conversation.save(path)
     assert "dropped" not in json.loads(path.read_text())
-
-
-def test_the_last_message_is_never_dropped():
-    conversation = exchanges(3)
-    conversation.ask("question 3")
-    assert fit_context(conversation, ten_per_message, context_length=15, reserve=10) == 3
-    assert conversation.messages == [{"role": "user", "content": "question 3"}]
 
 
 def test_a_message_that_alone_is_too_long_is_refused_and_nothing_is_lost():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from typing import Any
@@ -114,22 +113,6 @@ def test_masks_depend_on_the_text_alone() -> None:
         if choices:
             texts.append(np.append(text, np.int32(draws.choice(choices))))
         walked._masks.clear()
-
-
-@pytest.mark.parametrize("grammar", [FORCING, PARITY])
-def test_no_forced_token_is_missed_for_what_the_mask_says(grammar: Grammar) -> None:
-    """llguidance is asked for forced tokens only where its mask leaves no choice."""
-    target, draw, num_forced = table(), np.random.default_rng(5), 0
-    found, asked = constraint(grammar, target), constraint(grammar, target)
-    text_ids = PROMPT
-    while text_ids.size < 80 and text_ids[-1] != END:
-        asked._go_to(text_ids[PROMPT.size :])
-        tokens = tuple(asked._matcher.compute_ff_tokens())
-        forced = found.forced(text_ids)
-        assert forced[: len(tokens)] == tokens and set(forced[len(tokens) :]) <= {END}
-        num_forced += bool(tokens)
-        text_ids = np.append(text_ids, draw.choice(found.mask(text_ids).ids)).astype(np.int32)
-    assert bool(num_forced) == (grammar is FORCING)
 
 
 def test_forced_tokens_end_where_there_is_a_choice_and_with_the_end() -> None:
@@ -256,29 +239,16 @@ def test_only_one_structure_and_nothing_that_contradicts_it() -> None:
             "at items: minProperties 2 cannot be kept",
         ),
         ("json_schema", '{"$ref": "#/nowhere"}', "Pointer '/nowhere' does not exist"),
-        (
-            "json_schema",
-            '{"properties": {"a": {"type": "array", "uniqueItems": true}}}',
-            "at properties.a: .*uniqueItems",
-        ),
         ("grammar", "start: x", "unknown name"),
         ("grammar", 'root ::= "yes" | (', "Expected"),
-        ("grammar", "nothing", "grammar cannot be used"),
         ("grammar", "root ::= missing", "Rule 'missing' not found"),
-        ("grammar", 'other ::= "a"', "No 'root' rule found"),
         ("regex", "[a-", "unclosed character class"),
-        (
-            "json_schema",
-            '{"properties": {"a": {"multipleOf": 1073741824}}}',
-            r"at properties\.a: multipleOf 1073741824",
-        ),
         (
             "json_schema",
             '{"type": "number", "multipleOf": 1000.003}',
             "multipleOf 1000.003 is too large, at most 100000",
         ),
         ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}', "product of all multipleOf"),
-        ("json_schema", '{"multipleOf": 9973, "$ref": "#/x", "x": {"multipleOf": 9967}}', "product of all"),
         ("grammar", 'start: "a" %json {"type": "integer", "multipleOf": 1048576}', "multipleOf 1048576"),
     ],
 )
@@ -374,8 +344,6 @@ def test_a_rule_of_gbnf_may_end_before_what_it_could_read_too() -> None:
         (r'"caf\u00e9ab"', ("caféab",), ("caf\ue9ab",)),
         (r'"\u0394elta" "\u0022\u005c\u0009"', ('Δelta"\\\t',), ("\u394elta",)),
         (r'[\u00e9ab] "x"', ("éx", "ax"), ("\ue9abx",)),
-        (r"[\u005eab\u002dd]", ("^", "a", "b", "-", "d"), ("c", "e")),
-        (r"[\U0001F600-\U0001F602]", ("😁",), ("😃",)),
         (r"[^\u00e9\u0041-\u005a]", ("a",), ("é", "B")),
         (r'"\\u00e9"', ("\\u00e9",), ("é",)),
     ],
@@ -450,9 +418,7 @@ INT64 = (-(2**63), 2**63 - 1)
     ("schema", "is_allowed", "is_not"),
     [
         ({"minimum": INT64[0], "maximum": INT64[1]}, ("0", "-9223372036854774784", str(2**62)), (str(2**64), "1.5")),
-        ({"minimum": -9223372036854776000, "maximum": 9223372036854776000}, ("7", "-7"), (str(-(2**64)),)),
         ({"minimum": INT64[0] + 1}, ("-5", "123456789012"), (str(-(2**64)),)),
-        ({"exclusiveMaximum": 2**64}, ("-5", "5"), ()),
         ({"minimum": -1e30, "maximum": 1e300}, ("-5", "5"), ()),
         ({"minimum": 0, "maximum": 2**64 - 1}, ("0", str(2**63 - 1024)), ("-1",)),
         ({"minimum": -(2**53), "maximum": 2**53}, (str(2**53), str(-(2**53))), (str(2**53 + 1),)),
@@ -502,12 +468,9 @@ OBJECT: dict[str, Any] = {
                 {"name": "abc", "user": {"id": OTHER}, "more": [ID, "x"]},
                 {"user": {"id": OTHER, "of": {"id": OTHER}}, "more": [5]},
                 {"user": {"id": OTHER - 1}},
-                {"user": {}},
                 {"name": "abcd", "user": None},
-                {"user": None, "more": []},
                 {"user": None, "more": [ID, ID, ID]},
                 {"user": None, "other": 1},
-                {"name": "abc"},
                 {},
             ],
         ),
@@ -536,30 +499,14 @@ def test_an_object_with_a_large_number_gets_no_other_properties_and_a_note_says_
 
 
 @pytest.mark.parametrize(
-    "name", ["type", "properties", "required", "enum", "anyOf", "items", "minItems", "$ref", "$defs"]
-)
-@pytest.mark.parametrize("value", [-1, "a", [1], [[1], "b"], {"a": 1}, None], ids=str)
-def test_a_keyword_of_a_wrong_type_beside_a_large_number_is_refused(name: str, value: Any) -> None:
-    for schema in ({"properties": {"a": {"const": ID}}}, {"items": {"enum": [ID]}}, {"anyOf": [{"const": ID}]}):
-        schema = {"type": "object"} | schema | {name: value, "description": "x"}
-        with contextlib.suppress(ConfigError):
-            made(schema)
-
-
-@pytest.mark.parametrize(
     "schema",
     [
-        {"type": "array", "items": {"const": ID}, "uniqueItems": True},
         {"allOf": [{"const": ID}, {"type": "integer"}]},
         {"const": ID, "minimum": 1},
         {"properties": {"a": {"const": ID}}, "minProperties": 1},
-        {"prefixItems": [{"enum": [ID]}]},
         {"type": "integer", "minimum": 2**64 - 1, "maximum": 2**64 - 1},
-        {"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 1},
         {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
-        {"type": "integer", "minimum": -1e30, "maximum": -1e29},
         {"type": "integer", "multipleOf": 2**53 + 1},
-        {"allOf": [{"multipleOf": 70_000}, {"multipleOf": 90_000}]},
         {"$ref": "#/x/y", "x": {"y": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}}},
     ],
 )
@@ -570,12 +517,6 @@ def test_a_number_that_cannot_be_kept_is_refused(schema: dict[str, Any]) -> None
     lark = f"start: %json {json.dumps(schema)}"
     with pytest.raises(ConfigError, match=words.replace("json_schema", "grammar")):
         Constraints().of(Grammar("grammar", lark), table().vocabulary, 0)
-
-
-def test_a_property_may_be_called_like_a_keyword() -> None:
-    names = ("enum", "const", "default", "minimum", "format", "multipleOf")
-    schema = {"type": "object", "properties": {name: {"type": "integer", "minimum": -(2**63)} for name in names}}
-    assert followed(Grammar("json_schema", json.dumps(schema)), '{"enum": 5, "const": -5}')
 
 
 @pytest.mark.parametrize("form", ["uri-reference", "regex", "idn-email", "password", "binary", "path", "url", "int32"])

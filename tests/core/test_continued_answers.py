@@ -12,7 +12,7 @@ from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.chat.marks import CHANNELS, KNOWN_MARKS, ChannelSplitter
 from edgespec.chat.reasoning import Reasoning
-from edgespec.chat.template import answer_prefix, chat_text, encode_messages
+from edgespec.chat.template import answer_prefix, encode_messages
 from edgespec.errors import PromptError
 from edgespec.vocabulary import Vocabulary
 
@@ -81,15 +81,6 @@ def test_templates_that_add_to_the_text_or_show_it_twice() -> None:
     assert prompt("So", EMPTY_THOUGHTS).endswith("|assistant\n<think>\n\n</think>\n\nSo")
     assert prompt("So", TWICE).startswith("SoSo!|user"), "and no mark is left in it"
     assert prompt("<think>\nHm.\n</think>\n\nYes, ", CUTS_THOUGHTS).endswith("|assistant\nYes, ")
-
-
-@pytest.mark.parametrize("template", [CHATML, CUTS_THOUGHTS, EMPTY_THOUGHTS, LAST_IS_OPEN])
-@pytest.mark.parametrize("text", ["So ", ""])
-def test_the_rendered_text_for_other_programs_ends_there_too(template: str, text: str) -> None:
-    vocabulary = Characters(template)
-    messages = [*QUESTION, {"role": "assistant", "content": text}]
-    shown = chat_text(vocabulary, messages)
-    assert vocabulary.encode(shown, parse_special=True) == encode_messages(vocabulary, messages, None, "m")
 
 
 def test_a_text_cannot_forge_a_turn() -> None:

@@ -22,26 +22,11 @@ from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import EngineError
 from edgespec.sampling import Sampler
 from edgespec.types import Batch, Logits, TokenIds
-from table_engine import TableEngine
+from table_engine import Struck, TableEngine
 from tiny_heads import LAYERS, OpenHead, drafter_of, random_heads
 
 VOCABULARY = 10
 OPTIONS = GenerateOptions(max_tokens=40, ignore_eos=True)
-
-
-class Struck(TableEngine):
-    """Its pass number `strikes_at` raises when its rows are in the cache already: the worst moment."""
-
-    strikes_at = 0
-    passes = 0
-    error: type[BaseException] = KeyboardInterrupt
-
-    def forward(self, batch: Batch) -> Logits:
-        logits = super().forward(batch)
-        self.passes += 1
-        if self.passes == self.strikes_at:
-            raise self.error("struck")
-        return logits
 
 
 def mapped(engine: Struck) -> Drafter:
@@ -82,10 +67,10 @@ def test_whatever_strikes_a_draft_its_cache_holds_what_it_knows(
     wanted = [ask(length) for length in (8, 30, 44)]
     drafter.reset_engine()
     ask(8)
-    engine.passes, engine.strikes_at, engine.error = 0, strikes_at, error
+    engine.strike(strikes_at, error)
     with pytest.raises(error):
         ask(30)
-    engine.strikes_at = 0
+    engine.strike(0)
     for cache in caches_of(drafter):
         assert cache.engine.length() == cache.length, "tokens that nobody knows of"
     assert ask(30) == wanted[1]

@@ -44,19 +44,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_a_name_resolves_to_all_files_of_the_pair(home: Path):
-    write_pair(home / "pair")
-    pair = resolve("pair")
-    assert (pair.name, pair.banner, pair.context_length) == ("pair", "hello", 64)
-    assert (pair.target.read_bytes(), pair.draft.read_bytes(), pair.medium) == (TARGET, DRAFT, None)
-    assert dict(pair.recommended) == {"temperature": 0.7, "top_k": 40}
-    assert pair.files["target"].sha256 == hashlib.sha256(TARGET).hexdigest()
-
-
-def test_the_users_folder_comes_before_the_checkout(home: Path):
+def test_a_name_is_a_pair_and_the_users_folder_comes_before_the_checkout(home: Path):
     assert "demo" in models.registered_folders()
     write_pair(home / "demo")
-    assert resolve("demo").target.read_bytes() == TARGET
+    pair = resolve("demo")
+    assert (pair.banner, pair.context_length) == ("hello", 64)
+    assert (pair.target.read_bytes(), pair.draft.read_bytes(), pair.medium) == (TARGET, DRAFT, None)
+    assert dict(pair.recommended) == {"temperature": 0.7, "top_k": 40}
     assert models.registered_folders()["demo"] == home / "demo"
 
 
@@ -102,11 +96,12 @@ def test_a_missing_path_is_not_taken_for_a_name(home: Path, text: str):
         resolve(text)
 
 
-def test_a_gguf_without_its_ending_is_recognised(tmp_path: Path):
+def test_a_gguf_without_its_ending_runs_by_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ollama names its files by their checksum."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "own"))
     path = write_model(tmp_path / "tiny.gguf").rename(tmp_path / "sha256-0123")
-    with pytest.raises(ModelFileError, match=r"is a GGUF file whose name .* ln -s .*sha256-0123 model.gguf"):
-        resolve(str(path))
+    found = resolve(str(path)).target
+    assert found.name == "sha256-0123.gguf" and found.samefile(path)
 
 
 def test_other_files_are_refused(home: Path, tmp_path: Path):
@@ -123,9 +118,7 @@ def test_a_clone_of_a_repository_with_graphs_says_what_they_need(home: Path, tmp
     (tmp_path / "onnx").mkdir()
     for name in ("config.json", "tokenizer.json", "onnx/model_q4.onnx", "onnx/model_int8.onnx"):
         (tmp_path / name).write_text("{}", encoding="utf-8")
-    with pytest.raises(
-        ModelFileError, match=r"lie in .*onnx. and need .*: copy its \.json and \.jinja files to .*onnx"
-    ):
+    with pytest.raises(ModelFileError, match=r"keeps its graphs in onnx/: copy its \.json and \.jinja files there"):
         resolve(str(tmp_path))
 
 
@@ -135,17 +128,12 @@ def test_a_clone_of_a_repository_with_graphs_says_what_they_need(home: Path, tmp
         ({"head": "format = 1\nname = "}, r"cannot be read: .*line 2"),
         ({"head": "format = 2"}, "format is 2; this edgespec reads 1"),
         ({"head": 'name = "pair"'}, "format is missing"),
-        ({"head": 'format = 1\ndescripton = "x"'}, "descripton is not a known key; did you mean 'description'"),
         ({"head": "format = 1\nbanner = 3"}, "banner must be str, got 3"),
-        ({"head": "format = true"}, "format must be int, got True"),
         ({"target": ""}, r"files\.target is missing"),
-        ({"target": "[files]\ntarget = 3"}, r"files\.target must be a table"),
         ({"draft": "[files.drafft]"}, r"files\.drafft is not a known key; did you mean 'draft'"),
-        ({"draft": '[files.draft]\npath = "d.gguf"\nbytes = 13'}, r"files\.draft\.sha256 is missing"),
         ({"draft": '[files.draft]\npath = "d.gguf"\nsha256 = "00"'}, r"files\.draft\.sha256 must be 64 hexadecimal"),
         ({"draft": '[files.draft]\npath = "../d.gguf"'}, r"files\.draft\.path must stay inside the folder"),
         ({"sampling": "[sampling]\ntemprature = 1"}, r"sampling\.temprature is not a known key; did you mean"),
-        ({"sampling": '[sampling]\ntop_k = "40"'}, r"sampling\.top_k must be int or float"),
     ],
 )
 def test_a_bad_manifest_names_file_and_key(home: Path, changes: dict[str, str], message: str):

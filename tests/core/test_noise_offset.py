@@ -17,7 +17,6 @@ from edgespec.control.base import FixedLength
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import ConfigError, StateError
 from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.generation.decode import autoregressive, speculative
 from edgespec.generation.run_state import Run
@@ -69,19 +68,6 @@ def test_an_answer_after_dropped_turns_does_not_repeat_an_older_one(
     assert np.mean(seen) < 0.2  # chance is .05, and the best of several earlier answers is taken
 
 
-def test_without_the_offset_the_answer_would_repeat(
-    chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the test above is about: without the offset the letters come again."""
-    monkeypatch.setattr(Conversation, "noise_offset", lambda self, prompt_tokens: 0)
-    seen = []
-    for _ in range(24):
-        chat.say("abab")
-        if "dropped the oldest" in capsys.readouterr().err and len(chat.conversation.turns) > 2:
-            seen.append(repeats(chat))
-    assert max(seen) > 0.8
-
-
 def grown(count: int) -> Conversation:
     conversation = Conversation("abc")
     for end in range(100, 100 * count + 1, 100):
@@ -110,16 +96,6 @@ def test_dropped_turns_are_counted_on_and_undone_ones_are_not() -> None:
     assert conversation.noise_offset(20) == 0
 
 
-def test_a_regenerated_answer_uses_the_same_noise() -> None:
-    conversation = grown(3)
-    before = conversation.noise_offset(150)
-    conversation.ask("once more")
-    conversation.answer("an answer", 500)
-    assert conversation.noise_offset(150) == 350
-    assert conversation.regen()
-    assert conversation.noise_offset(150) == before == 150
-
-
 def test_used_noise_is_saved_and_hidden_from_templates(tmp_path: Path) -> None:
     conversation = grown(3)
     conversation.drop_oldest()
@@ -129,15 +105,6 @@ def test_used_noise_is_saved_and_hidden_from_templates(tmp_path: Path) -> None:
     assert loaded == conversation
     assert [loaded.undo(), loaded.undo()] == ["a question"] * 2
     assert loaded.noise_offset(10) == 90
-
-
-@pytest.mark.parametrize("wrong", ["-1", '"x"', "1.5", "true", "1e3"])
-def test_an_invalid_saved_noise_end_is_refused(tmp_path: Path, wrong: str) -> None:
-    path = tmp_path / "saved.json"
-    grown(1).save(path)
-    path.write_text(path.read_text().replace('"noise_end": 100', f'"noise_end": {wrong}'))
-    with pytest.raises(StateError, match="noise_end"):
-        Conversation.load(path)
 
 
 def events(target: TableEngine, drafter: Drafter | None, rule: str, length: int, offset: int) -> list[TokenEvent]:
@@ -183,9 +150,3 @@ def test_an_offset_shifts_every_stream_and_none_changes_nothing() -> None:
     for stream in Stream:
         assert shifted.uniform(stream, 7, 2) == plain.uniform(stream, 37, 2)
         assert np.array_equal(shifted.exponential(stream, 7, tokens), plain.exponential(stream, 37, tokens))
-
-
-def test_a_wrong_offset_is_refused() -> None:
-    for wrong in (-1, 1.5, "x"):
-        with pytest.raises(ConfigError, match="noise_offset must be"):
-            GenerateOptions(noise_offset=wrong)  # type: ignore[arg-type]

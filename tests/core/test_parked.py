@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -79,19 +78,6 @@ def test_room_is_made_before_a_state_is_saved(live: CachedSequence, monkeypatch:
     few._states = parked._states.copy()
     few.park(live)
     assert few._states == parked._states, "what cannot be saved costs no other text"
-
-
-def test_short_texts_are_not_parked(live: CachedSequence) -> None:
-    parked = ParkedStates()
-    read(live, parked, text_of(1, 20))
-    read(live, parked, text_of(2, 20))
-    shared = text_of(3, 200)
-    read(live, parked, shared)
-    before = len(parked._states)
-    changed = shared.copy()
-    changed[190:] = (changed[190:] + 1) % 10
-    assert read(live, parked, changed) == 190
-    assert len(parked._states) == before == 0
 
 
 def test_a_model_that_cannot_roll_back_takes_up_whole_texts_only() -> None:
@@ -178,17 +164,3 @@ def test_two_conversations_in_turn_are_those_of_fresh_models(engine: Any, drafte
     for result, before in zip(found[2:], found, strict=False):
         assert result.stats.reused_tokens >= len(before.prompt_token_ids) - 1
     assert all(result.stats.reused_tokens == 0 for result in fresh)
-
-
-@pytest.mark.skipif("EDGESPEC_TEST_MODEL" not in os.environ, reason="EDGESPEC_TEST_MODEL names no real model")
-def test_two_conversations_on_a_real_model() -> None:
-    path = os.environ["EDGESPEC_TEST_MODEL"]
-    with edgespec.load(path, drafter="ngram", draft_length=3, reproducible=True, context_length=1024) as model:
-        found, fresh = converse(model, forgets=False), converse(model, forgets=True)
-    assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
-    assert [each.logprobs for each in found] == [each.logprobs for each in fresh]
-    assert all(result.stats.reused_tokens > 40 for result in found[2:])
-    print("prompt tokens, reused, seconds of reading, afresh")
-    for one, other in zip(found, fresh, strict=True):
-        stats = one.stats
-        print(stats.prompt_tokens, stats.reused_tokens, f"{stats.prefill_s:.3f} {other.stats.prefill_s:.3f}")

@@ -67,10 +67,6 @@ def test_the_keywords_of_load_are_the_fields_of_its_options():
         assert kind == wanted, name
 
 
-def test_the_package_says_that_it_is_typed():
-    assert (Path(edgespec.__file__).parent / "py.typed").is_file()
-
-
 CALLER = """
 import edgespec
 from edgespec import GenerateOptions, LoadOptions, Sampling
@@ -105,11 +101,6 @@ def test_a_type_checker_finds_a_callers_typo(tmp_path):
     assert sorted(found) == [lines + number for number in range(1, len(MISTAKES) + 1)], done.stdout + done.stderr
     for line, named in zip((found[number] for number in sorted(found)), MISTAKES.values(), strict=True):
         assert named in line
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = edgespec.nonsense
 
 
 def test_every_error_is_in_the_drawn_tree():

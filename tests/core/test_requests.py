@@ -44,6 +44,12 @@ def test_a_sampling_setting_that_is_no_whole_number(name: str, value: Any) -> No
         Sampling(**{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("top_p", 1.5), ("min_p", -0.1), ("repeat_penalty", 0.0), ("top_k", -2)])
+def test_a_sampling_setting_just_out_of_its_range(name: str, value: float) -> None:
+    with pytest.raises(SamplingError, match=name):
+        Sampling(**{name: value})
+
+
 @pytest.mark.parametrize("bias", [{1: math.inf}, {1: math.nan}, {1: 1e39}, {1: True}, {1: "2"}, {1.5: 1.0}, {"1": 1.0},
                                   {True: 1.0}, [(1, 2.0)], None, 5, {-1: 1.0}])  # fmt: skip
 def test_a_logit_bias_that_cannot_be_added(bias: Any) -> None:
@@ -137,10 +143,12 @@ def test_an_option_that_is_not_a_bool(kind: Any, name: str, value: Any) -> None:
         kind(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["engine", "drafter", "verify", "provider", "cache_type_k"])
+@pytest.mark.parametrize("name", ["engine", "drafter", "verify", "provider", "cache_type_k", "draft", "heads"])
 def test_an_option_that_is_no_name(name: str) -> None:
     for value in (["auto"], 5, b"auto"):
-        with pytest.raises(ConfigError, match="allowed"):
+        with pytest.raises(
+            ConfigError, match="allowed" if name not in ("draft", "heads") else f"{name} must be a path"
+        ):
             LoadOptions(**{name: value})  # type: ignore[arg-type]
 
 

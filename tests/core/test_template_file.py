@@ -84,20 +84,3 @@ def test_reasoning_of_a_result_is_told_apart(base: Path, tmp_path: Path) -> None
     with edgespec.load(base, chat_template_file=path, threads=TEST_THREADS, reproducible=False) as model:
         result = model.chat(HELLO, Sampling(temperature=0.0), options).result()
         assert model.split_reasoning(result) == ("", result.text), "this template knows no reasoning"
-
-
-def test_the_demo_reasons_the_same_with_and_without_drafts(tmp_path: Path) -> None:
-    """Real weights: structure behind free reasoning that the prompt opens, split alike however it was drafted."""
-    pytest.importorskip("llguidance")
-    path = written(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n")
-    options = GenerateOptions(max_tokens=48, regex="[a-z ]{8}", free_until="e")
-    with edgespec.load("demo", chat_template_file=path, threads=TEST_THREADS, reproducible=True) as model:
-        question = [{"role": "user", "content": "I need a table for two in San Jose."}]
-        found = [
-            model.chat(question, Sampling(temperature=0.0), replace(options, drafter=drafter)).result()
-            for drafter in ("none", "model", "ngram")
-        ]
-        assert len({each.text for each in found}) == 1
-        assert {model.split_reasoning(each) for each in found} == {(found[0].text.strip(), "")}, "it never closes it"
-        closed = replace(options, regex="[a-z]{2}</think>yes")
-        assert model.split_reasoning(model.chat(question, Sampling(temperature=0.0), closed).result())[1] == "yes"

@@ -1,111 +1,229 @@
-"""Acceptance rules: exact laws through the production code, on rational numbers."""
+"""Acceptance rules: exact laws through the production code, on rational numbers. A chain is a tree of one branch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from edgespec.config.options import Sampling
+from edgespec.errors import CapabilityError
 from edgespec.sampling import Sampler
 from edgespec.sampling.acceptance import block, coupled, rejection, residual, typical
 from edgespec.sampling.noise import Stream
 from edgespec.types import Distribution, Draft, Verdict
 from exact import Enumerator, Law, Prefix, assert_same_law, outcomes, random_law
 
+NO_TOKEN = 99
+Grows = Callable[[list[int], list[int]], int | None]
+"""The parent of the next node of a tree with these tokens and parents, or None."""
+# depth up to 3 and width up to 3, with as few further nodes as the number of outcomes allows
+SHAPES = [(-1, -1, -1), (-1, 0, -1, 2), (-1, 0, 0, 0), (-1, 0, 1, -1), (-1, -1, 0, 1, 1), (-1, -1, -1, 0, 3)]
+FULL = (-1, -1, -1, *(parent for parent in range(12) for _ in range(3)))  # depth 3, width 3: 39 nodes
 
-def emitted_tokens(draft: Draft, verdict: Verdict) -> Prefix:
-    return (*(int(draft.token_ids[node]) for node in verdict.accepted_nodes), verdict.next_token_id)
+
+def tree(token_ids, parents, distributions=None) -> Draft:
+    ids = np.array(token_ids, np.int32)
+    return Draft(ids, np.array(parents, np.int32), np.ones(ids.size, np.float32), distributions)
 
 
-def target_at(draft: Draft, target: Law):
-    return lambda node, path: target(tuple(int(draft.token_ids[i]) for i in path))
+def path_tokens(draft: Draft, node: int) -> Prefix:
+    found: list[int] = []
+    while node >= 0:
+        found.append(int(draft.token_ids[node]))
+        node = int(draft.parents[node])
+    return tuple(reversed(found))
 
 
-def sample_chain(choices: Enumerator, law: Law, length: int) -> Draft:
-    chosen: list[int] = []
+def without(distribution: Distribution, taken: set[int]) -> Distribution | None:
+    """The distribution without the tokens that were drawn before; None when nothing is left of it."""
+    kept = [place for place, token in enumerate(distribution.token_ids) if int(token) not in taken]
+    if not kept:
+        return None
+    probs = distribution.probs[kept]
+    return Distribution(distribution.token_ids[kept], probs / probs.sum())
+
+
+def drawn(choices: Enumerator, law: Law, grows: Grows) -> Draft:
+    """A tree whose children are drawn without replacement."""
+    tokens: list[int] = []
+    parents: list[int] = []
     distributions: list[Distribution] = []
-    for _ in range(length):
-        distributions.append(law(tuple(chosen)))
-        chosen.append(choices.pick(distributions[-1], len(chosen), Stream.DRAFT))
-    return Draft.chain(chosen, None, distributions)
+    while (parent := grows(tokens, parents)) is not None:
+        so_far = tree(tokens, parents)
+        taken = {tokens[node] for node in so_far.children_of(parent)}
+        path = path_tokens(so_far, parent)
+        left = None if NO_TOKEN in path else without(law(path), taken)
+        if left is None:  # nothing is left to draw: a node that no target accepts holds the place
+            left = Distribution(np.array([NO_TOKEN], np.int32), np.array([Fraction(1)], dtype=object))
+        tokens.append(choices.pick(left, 0, Stream.DRAFT))
+        parents.append(parent)
+        distributions.append(left)
+    return tree(tokens, parents, tuple(distributions))
+
+
+def fixed(shape: Prefix) -> Grows:
+    return lambda tokens, parents: shape[len(parents)] if len(parents) < len(shape) else None
+
+
+def chain(length: int) -> Grows:
+    return fixed(tuple(range(-1, length - 1)))
+
+
+def judged(rule, draft: Draft, target: Law, choices: Enumerator) -> Verdict:
+    verdict: Verdict = rule(draft, lambda node, path: target(tuple(int(draft.token_ids[i]) for i in path)), choices, 0)
+    return verdict
+
+
+def assert_exact(rule, made: Callable[[Enumerator], Draft], target: Law, vocabulary: int = 3) -> None:
+    """What a rule emits of these drafts, continued by the target, has the target's own law."""
+    law: dict[Prefix, Fraction] = defaultdict(Fraction)
+
+    def trial(choices: Enumerator) -> Prefix:
+        draft = made(choices)
+        verdict = judged(rule, draft, target, choices)
+        return (*(int(draft.token_ids[node]) for node in verdict.accepted_nodes), verdict.next_token_id)
+
+    for weight, tokens in outcomes(trial):
+        law[tokens] += weight
+    assert_same_law(law, target, vocabulary, max(map(len, law)))
+
+
+def laws(seed: int, vocabulary: int = 3) -> tuple[Law, Law]:
+    """Of the target, and of the drafts."""
+    return random_law(vocabulary, seed), random_law(vocabulary, seed + 100)
 
 
 @pytest.mark.parametrize("vocabulary, length", [(2, 1), (2, 4), (3, 2), (3, 3), (4, 2), (4, 3)])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", [rejection, block])
-def test_a_sampled_draft_is_exact(vocabulary: int, length: int, seed: int, rule) -> None:
-    target, drafts = random_law(vocabulary, seed), random_law(vocabulary, seed + 100)
+def test_a_sampled_chain_is_exact(vocabulary: int, length: int, seed: int, rule) -> None:
+    target, drafts = laws(seed, vocabulary)
+    assert_exact(rule, lambda choices: drawn(choices, drafts, chain(length)), target, vocabulary)
 
-    def trial(choices: Enumerator) -> Prefix:
-        draft = sample_chain(choices, drafts, length)
-        return emitted_tokens(draft, rule(draft, target_at(draft, target), choices, 0))
 
-    law: dict[Prefix, Fraction] = defaultdict(Fraction)
-    for weight, tokens in outcomes(trial):
-        law[tokens] += weight
-    assert_same_law(law, target, vocabulary, length + 1)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(2))
+def test_children_drawn_without_replacement_are_exact(shape: Prefix, seed: int) -> None:
+    target, drafts = laws(seed)
+    assert_exact(rejection, lambda choices: drawn(choices, drafts, fixed(shape)), target)
 
 
 @pytest.mark.parametrize("rule", [coupled, rejection, block])
 @pytest.mark.parametrize("tokens", [(0,), (1, 1, 2), (2, 0, 1), (3, 3, 3, 3), ()])
 def test_any_deterministic_chain_is_exact(rule, tokens: Prefix) -> None:
-    target = random_law(4, seed=7)
-    draft = Draft.chain(tokens)
-    law: dict[Prefix, Fraction] = defaultdict(Fraction)
-    for weight, emitted in outcomes(
-        lambda choices: emitted_tokens(draft, rule(draft, target_at(draft, target), choices, 0))
-    ):
-        law[emitted] += weight
-    assert_same_law(law, target, 4, len(tokens) + 1)
+    assert_exact(rule, lambda choices: Draft.chain(tokens), random_law(4, seed=7), 4)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_coupled_is_exact_for_any_tree(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 10))
-    parents = np.array([rng.integers(-1, i) for i in range(size)], np.int32)
-    draft = Draft(rng.integers(0, 3, size).astype(np.int32), parents, np.ones(size, np.float32))
-    target = random_law(3, seed)
-    law: dict[Prefix, Fraction] = defaultdict(Fraction)
-    for weight, emitted in outcomes(
-        lambda choices: emitted_tokens(draft, coupled(draft, target_at(draft, target), choices, 0))
-    ):
-        law[emitted] += weight
-    assert_same_law(law, target, 3, max(len(tokens) for tokens in law))
+@pytest.mark.parametrize("rule", [coupled, rejection])
+@pytest.mark.parametrize("shape", [*SHAPES, FULL])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_deterministic_tree_is_exact(rule, shape: Prefix, seed: int) -> None:
+    """Repeated siblings included: a full tree of random tokens has many."""
+    tokens = np.random.default_rng(seed).integers(0, 3, len(shape))
+    assert_exact(rule, lambda choices: tree(tokens, shape), random_law(3, seed))
 
 
-def test_dropping_a_sampled_token_afterwards_would_be_caught() -> None:
-    """The trap of ALGORITHMS 2: a draft that hides unlikely samples biases rejection, and the enumeration sees it."""
-    target, drafts = random_law(3, 1), random_law(3, 101)
+@pytest.mark.parametrize("rule", [rejection, block])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_that_ends_where_its_own_tokens_say_is_exact(seed: int, rule) -> None:
+    """The controller stops a draft behind a doubtful token, so where it ends depends on the tokens up to there."""
+    target, drafts = laws(seed)
 
-    def trial(choices: Enumerator) -> Prefix:
-        draft = sample_chain(choices, drafts, 1)
-        if drafts(()).prob_of(int(draft.token_ids[0])) < Fraction(1, 3):
-            draft = Draft.chain([])
-        return emitted_tokens(draft, rejection(draft, target_at(draft, target), choices, 0))
+    def grows(tokens: list[int], parents: list[int]) -> int | None:
+        return None if len(tokens) == 3 or 1 in tokens else len(tokens) - 1
 
-    law: dict[Prefix, Fraction] = defaultdict(Fraction)
-    for weight, tokens in outcomes(trial):
-        law[tokens] += weight
+    assert_exact(rule, lambda choices: drawn(choices, drafts, grows), target)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_that_grows_by_what_it_holds_already_is_exact(seed: int) -> None:
+    """Best first: whether a node gets a child, and a sibling after it, depends on the tokens before."""
+    target, drafts = laws(seed)
+
+    def grows(tokens: list[int], parents: list[int]) -> int | None:
+        if len(tokens) < 2:
+            return len(tokens) - 1
+        if len(tokens) == 2:
+            return -1 if tokens[1] == 0 else 1
+        return None if len(tokens) > 3 else 2 if tokens[2] == tokens[0] else -1
+
+    assert_exact(rejection, lambda choices: drawn(choices, drafts, grows), target)
+
+
+def hidden(draft: Draft) -> Draft:
+    """An unlikely sample is dropped afterwards."""
+    assert draft.distributions is not None
+    first = int(draft.token_ids[0])
+    return draft if draft.distributions[0].prob_of(first) >= Fraction(1, 3) else Draft.chain([])
+
+
+def biased(draft: Draft) -> Draft:
+    """The second child is dropped where it is token 2."""
+    return draft.first(1) if draft.token_ids[1] == 2 else draft
+
+
+def misled(draft: Draft) -> Draft:
+    """The second child's distribution still holds the first one."""
+    assert draft.distributions is not None
+    return tree(draft.token_ids, draft.parents, (draft.distributions[0],) * 2)
+
+
+@pytest.mark.parametrize(("spoil", "shape"), [(hidden, (-1,)), (biased, (-1, -1)), (misled, (-1, -1))])
+def test_what_would_bias_the_text_is_seen(spoil: Callable[[Draft], Draft], shape: Prefix) -> None:
+    """What a rule must never be given; in the laws of this seed a bias shows."""
+    target, drafts = laws(1)
+    assert drafts(()).token_ids.size == 3
     with pytest.raises(AssertionError):
-        assert_same_law(law, target, 3, 2)
+        assert_exact(rejection, lambda choices: spoil(drawn(choices, drafts, fixed(shape))), target)
 
 
-def test_rules_ask_only_for_rows_behind_accepted_ones() -> None:
-    asked: list[int] = []
+def mean_accepted(rule, seed: int, grows: Grows) -> Fraction:
+    target, drafts = laws(seed)
 
-    def lazy(node: int, path: tuple[int, ...]) -> Distribution:
-        asked.append(node)
-        return Distribution(np.array([5], np.int32), np.ones(1))
+    def trial(choices: Enumerator) -> int:
+        return len(judged(rule, drawn(choices, drafts, grows), target, choices).accepted_nodes)
 
+    return sum((weight * accepted for weight, accepted in outcomes(trial)), Fraction(0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_block_accepts_at_least_as_many_tokens_as_rejection(seed: int) -> None:
+    assert mean_accepted(block, seed, chain(3)) >= mean_accepted(rejection, seed, chain(3))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_further_children_are_accepted_more_often_than_none(seed: int) -> None:
+    one, two, three = (mean_accepted(rejection, seed, fixed((-1,) * count)) for count in (1, 2, 3))
+    assert one <= two <= three
+
+
+def test_the_attempts_of_one_position_are_independent() -> None:
+    """Two siblings of which each stands with one half: both are refused a quarter of the time."""
+    half = Distribution(np.array([0, 1, 2], np.int32), np.array([0.5, 0.25, 0.25]))
+    draft = tree([0, 1], [-1, -1])
+    verdicts = [rejection(draft, lambda node, path: half, Sampler(Sampling(seed=seed), 4), 7) for seed in range(4000)]
+    refused = np.mean([verdict.next_token_id == 2 and not verdict.accepted_nodes for verdict in verdicts])
+    assert refused == pytest.approx(0.25, abs=0.03)  # four standard deviations
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "accepted", "rows"),
+    [([5, 4, 5], [-1, 0, 1], (0,), [-1, 0]), ([4, 5, 4, 5, 6], [-1, -1, 0, 1, 3], (1, 3), [-1, 1, 3])],
+)
+def test_rules_ask_only_for_rows_on_the_accepted_path(tokens, parents, accepted: Prefix, rows: list[int]) -> None:
     for rule in (coupled, rejection):
-        asked.clear()
-        verdict = rule(Draft.chain([5, 4, 5]), lazy, Sampler(Sampling(), 10), 0)
-        assert verdict == Verdict((0,), 5)
-        assert asked == [-1, 0]
+        asked: list[int] = []
+
+        def lazy(node: int, path: tuple[int, ...], asked: list[int] = asked) -> Distribution:
+            asked.append(node)
+            return Distribution(np.array([5], np.int32), np.ones(1))
+
+        assert rule(tree(tokens, parents), lazy, Sampler(Sampling(), 10), 0) == Verdict(accepted, 5)
+        assert asked == rows
 
 
 def test_residual_of_equal_distributions_is_the_target() -> None:
@@ -113,40 +231,13 @@ def test_residual_of_equal_distributions_is_the_target() -> None:
     assert residual(same, same) is same
 
 
-@pytest.mark.parametrize("rule", [rejection, block])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_draft_that_ends_where_its_own_tokens_say_is_exact(seed: int, rule) -> None:
-    """The controller stops a draft behind a doubtful token, so where it ends depends on the tokens up to there."""
-    target, drafts = random_law(3, seed), random_law(3, seed + 100)
-
-    def trial(choices: Enumerator) -> Prefix:
-        draft = sample_chain(choices, drafts, 3)
-        length = next((i + 1 for i, token in enumerate(draft.token_ids) if token == 1), 3)
-        draft = draft.first(length)
-        return emitted_tokens(draft, rule(draft, target_at(draft, target), choices, 0))
-
-    law: dict[Prefix, Fraction] = defaultdict(Fraction)
-    for weight, tokens in outcomes(trial):
-        law[tokens] += weight
-    assert_same_law(law, target, 3, 4)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_block_accepts_at_least_as_many_tokens_as_rejection(seed: int) -> None:
-    target, drafts = random_law(3, seed), random_law(3, seed + 100)
-
-    def mean_accepted(rule) -> Fraction:
-        def trial(choices: Enumerator) -> int:
-            draft = sample_chain(choices, drafts, 3)
-            return len(rule(draft, target_at(draft, target), choices, 0).accepted_nodes)
-
-        return sum((weight * accepted for weight, accepted in outcomes(trial)), Fraction(0))
-
-    assert mean_accepted(block) >= mean_accepted(rejection)
+def test_the_block_rule_says_why_it_takes_no_tree() -> None:
+    with pytest.raises(CapabilityError, match="needs a chain but was given a tree; use verify='coupled' or rejection"):
+        block(tree([1, 2], [-1, -1]), lambda node, path: random_law(3, 0)(()), Enumerator([]), 0)
 
 
 @pytest.mark.parametrize(
-    "probs, token, stands",
+    ("probs", "token", "stands"),
     [
         ((0.5, 0.5), 0, True),
         ((0.92, 0.08), 1, False),  # below the fixed threshold of .09
@@ -160,9 +251,9 @@ def test_typical_accepts_what_is_likely_enough_for_the_entropy(probs, token: int
     assert bool(verdict.accepted_nodes) == stands
 
 
-def test_typical_takes_the_likeliest_branch_and_at_temperature_0_only_the_targets_own() -> None:
-    tree = Draft(np.array([1, 2, 5], np.int32), np.array([-1, -1, 1], np.int32), np.ones(3, np.float32))
-    law = Distribution(np.array([1, 2, 5], np.int32), np.array([0.2, 0.5, 0.3]))
-    assert typical(tree, lambda node, path: law, Sampler(Sampling(seed=1), 32), 0).accepted_nodes == (1, 2)
+def test_typical_walks_the_likeliest_branch_and_at_temperature_0_only_the_targets_own() -> None:
+    law = Distribution(np.array([0, 1, 2], np.int32), np.array([0.3, 0.5, 0.2]))
+    draft = tree([0, 1, 2, 1, 0], [-1, -1, 1, 1, 3])
+    assert typical(draft, lambda node, path: law, Sampler(Sampling(seed=1), 3), 0).accepted_nodes == (1, 3, 4)
     greedy = Distribution(np.array([7], np.int32), np.ones(1))
-    assert typical(tree, lambda node, path: greedy, Sampler(Sampling(temperature=0), 32), 0) == Verdict((), 7)
+    assert typical(draft, lambda node, path: greedy, Sampler(Sampling(temperature=0), 32), 0) == Verdict((), 7)

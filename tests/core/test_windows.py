@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 
-import click
 import pytest
 
 from edgespec import installation
 from edgespec.cli import main
-from edgespec.errors import ConfigError, ModelNotFound, StateError
+from edgespec.errors import ModelNotFound, StateError
 from edgespec.loading import own_models
 from edgespec.loading.catalogue import check_name
 
@@ -40,17 +39,6 @@ def test_words_are_quoted_as_both_shells_take_them(monkeypatch, text: str, word:
     assert installation.joined(["edgespec", text]) == f"edgespec {word}"
 
 
-def test_no_hint_is_quoted_for_posix_only():
-    package = Path(installation.__file__).parent
-    found = [p.name for p in package.rglob("*.py") if "shlex." in p.read_text(encoding="utf-8")]
-    assert sorted(found) == ["build.py", "installation.py"]  # the former splits $CXX and names the compiler
-
-
-def test_models_on_two_drives_have_no_folder_in_common():
-    with pytest.raises(ConfigError, match="different drives"):
-        own_models._common_folder([PureWindowsPath("C:/a/x.gguf"), PureWindowsPath("D:/a/y.gguf")])  # type: ignore[list-item]
-
-
 @pytest.mark.parametrize("name", ["con", "NUL", "com1", "aux.gguf", "model."])
 def test_a_device_is_no_name_of_a_model(name: str):
     with pytest.raises(ModelNotFound, match="not a valid name"):
@@ -61,15 +49,6 @@ def test_a_device_is_no_name_of_a_model(name: str):
 def home(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
     return tmp_path
-
-
-def test_a_name_in_another_spelling_is_taken(home: Path, monkeypatch):
-    (home / "qwen3-0.6b").mkdir()
-    monkeypatch.setattr(own_models, "is_folder", lambda path: Path(path).name.lower() == "qwen3-0.6b")
-    with pytest.raises(ConfigError, match=r"is taken by qwen3-0\.6b"), own_models.one_writer("Qwen3-0.6B"):
-        pass
-    with own_models.one_writer("qwen3-0.6b") as folder:
-        assert folder == home / "qwen3-0.6b"
 
 
 def test_a_model_in_use_can_be_removed_later(home: Path, monkeypatch):
@@ -88,20 +67,6 @@ def test_a_model_in_use_can_be_removed_later(home: Path, monkeypatch):
             own_models.remove("pulled")
     own_models.remove("pulled")
     assert not folder.exists()
-
-
-def test_a_pipe_that_nobody_reads_is_no_error(monkeypatch, capsys):
-    """Windows says 'invalid argument' there."""
-    monkeypatch.setattr(main, "_READER_GONE", (errno.EINVAL,))
-
-    def gone(*_: object, **__: object) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(click.Group, "main", gone)
-    with pytest.raises(SystemExit) as ended:
-        main.cli.main(["ls"])
-    assert ended.value.code == main.BROKEN_PIPE
-    assert capsys.readouterr().err == ""
 
 
 def test_files_get_utf_8(tmp_path: Path, monkeypatch):

@@ -66,7 +66,7 @@ def scored(engine: Engine, ids: list[int], step: int) -> Logits:
 
 
 def test_all_that_run_are_compared() -> None:
-    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", "qwen35", "qwen35moe", "lfm2", *WRITABLE}
+    others = {"qwen3moe", "gpt-oss", "gemma4", "gemma4-assistant", "qwen35", "qwen35moe", "lfm2", "lfm2moe", *WRITABLE}
     assert set(KINDS) == others | {case.kind for case in CASES.values()}
 
 

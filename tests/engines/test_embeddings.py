@@ -75,15 +75,11 @@ def test_embeddings_are_those_of_llama_cpp(embedding_path: Path, target_path: Pa
 
 
 def test_a_text_has_its_embedding_whatever_else_is_embedded(model: Model):
-    texts = [
-        f"{word} " * (1 + 13 * n % 60) for n, word in enumerate(["bus", "hotel", "table", "Paris", "tonight"] * 20)
-    ]
+    texts = [f"{word} " * (1 + 15 * n) for n, word in enumerate(["bus", "hotel", "table", "Paris", "tonight"])]
     together = model.embed(texts)
-    alone = np.concatenate([model.embed(text) for text in texts])
-    assert (together * alone).sum(axis=1).min() > 0.99999
-    assert np.array_equal(together, model.embed(texts)), "the same call has the same bits"
+    assert np.array_equal(together, np.concatenate([model.embed(text) for text in texts]))
     ids = [[*model.encode(text), 296] for text in texts[:3]]
-    assert np.array_equal(model.embed(ids), model.embed(texts[:3])), "the model's end token is behind each text"
+    assert np.array_equal(model.embed(ids), together[:3]), "the model's end token is behind each text"
 
 
 def test_a_conversation_stays_cached(model: Model):
@@ -120,8 +116,8 @@ def test_what_cannot_be_embedded(tmp_path: Path, model: Model):
     for given, words in wrong:
         with pytest.raises(PromptError, match=words):
             model.embed(given)
-    with pytest.raises(BatchError, match="text 0 has 0 tokens"):
-        model.target.embed([np.zeros(0, np.int32)], "mean")
+    with pytest.raises(BatchError, match="a text of 0 tokens"):
+        model.target.embed(np.zeros(0, np.int32), "mean")
     for number, words in ((None, "llama.pooling_type.*pooling='mean'"), (0, "pooling="), (4, "pooling rank")):
         path = written(tmp_path / f"{number}.gguf", number, adds_end=False)
         opened = edgespec.load(path, threads=TEST_THREADS, reproducible=False)
@@ -140,10 +136,10 @@ def test_cancelling(model: Model):
     target = model.target
     target.cancel()
     with pytest.raises(Cancelled):
-        target.embed([np.array([1, 2], np.int32)], "mean")
+        target.embed(np.array([1, 2], np.int32), "mean")
     asked = iter([True, False])
     with pytest.raises(Cancelled):
-        model.embedder.embed(model.embedder.encode(["x " * 200] * 30, truncate=False), lambda: next(asked))
+        model.embedder.embed(model.embedder.encode(["x " * 20] * 3, truncate=False), lambda: next(asked))
     assert model.embed("x").shape == (1, 64)
 
 
@@ -152,7 +148,7 @@ def test_onnx_models_give_none(onnx_path: Path):
     with opened, pytest.raises(CapabilityError, match="the onnx engine gives no embeddings: load an embedding model"):
         opened.embed("x")
     with pytest.raises(CapabilityError, match="ONNX models and models on RPC servers give none"):
-        Engine.embed(opened.target, [np.zeros(1, np.int32)], "mean")
+        Engine.embed(opened.target, np.zeros(1, np.int32), "mean")
 
 
 def non_causal(path: Path, number: int) -> Path:
@@ -168,8 +164,6 @@ def test_encoders(tmp_path: Path, write: Callable[[Path, int], Path], pooling: s
     with edgespec.load(path, threads=TEST_THREADS) as opened:
         found = opened.embed(texts)
         assert (found * reference(path, pooling, texts)).sum(axis=1).min() > 0.9999
-        alone = np.concatenate([opened.embed(text) for text in reversed(texts)])[::-1]
-        assert (found * alone).sum(axis=1).min() > 0.9999
         assert opened.notes == () and opened.memory is not None and not opened.target.facts.writes
         long = "hello " * 600
         with pytest.raises(PromptError, match="the context holds"):
@@ -194,7 +188,7 @@ def test_encoders_write_no_text(tmp_path: Path, target_path: Path):
         opened.forget()
         assert opened.target.length() == 0
     with pytest.raises(EngineError, match="closed"):
-        opened.target.embed([np.array([1], np.int32)], "mean")
+        opened.target.embed(np.array([1], np.int32), "mean")
     with pytest.raises(CapabilityError, match=r"bert\.gguf writes no text: leave out reproducible=True"):
         edgespec.load(path, threads=TEST_THREADS, reproducible=True)
     with pytest.raises(CapabilityError, match=r"draft bert\.gguf .* cannot draft"):

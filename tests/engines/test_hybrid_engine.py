@@ -15,14 +15,12 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.cached_text import PROMPT_END
 from edgespec.engines.checkpoints import MOST_CHECKPOINTS
 from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.llamacpp.running_state import auto_takes_mtp
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint
 from edgespec.engines.onnx.hybrid_engine import LOG, HybridEngine
 from edgespec.engines.onnx.kernel_head import load_drafter
 from edgespec.errors import BatchError, Cancelled, CapabilityError, StateError
-from edgespec.formats.gguf.header import read_header
 from edgespec.installation import has_engine
 from edgespec.kernels.library import library_path
 from edgespec.types import Batch, Draft, Logits
@@ -36,7 +34,7 @@ PROMPT = "the cat sat on the mat, the cat sat on the"
 OPTIONS = GenerateOptions(max_tokens=48, ignore_eos=True, logprobs=True)
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "lfm2", "lfm2moe"])
 def hybrid(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(f"{request.param}_path")
     return path
@@ -52,6 +50,10 @@ def opened(path: Path, **given: object) -> HybridEngine:
 def engine(hybrid: Path) -> Iterator[HybridEngine]:
     with opened(hybrid) as found:
         yield found
+
+
+def write_lfm2_moe(path: Path) -> Path:
+    return write_lfm2(path, HybridShape(experts=(6, 3, 32)))
 
 
 def ids_of(count: int, seed: int = 0) -> list[int]:
@@ -73,7 +75,7 @@ def test_logits_are_those_of_llama_cpp(hybrid: Path, engine: HybridEngine) -> No
     assert np.abs(chained(engine, ids) - wanted).max() < 5e-3 * wanted.std()
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe", "lfm2", "lfm2moe"])
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="this comparison needs torch: scripts/run.py install export")
     transformers = pytest.importorskip("transformers")
@@ -81,9 +83,11 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
         pytest.skip("this release of transformers has no Qwen3.5")
     from hub_hybrids import make_hybrid
 
-    shape = HybridShape(head_size=16 if kind == "lfm2" else 32, rotated=16, state_heads=6, key_heads=2)
+    shape = HybridShape(head_size=16 if kind.startswith("lfm2") else 32, rotated=16, state_heads=6, key_heads=2)
     if kind == "qwen35moe":
         shape = replace(shape, experts=(6, 2, 32), is_joined=True)
+    if kind == "lfm2moe":
+        shape = replace(shape, experts=(6, 3, 32))
     model, ids = make_hybrid(kind, tmp_path / "model.gguf", shape), ids_of(100)
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0].numpy()
@@ -259,10 +263,9 @@ def test_the_states_have_the_planned_size(hybrid: Path, engine: HybridEngine) ->
 
 
 def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> None:
-    """And drafts by default, also where llama.cpp would take it only if asked."""
+    """And drafts by default."""
     plain = write_qwen35(tmp_path / "plain.gguf")
     both = write_qwen35(tmp_path / "both.gguf", has_mtp=True, tensors=tensors_of(plain))
-    assert not auto_takes_mtp(read_header(both))
     planned, without = (footprint(both, ModelUse(400, threads=1, has_mtp=each)) for each in (True, False))
     with opened(both) as engine, load_drafter(engine) as head:
         assert planned.cache - without.cache == head._engine._cache._chunks.nbytes
@@ -290,6 +293,8 @@ def test_a_layer_that_predicts_further_tokens_changes_no_bit(tmp_path: Path) -> 
         (write_qwen35, {"qwen35.attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0 is not known"),
         (write_lfm2, {"lfm2.attention.head_count_kv": [0, 0, 0]}, "(0, 0, 0) heads of keys"),
         (write_lfm2, {"lfm2.attention.head_count_kv": [0, 2, 0, 1]}, "(0, 2, 0, 1) heads of keys"),
+        (write_lfm2_moe, {"lfm2moe.expert_gating_func": 1}, "expert_gating_func is not 2, a sigmoid"),
+        (write_lfm2_moe, {"lfm2moe.leading_dense_block_count": 2}, "needs the tensor 'blk.1.ffn_gate.weight'"),
     ],
 )
 def test_what_the_kernels_lack_is_told(

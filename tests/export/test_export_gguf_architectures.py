@@ -22,6 +22,7 @@ from edgespec.formats.checkpoint import INDEX, Checkpoint
 from tiny_checkpoints import (
     CASES,
     COLUMNS,
+    LLAMA3_SCALING,
     LOGITS,
     logits_of_transformers,
     shard,
@@ -118,29 +119,41 @@ def test_a_window_that_llama_cpp_lacks_bounds_the_context(tmp_path: Path):
     assert fields["llama.context_length"].contents() == fields["llama.attention.sliding_window"].contents() == 96
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "is a none; supported for GGUF": ("llama", {"architectures": None}),
-    r"is a Phi3ForCausalLM; .*\. llama.cpp's own convert_hf_to_gguf.py": (
-        "llama",
-        {"architectures": ["Phi3ForCausalLM"]},
-    ),
-    "positions are scaled by 'longrope'; allowed: default": (
-        "qwen2",
-        {"rope_scaling": {"rope_type": "longrope"}},
-    ),
-    "no rotary positions in layers 3, 7, 11.* differs at .2, 3.": ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
-    "lacks attn_logit_softcapping": ("gemma2", {"attn_logit_softcapping": None}),
-    "needs tied embeddings": ("gemma", {"tie_word_embeddings": False}),
-    "scale_attn_by_inverse_layer_idx is True": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    "lacks 'hidden_size'": ("llama", {"hidden_size": None}),
-    "num_hidden_layers 0, must be a positive integer": ("llama", {"num_hidden_layers": 0}),
-    r"k_proj.bias has the shape \(32,\), config.json implies \(64,\)": ("llama", {"head_dim": 32}),
-}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"architectures": None}, "is a none; supported for GGUF"),
+    ("llama", {"architectures": ["Phi3ForCausalLM"]}, r"is a Phi3ForCausalLM; .*\. llama.cpp's own convert_hf_to_gguf"),
+    ("qwen2", {"rope_scaling": {"rope_type": "longrope"}}, "positions are scaled by 'longrope'; allowed: default"),
+    ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "no rotary positions in layers 3, 7, 11.* differs at .2, 3."),
+    ("smollm3", {"use_sliding_window": True}, "its use_sliding_window is True"),
+    ("gemma2", {"attn_logit_softcapping": None}, "lacks attn_logit_softcapping"),
+    ("gemma", {"tie_word_embeddings": False}, "needs tied embeddings"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ("llama", {"hidden_size": None}, "lacks 'hidden_size'"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers 0, must be a positive integer"),
+    ("llama", {"head_dim": 32}, r"k_proj.bias has the shape \(32,\), config.json implies \(64,\)"),
+    ("smollm2", {"hidden_act": "relu"}, "its hidden_act is 'relu'; allowed: 'silu'"),
+    ("smollm2", {"quantization_config": {"quant_method": "awq"}}, "its quantization_config is"),
+    ("smollm2", {"rope_scaling": {"type": "linear", "factor": -1}}, "have factor -1; a number above 0 is needed"),
+    ("smollm2", {"rope_scaling": {"type": "linear"}}, "have factor None; a number above 0 is needed"),
+    ("smollm2", {"rope_theta": 0}, "have rope_theta 0; a number above 0 is needed"),
+    ("smollm2", {"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 4.0}}, "factor 4 above low_freq_factor 4"),
+    ("smollm2", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
+    ("smollm2", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4}},
+     r"both rope_parameters and rope_scaling, and they differ \(rope_type, factor\): keep what is meant"),
+    ("smollm2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("smollm2", {"num_hidden_layers": 4}, "lacks 9 tensors, the first is model.layers.3.input_layernorm.weight"),
+    ("smollm2", {"num_hidden_layers": 2}, "layers.2.* has no place in a llama model of 2 layers"),
+    ("smollm2", {"attention_bias": True}, "the first is model.layers.0.self_attn.q_proj.bias"),
+    ("qwen3", {"attention_bias": True}, "its attention_bias is True; allowed: False"),
+    ("gemma3", {"layer_types": ["sliding_attention"]}, "layer_types must hold 3 of"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "its attn_logit_softcapping is 50.0; allowed: none"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_llama_cpp_would_compute_differently_is_refused(tmp_path: Path, message: str):
-    case, changes = REFUSED[message]
+@pytest.mark.parametrize(("case", "changes", "message"), REFUSED)
+def test_what_llama_cpp_would_compute_differently_is_refused(
+    case: str, changes: dict[str, Any], message: str, tmp_path: Path
+):
     folder = write_checkpoint(tmp_path / "hf", case)
     config = json.loads((folder / "config.json").read_text()) | changes
     # A cap that is left out has a default; null means none.

@@ -36,8 +36,8 @@ TOKENS = [token % 299 for token in TOKEN_IDS]
 MATRIX = "model.layers.1.mlp.down_proj.weight"
 
 
-def graph(source: Path, folder: Path, quant: str = "int4", group_size: int | None = None) -> Path:
-    return tiny_graphs.graph(source, folder, quant, group_size)
+def graph(source: Path, folder: Path, quant: str = "int4") -> Path:
+    return tiny_graphs.graph(source, folder, quant)
 
 
 def logits(path: Path, token_ids: list[int] | None = None) -> Floats:
@@ -106,11 +106,10 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize(("kind", "limit"), [("Q4_0", 0.003), ("Q4_1", 0.003)])
 def test_a_graph_of_4_bit_weights_computes_what_they_do(kind: str, limit: float, tmp_path: Path):
-    """But for inputs rounded to 8 bits, as in int8; another grid for the same weights loses many times that."""
+    """But for inputs rounded to 8 bits, as in int8."""
     path = write_model(tmp_path / "tiny.gguf", Shape(weights=Q[kind]))
     exact = logits(graph(path, tmp_path / "float", "fp32"))
-    losses = {size: mean_kl(logits(graph(path, tmp_path / f"{size}", group_size=size)), exact) for size in (32, 16, 64)}
-    assert losses[32] < limit and losses[16] < limit < losses[64], losses
+    assert mean_kl(logits(graph(path, tmp_path / "made")), exact) < limit
 
 
 def test_blocks_around_zero_need_no_further_operators(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,27 +13,30 @@ onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from edgespec.engines.onnx.sessions import open_session  # noqa: E402
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError  # noqa: E402
-from edgespec.export.onnx.optimum import failure, quantise, save  # noqa: E402
+from edgespec.errors import CapabilityError, ModelFileError  # noqa: E402
+from edgespec.export.onnx.optimum import exporter, quantise, run, save  # noqa: E402
+
+EXPORTER = """
+import sys
+print("tracing")
+sys.exit("KeyError: 'rope_type'")
+"""
 
 
-@pytest.mark.parametrize(
-    ("returncode", "said", "kind", "message"),
-    [
-        (1, ["Traceback", "KeyError: 'rope_type'"], ModelFileError, "cannot be exported: KeyError: 'rope_type'"),
-        (1, ["ModuleNotFoundError: No module named 'onnx_ir'"], CapabilityError, r"needs onnx_ir: .* install "),
-        (1, ["OSError: [Errno 28] No space left on device"], CapabilityError, "filled the disk"),
-        (-signal.SIGKILL if hasattr(signal, "SIGKILL") else 137, ["layer 3"], CapabilityError, "memory ran out"),
-        (3, [], ModelFileError, "no output"),
-    ],
-)
-def test_the_reason_of_a_failed_child(
-    returncode: int, said: list[str], kind: type[EdgespecError], message: str
-) -> None:
-    error = failure(returncode, said, "Llama from folder")
-    assert type(error) is kind
-    with pytest.raises(kind, match=message):
-        raise error
+def test_a_failure_is_told_by_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="model cannot be exported with Optimum: KeyError: 'rope_type'"):
+        run([sys.executable, "-c", EXPORTER], tmp_path / "model")
+
+
+def test_it_is_the_package_or_the_program_or_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "optimum", None)
+    with pytest.raises(CapabilityError, match=r"needs Optimum's optimum-cli on the PATH: uv tool install optimum"):
+        exporter()
+    program = tmp_path / ("optimum-cli.exe" if sys.platform == "win32" else "optimum-cli")
+    program.write_bytes(b"")
+    program.chmod(0o755)
+    assert exporter() == [str(program), "export", "onnx"]
 
 
 @pytest.mark.parametrize(("bits", "least"), [(8, 0.9999), (4, 0.99)])
@@ -45,7 +48,7 @@ def test_products_are_quantised_in_groups(bits: int, least: float, tmp_path: Pat
     node = helper.make_node("MatMul", ["x", "weights"], ["y"], "product")
     graph = helper.make_graph([node], "product", [x], [y], [numpy_helper.from_array(weights, "weights")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    save(quantise(model, f"int{bits}", 32), tmp_path)
+    save(quantise(model, f"int{bits}"), tmp_path)
     session = open_session((tmp_path / "model.onnx").read_bytes(), tmp_path, threads=1, provider="cpu")
     rows = random.normal(size=(5, 128)).astype(np.float32)
     (found,) = session.run(None, {"x": rows})

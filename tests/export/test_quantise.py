@@ -14,15 +14,10 @@ pytest.importorskip("gguf", reason="quantising needs the package gguf: scripts/r
 pytest.importorskip("tokenizers", reason="the test folders need the package tokenizers")
 
 from edgespec.errors import ConfigError, ModelFileError, StateError
-from edgespec.export.gguf.convert import (
-    GGUF_QUANTS,
-    convert,
-    export_gguf,
-    quantise,
-)
+from edgespec.export.gguf.convert import GGUF_QUANTS, check_quant, convert, quantise
 from edgespec.formats.gguf.check import check_gguf
 from tiny_checkpoints import CASES, write_checkpoint
-from tiny_graphs import logits
+from tiny_graphs import export_gguf, logits
 
 LEAST_CORRELATION = {"q2": 0.5, "q3": 0.8, "q4": 0.93, "q5": 0.98, "q6": 0.99}  # of random weights' logits
 
@@ -61,7 +56,7 @@ def test_every_architecture_can_be_quantised(tmp_path: Path, case: str):
 
 def test_bad_requests(wide: Path, wide_gguf: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="'q9_z' is not known; allowed: f32, f16, bf16, q8_0"):
-        export_gguf(wide, tmp_path / "out.gguf", "q9_z")
+        check_quant("q9_z")
     quantise(wide_gguf, tmp_path / "q4.gguf", "q4_0", threads=1)
     with pytest.raises(ModelFileError, match=r"cannot be quantised by llama\.cpp: .*requantizing from type q4_0"):
         quantise(tmp_path / "q4.gguf", tmp_path / "out.gguf", "q5_0", threads=1)
@@ -74,22 +69,21 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from edgespec.errors import StateError
-from edgespec.export.gguf.convert import export_gguf, quantise
+from edgespec.export.gguf.convert import convert, quantise
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
 source, output, quant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 try:
-    (export_gguf if source.is_dir() else quantise)(source, output, quant, threads=1)
+    (convert if source.is_dir() else quantise)(source, output, quant)
 except StateError as error:
     sys.exit(f"StateError: {error}")
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are a POSIX matter")
-@pytest.mark.parametrize("quant", ["f16", "q4_0", "from a gguf"])
+@pytest.mark.parametrize("quant", ["f16", "q4_0"])
 def test_a_full_disk_leaves_nothing(wide: Path, wide_gguf: Path, tmp_path: Path, quant: str):
-    source = wide_gguf if quant == "from a gguf" else wide
-    kind = "q4_0" if quant == "from a gguf" else quant
-    command = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out.gguf"), kind, "300000"]
+    source = wide if quant == "f16" else wide_gguf
+    command = [sys.executable, "-c", LIMITED, str(source), str(tmp_path / "out.gguf"), quant, "300000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "StateError" in done.stderr and "cannot be written" in done.stderr, done.stderr
     assert not any(tmp_path.iterdir())

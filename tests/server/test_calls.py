@@ -305,7 +305,7 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+@pytest.mark.parametrize("step", [1, 7, 1000])
 @pytest.mark.parametrize(
     ("template", "text", "expected"),
     [
@@ -317,40 +317,18 @@ TYPED = [
         ),
         (HERMES, '<tool_call>{"name":"f"}</tool_call> So <tool_call>{"name":"g"}</tool_call>', ("", [("f", {})])),
         (HERMES, 'cut <tool_call>{"name": "f', ('cut <tool_call>{"name": "f', [])),
-        (HERMES, "a < b <tool", ("a < b <tool", [])),
         # without the marks, as small models write it
         (HERMES, '```json\n{"name": "f", "arguments": {"a": "`x`"}}\n```', ("", [("f", {"a": "`x`"})])),
-        (HERMES, '\n{\n  "name": "g",\n  "arguments": {}\n}', ("", [("g", {})])),
-        (
-            HERMES,
-            '```\n{"name": "f", "parameters": {}}\n```\n\n```json\n{"name": "g", "arguments": {}}```\nSo',
-            ("", [("f", {}), ("g", {})]),
-        ),
-        (HERMES, '```json\n{"name": "f", "arguments": {"a": 1}}', ("", [("f", {"a": 1})])),
-        (HERMES, '```json\n{"name": "f", "arguments": {"a"', ('```json\n{"name": "f", "arguments": {"a"', [])),
         (HERMES, '```json\n{"name": "h", "arguments": {}}\n```', ('```json\n{"name": "h", "arguments": {}}\n```', [])),
         (HERMES, '{"name": "f", "arguments": 3}', ('{"name": "f", "arguments": 3}', [])),
-        (HERMES, '```{"name": "f", "arguments": {}}, 2]```', ('```{"name": "f", "arguments": {}}, 2]```', [])),
-        (HERMES, "```python\nf()\n```", ("```python\nf()\n```", [])),
-        (
-            HERMES,
-            '{"name": "f", "arguments": {}}<tool_call>{"name": "g", "arguments": {}}</tool_call>',
-            ("", [("f", {}), ("g", {})]),
-        ),
-        (HERMES, "  ", ("  ", [])),
         (MISTRAL, 'Ok [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
          ("Ok ", [("f", {"a": 1}), ("g", {})])),
         (MISTRAL, "[TOOL_CALLS] [broken", ("[TOOL_CALLS] [broken", [])),
-        (MISTRAL, "An [answer]", ("An [answer]", [])),
         (NAMED, 'Ok.[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}',
          ("Ok.", [("f", {"a": {"b": 1}}), ("g", {})])),
-        (NAMED, '[TOOL_CALLS]f[ARGS]{"a": 1} and', ('[TOOL_CALLS]f[ARGS]{"a": 1} and', [])),
-        (NAMED, "[TOOL_CALLS]f[ARGS][1]", ("[TOOL_CALLS]f[ARGS][1]", [])),
         (NAMED, "[TOOL_CALLS]f o[ARGS]{}", ("[TOOL_CALLS]f o[ARGS]{}", [])),
         (PHI, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]<|/tool_call|>',
          ("", [("f", {"a": 1}), ("g", {})])),
-        (PHI, 'So <|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', ("So ", [("f", {})])),
-        (PHI, '<|tool_call|>[{"name": "f"}, 3]<|/tool_call|>', ('<|tool_call|>[{"name": "f"}, 3]<|/tool_call|>', [])),
         (XML, "Hm.\n<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
               "<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>\n",
          ("Hm.\n", [("f", {"a": "5", "n": 5, "b": True})])),
@@ -361,9 +339,6 @@ TYPED = [
         (XML, "<tool_call><function=f><parameter=a>\nan </parameter> inside\n</parameter>\n"
               "<parameter=n>\nmany\n</parameter>\n<parameter=z>\n[1]\n</parameter></function></tool_call>",
          ("", [("f", {"a": "an </parameter> inside", "n": "many", "z": [1]})])),
-        (XML, "<tool_call>no function</tool_call>", ("<tool_call>no function</tool_call>", [])),
-        (XML, "<tool_call><function=f>words</function></tool_call>",
-         ("<tool_call><function=f>words</function></tool_call>", [])),
         (XML, "<tool_call><function=f o></function></tool_call>",
          ("<tool_call><function=f o></function></tool_call>", [])),
         (GLM, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n2</arg_value>\n<arg_key>n</arg_key>\n"
@@ -382,7 +357,6 @@ TYPED = [
         (LFM, "<|tool_call_start|>[convert-it(from='It's', to='a, 'b'', s=\"a\\/b\", w='x\ny', n=+1.5e3)]"
               "<|tool_call_end|>",
          ("", [("convert-it", {"from": "It's", "to": "a, 'b'", "s": "a/b", "w": "x\ny", "n": 1500.0})])),
-        (LFM, "<|tool_call_start|>f()<|tool_call_end|>", ("", [("f", {})])),
         (XML, "<tool_call><function=f><parameter=a>see </tool_call> there</parameter></function></tool_call>",
          ("", [("f", {"a": "see </tool_call> there"})])),
         (XML, '<tool_call><function=f><parameter=l>{{"a": 1}}</parameter><parameter=n>NaN</parameter>'
@@ -390,8 +364,6 @@ TYPED = [
          ("", [("f", {"l": '{{"a": 1}}', "n": "NaN", "u": "x"})])),
         (XML, "<tool_call><function=f><parameter=r>42</parameter><parameter=x>None</parameter></function></tool_call>",
          ("", [("f", {"r": "42", "x": "None"})])),
-        (GEMMA, '<|tool_call>call:f{a:<|"|>in <tool_call|> marks<|"|>}<tool_call|>',
-         ("", [("f", {"a": "in <tool_call|> marks"})])),
         (CHANNELS, '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a": "x"}<|call|>',
          ("", [("f", {"a": "x"})])),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
@@ -399,18 +371,14 @@ TYPED = [
         *((LFM, f"<|tool_call_start|>{bad}<|tool_call_end|>", (f"<|tool_call_start|>{bad}<|tool_call_end|>", []))
           for bad in ("[f(1)]", "[f(**x)]", "[f(a=x)]", "[f(a=1j)]", "[f(a=g())]", "f(a=", "[f, g]",
                       "[(f)(a=1)(b=2)]", "[f(a=" + "[" * 99 + "]" * 99 + ")]", "[3]")),
-        (CHANNELS, 'So.<|channel|>commentary to=functions.f<|message|>{"a": "x"}', ("So.", [("f", {"a": "x"})])),
         (CHANNELS, "<|channel|>commentary to=functions.f<|message|>[1]<|call|>",
          ("<|channel|>commentary to=functions.f<|message|>[1]<|call|>", [])),
         (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
          ("", [("f", {}), ("g", {})])),
         (LLAMA, '{"city": "Paris"}', ('{"city": "Paris"}', [])),
-        (LLAMA, "  An answer {}", ("  An answer {}", [])),
         (LLAMA, 'As in: {"name": "f", "parameters": {}}', ('As in: {"name": "f", "parameters": {}}', [])),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "a \\" and </tool_call> in it"}}</tool_call>',
          ("", [("f", {"a": 'a " and </tool_call> in it'})])),
-        (PHI, '<|tool_call|>[{"name": "f", "arguments": {"a": "x<|/tool_call|>"}}]<|/tool_call|>',
-         ("", [("f", {"a": "x<|/tool_call|>"})])),
     ],
 )  # fmt: skip
 def test_calls_and_text_are_told_apart(template: str, text: str, expected: tuple[str, list[Any]], step: int):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import threading
 from collections.abc import Iterator
@@ -14,14 +13,15 @@ import pytest
 from starlette.testclient import TestClient
 
 import edgespec
+from asgi_client import Client
 from demo import TEST_THREADS
 from edgespec import Model
-from edgespec.server.http_errors import HttpError
+from edgespec.server.app import create_app
 from edgespec.server.service import Service
 from serving import client_of, serving
 from tiny_bert import write_bert
 from tiny_gguf import write_model
-from waiting import until
+from waiting import reached
 
 TEXTS = ["Find me a bus to Fresno.", "hello world"]
 PATHS = ("/v1/embeddings", "/api/embed")
@@ -124,33 +124,28 @@ def test_an_encoder(tmp_path: Path):
         assert client.get("/props").status_code == client.get("/api/ps").status_code == 200
 
 
-async def test_the_queue(embedding_service: Service, embedding_model: Model, monkeypatch: pytest.MonkeyPatch):
-    """One runs, four wait, a sixth is refused; a cancelled one ends; none is begun when the server stops."""
-    queue = embedding_service.require().scheduler.embeddings
-    texts = embedding_model.embedder.encode(["x"], truncate=False)
-    begins, goes_on, embed = threading.Event(), threading.Event(), embedding_model.target.embed
+async def test_a_client_that_leaves_ends_its_embeddings(
+    embedding_service: Service, embedding_model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    """What comes after the pass that runs is not begun; a sixth that waits to be read is refused."""
+    scheduler, app, embed = embedding_service.require().scheduler, create_app(embedding_service), embedding_model.target
+    goes_on, passes, one_pass = threading.Event(), list[Any](), embed.embed
 
     def slow(*args: Any) -> Any:
-        begins.set()
+        passes.append(args)
         goes_on.wait(30)
-        return embed(*args)
+        return one_pass(*args)
 
-    monkeypatch.setattr(embedding_model.target, "embed", slow)
-    first, *waiting = [asyncio.create_task(queue.embed(texts)) for _ in range(5)]
-    await asyncio.to_thread(begins.wait, 30)
-    with pytest.raises(HttpError) as refused:
-        await queue.embed(texts)
-    assert refused.value.status == 429
-    for each in waiting:
-        each.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    third = asyncio.create_task(queue.embed(texts))
-    await asyncio.sleep(0.05)
-    queue.stop()
+    monkeypatch.setattr(embed, "embed", slow)
+    texts = ["word " * 80] * 30  # several passes
+    clients = [Client(app, "/v1/embeddings", messages=None, max_tokens=None, input=texts) for _ in range(5)]
+    await reached(lambda: scheduler.num_preparing == 5 and bool(passes))
+    refused = Client(app, "/v1/embeddings", messages=None, max_tokens=None, input="x")
+    await refused.task
+    assert refused.sent[0]["status"] == 429
+    for client in clients:
+        client.leave()
+        await client.task
     goes_on.set()
-    assert (await first).shape == (1, 64), "what has begun its last pass ends with it"
-    for late in (third, queue.embed(texts)):
-        with pytest.raises(HttpError) as stopped:
-            await late
-        assert stopped.value.status == 503
-    until(lambda: not queue.thread.open)
+    await reached(lambda: scheduler.num_preparing == 0)
+    assert len(passes) <= len(clients), "each at most the pass that it waited for"

@@ -185,7 +185,7 @@ def test_ollamas_keep_alive_of_an_answer(host: Host):
 
     options = {"num_predict": 4}
     assert expires_in_s() > 1e9
-    host.ollama("/api/chat", messages=FIELDS["messages"], options=options, keep_alive="1h30m")
+    host.ollama("/api/chat", messages=FIELDS["messages"], options=options, keep_alive="1.5h")
     assert 5300 < expires_in_s() <= 5400
     host.ask()  # the time holds from then on
     assert 5300 < expires_in_s() <= 5400

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from edgespec import GenerateOptions, Model, Sampling
 from edgespec.reports import RoundRecord, Stats
-from edgespec.server.metrics import Histogram, Metrics, answer_line, why_not
+from edgespec.server.metrics import Metrics, answer_line
 from edgespec.server.service import Service
 from serving import client_of, post, streamed
 
@@ -47,20 +47,6 @@ def test_a_streamed_completion(client: TestClient, model: Model, greedy: Samplin
     assert whole["text_offset"] == offsets and offsets[0] == 0 and offsets == sorted(set(offsets))
 
 
-def test_offsets_count_characters_and_not_the_tokens_that_spell_them(client: TestClient):
-    written = "a 😀🚉 bus and a train"  # the demo spells an emoji in bytes; " train" is held for the stop
-    fields = {"prompt": "Say", "max_tokens": 60, "regex": written, "stop": "train is late", "logprobs": 1}
-    whole = client.post(COMPLETE, json=fields).json()["choices"][0]
-    parts = [part["choices"][0]["logprobs"] for part in streamed(client, COMPLETE, fields)]
-    in_parts = {name: [each for part in parts if part for each in part[name]] for name in ("tokens", "text_offset")}
-    assert whole["text"] == written
-    for found in (whole["logprobs"], in_parts):
-        named = dict(zip(found["text_offset"], found["tokens"], strict=True))
-        spelled = {offset: token for offset, token in named.items() if "�" not in token}
-        assert spelled and all(written[offset:].startswith(token) for offset, token in spelled.items())
-        assert set(found["text_offset"]) <= set(range(len(written))) and max(found["text_offset"]) > 10
-
-
 def test_control_tokens_are_read_in_raw_prompts_and_where_they_are_asked_for(client: TestClient, model: Model):
     text = "a<|im_end|>"
     ids = client.post("/tokenize", json={"content": text}).json()["tokens"]
@@ -71,9 +57,6 @@ def test_control_tokens_are_read_in_raw_prompts_and_where_they_are_asked_for(cli
     assert client.post(COMPLETE, json={"prompt": text, "max_tokens": 1}).json()["usage"]["prompt_tokens"] == len(
         model.encode(text, parse_special=True)
     )
-    pieces = client.post("/tokenize", json={"content": "a b", "with_pieces": True}).json()["tokens"]
-    assert [piece["piece"] for piece in pieces] == ["a", " b"]
-    assert [piece["id"] for piece in pieces] == client.post("/tokenize", json={"content": "a b"}).json()["tokens"]
 
 
 def test_the_model_is_listed(client: TestClient, model: Model):
@@ -149,27 +132,19 @@ def test_a_log_line_tells_speed_and_drafting(client: TestClient, caplog: pytest.
     shown = f"{found['draft_n_accepted']} of {found['draft_n']} drafted tokens accepted"
     assert re.match(rf"answer: {found['predicted_n']} tokens at [\d.]+ tokens/s \(\w+\)", drafted), drafted
     assert shown in drafted and f"model {found['draft_n']}" in drafted
-    assert plain.endswith("nothing drafted: the request switched it off")
+    assert plain.endswith("nothing drafted: off")
     assert not any("one two" in line for line in caplog.messages)
 
 
 def test_why_nothing_was_drafted(model: Model):
-    facts, loaded, ran = model.target.facts, model.options, Stats(rounds=9, new_tokens=10)
-    auto = replace(loaded, drafter="auto", draft_length="auto")
-    for options, own, stats, words in (
-        (GenerateOptions(drafter="none"), auto, ran, "the request"),
-        (GenerateOptions(), replace(auto, drafter="none"), ran, "is switched off"),
-        (GenerateOptions(draft_length=0), auto, ran, "is switched off"),
-        (GenerateOptions(), auto, Stats(new_tokens=1), "its first token"),
-        (GenerateOptions(), auto, Stats(), "had not begun"),
-        (GenerateOptions(), auto, replace(ran, notes=["drafter model failed and is disabled"]), "failed"),
-        (GenerateOptions(), auto, ran, "expected to save time"),
-        (GenerateOptions(drafter="ngram", draft_length=4), auto, ran, "ngram proposed nothing"),
+    facts, auto = model.target.facts, replace(model.options, drafter="auto", draft_length="auto")
+    for own, engine, words in (
+        (replace(auto, drafter="none"), facts, "off"),
+        (auto, facts, "no gain"),
+        (auto, replace(facts, can_rollback=False, rollback_rows=0), "unable"),
     ):
-        assert words in why_not(stats, options, own, facts)
-    blocked = replace(facts, can_rollback=False, rollback_rows=0)
-    assert why_not(ran, GenerateOptions(), auto, blocked) == facts.why_no_speculation
-    assert "failed" in answer_line(Stats(), {}, GenerateOptions(), auto, facts)
+        line = answer_line(Stats(), {}, GenerateOptions(), own, engine)
+        assert line.endswith(f"nothing drafted: {words}") and "failed" in line
 
 
 def metrics(client: TestClient) -> dict[str, float]:
@@ -192,13 +167,4 @@ def test_latencies_are_histograms(client: TestClient):
         assert buckets == sorted(buckets) and buckets[-1] == found[f"{name}_count"] == 2
         assert found[f"{name}_sum"] > 0
     first, whole = (found[f"edgespec_{kind}_seconds_sum"] for kind in ("time_to_first_token", "request_duration"))
-    assert first <= whole and first == found["edgespec_time_to_first_token_seconds_total"]
-
-
-def test_a_bucket_holds_its_bound():
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 9.0):
-        histogram.add(value)
-    assert list(histogram.lines("x", "Help"))[2:] == [
-        'x_bucket{le="1.0"} 2', 'x_bucket{le="2.0"} 3', 'x_bucket{le="+Inf"} 4', "x_sum 12.0", "x_count 4"
-    ]  # fmt: skip
+    assert first <= whole

@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -124,7 +123,7 @@ def test_the_openai_client(url: str):
 
 
 def test_the_page_on_the_server_is_true(url: str):
-    """Requests and the Python example of docs/server.md, sent to this server."""
+    """Requests and paths of docs/server.md, sent to this server."""
     requests = re.findall(r"^curl http://127.0.0.1:8080(\S+) -d '(.+)'$", PAGE, re.MULTILINE)
     assert len(requests) == 2
     for path, body in requests:
@@ -134,11 +133,6 @@ def test_the_page_on_the_server_is_true(url: str):
     assert len(paths) == 8
     for path in paths:
         assert httpx.get(url + path).status_code == 200
-    pytest.importorskip("openai", reason="the openai package is not installed")
-    (example,) = re.findall(r"^```py\n(.+?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    code = example.replace("http://127.0.0.1:8080", url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_the_end_of_standard_input_ends_it(private_home: Path):
@@ -250,11 +244,6 @@ def test_names_defaults_and_options_of_each(private_home: Path, draft_path: Path
 def test_two_models_need_two_names(private_home: Path):
     assert "two models are called 'demo'" in refusal(private_home, "demo")
     assert "names none of the models" in refusal(private_home, PATHS[DRAFT], "--alias", "a=b")
-    assert "models-max must be at least 1" in refusal(private_home, PATHS[DRAFT], "--models-max", "0")
-
-
-def test_a_second_model_that_is_missing_ends_it_before_it_listens(private_home: Path, tmp_path: Path):
-    assert "no file" in refusal(private_home, str(tmp_path / "absent.gguf"))
     assert "no model 'absent'" in refusal(private_home, "absent")
 
 
@@ -306,27 +295,6 @@ def test_a_context_that_is_chosen_at_the_load(private_home: Path, context: str):
         for name in ("target", "demo", "target"):
             assert complete(url, name).status_code == 200
         assert loaded(url) == (["demo", "target"] if context == "max" else ["target"])
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_another_model_is_loaded_ends_it(private_home: Path, number: signal.Signals):
-    with served(private_home, PATHS[ONNX], *CONTEXT) as process:
-        url = read_line(process)["url"]
-        asking = threading.Thread(target=lambda: _try(url, "target"), daemon=True)
-        asking.start()
-        until(lambda: loaded(url) != ["demo"], process=process)
-        process.send_signal(number)
-        assert process.wait(ENDS_WITHIN_S) == 0
-        asking.join(ENDS_WITHIN_S)
-        assert "Traceback" not in errors_of(process)
-
-
-def _try(url: str, model: str) -> None:
-    try:
-        complete(url, model)
-    except httpx.HTTPError:
-        return
 
 
 def test_the_sidecar_serves_several_too(private_home: Path):
@@ -381,22 +349,6 @@ def test_its_memory_goes_back_to_the_system_each_time(private_home: Path):
         assert log.count("the model is unloaded") == 4 and log.count("is loaded again") == 3 and "Traceback" not in log
 
 
-def test_the_sidecar_unloads_too(private_home: Path):
-    with served(private_home, "--stdio", "--idle-unload", "0.3", "--verbose") as process:
-        assert process.stderr is not None
-        assert [read_line(process)["event"] for _ in range(2)] == ["hello", "ready"]
-        texts = []
-        for name in ("first", "again"):
-            while (line := process.stderr.readline()) and b"the model is unloaded" not in line:
-                pass
-            send(process, {"op": "generate", "id": name} | FIELDS)
-            *deltas, done = events_until(process, name)
-            assert done["event"] == "done"
-            texts.append("".join(delta["text"] for delta in deltas))
-        assert texts[0] == texts[1] != ""
-        ends_with_input(process)
-
-
 def test_what_was_learnt_of_costs_is_kept(tmp_path: Path):
     with served(tmp_path, "--port", "0", "--idle-unload", "0.5") as process:
         url = read_line(process)["url"]
@@ -428,26 +380,6 @@ def test_openai_responses(url: str):
             client.responses.create(**fields, previous_response_id="resp_1")
         with pytest.raises(openai.InternalServerError, match="not supported"):
             client.embeddings.create(model="demo", input="x", encoding_format="float")
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_structured_output(url: str, method: str):
-    """As an object of the caller's own class, both ways that LangChain asks for it."""
-    langchain = pytest.importorskip("langchain_openai", reason="the langchain-openai package is not installed")
-    from pydantic import BaseModel
-
-    class Booking(BaseModel):
-        """A booking of a room."""
-
-        city: Literal["Paris", "Fresno"]
-        nights: Literal[1, 2, 3]
-        breakfast: bool
-
-    chat = langchain.ChatOpenAI(model="demo", base_url=url + "/v1", api_key="any", max_retries=0, temperature=0)
-    found = chat.with_structured_output(Booking, method=method).invoke("Two nights in Paris with breakfast, please.")
-    assert isinstance(found, Booking) and found.nights in (1, 2, 3)
-    assert chat.invoke("Find me a bus to Fresno.").usage_metadata["output_tokens"] > 0
-    assert len("".join(part.content for part in chat.stream("Find me a bus to Fresno."))) > 0
 
 
 def test_anthropic(url: str):

@@ -110,13 +110,6 @@ SHELL = {
         "additionalProperties": False,
     },
 }
-PATCH = {
-    "type": "custom",
-    "name": "apply_patch",
-    "description": "Use the `apply_patch` tool to edit files. This is a FREEFORM tool.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" LF hunk+\n'},
-}
-DIFF = '*** Begin Patch\n*** Add File: a.txt\n+"hi"\n*** End Patch'
 
 
 def said(role: str, text: str) -> dict[str, Any]:
@@ -132,7 +125,7 @@ REQUEST: dict[str, Any] = {
         said("user", "<environment_context><cwd>/tmp</cwd></environment_context>"),
         said("user", "I want a table for two in San Jose."),
     ],
-    "tools": [SHELL, PATCH, {"type": "web_search", "external_web_access": False}],
+    "tools": [SHELL, {"type": "web_search", "external_web_access": False}],
     "tool_choice": "auto",
     "parallel_tool_calls": False,
     "reasoning": {"effort": "medium", "summary": "auto"},
@@ -156,41 +149,3 @@ def test_a_turn_of_the_agent(client: TestClient):
     noted = [note.partition(":")[0] for note in notes.split("; ")]
     assert sorted(noted) == ["reasoning.effort", "text.verbosity", "tools", "truncation"]
     assert found[-1]["response"]["truncation"] == "disabled" and found[-1]["response"]["reasoning"]["effort"] is None
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_a_freeform_tool_is_called_with_a_text(client: TestClient, is_stream: bool):
-    """It is forced, as the model here would hardly choose it; its text cannot be one of the grammar's."""
-    choice = {"type": "custom", "name": "apply_patch"}
-    fields = {"tool_choice": choice, "tools": [SHELL, PATCH], "max_output_tokens": 400, "temperature": 0}
-    if not is_stream:
-        (call,) = post(client, PATH, REQUEST | fields, stream=False)["output"]
-    else:
-        found = streamed(client, PATH, REQUEST | fields)
-        (call,) = found[-1]["response"]["output"]
-        added, delta, done, ended = found[2:-1]
-        assert added["item"]["input"] == "" and added["item"]["status"] == "in_progress"
-        assert delta["type"] == "response.custom_tool_call_input.delta" and delta["delta"] == call["input"]
-        assert done["type"] == "response.custom_tool_call_input.done" and done["input"] == call["input"]
-        assert ended["item"] == call and delta["item_id"] == call["id"]
-    assert call["type"] == "custom_tool_call" and call["name"] == "apply_patch" and isinstance(call["input"], str)
-    assert call["call_id"] and "arguments" not in call
-
-
-def test_a_freeform_call_and_its_output_are_read_as_a_functions(client: TestClient):
-    def prompt_tokens(*items: dict[str, Any]) -> int:
-        given = [*REQUEST["input"], *items]
-        return post(client, PATH, REQUEST, input=given, stream=False, max_output_tokens=1)["usage"]["input_tokens"]
-
-    named = {"call_id": "call_1", "name": "apply_patch"}
-    arguments = json.dumps({"input": DIFF})
-    freeform = prompt_tokens(
-        {"type": "reasoning", "summary": [], "encrypted_content": None},
-        {"type": "custom_tool_call", "input": DIFF, "status": "completed", **named},
-        {"type": "custom_tool_call_output", "call_id": "call_1", "output": "Done!"},
-    )
-    function = prompt_tokens(
-        {"type": "function_call", "arguments": arguments, **named},
-        {"type": "function_call_output", "call_id": "call_1", "output": "Done!"},
-    )
-    assert freeform == function

@@ -162,13 +162,6 @@ def test_a_biased_token_is_never_sampled(client, model, greedy, plain):
     assert bytes(choice["logprobs"]["content"][0]["bytes"]).decode() != model.decode([first])
 
 
-@pytest.mark.parametrize(("verbosity", "is_noted"), [("medium", False), ("low", True)])
-def test_verbosity_changes_nothing_and_a_note_says_so(client, verbosity: str, is_noted: bool):
-    body = {"model": "demo", "messages": QUESTION, "max_tokens": 1, "verbosity": verbosity}
-    answered = client.post(CHAT, json=body)
-    assert answered.status_code == 200 and ("verbosity" in answered.headers.get(NOTES, "")) == is_noted
-
-
 def test_a_limit_of_minus_one_is_none(client, model, greedy):
     unlimited = model.chat(QUESTION, greedy).result()
     (choice,) = ask(client, temperature=0, max_tokens=-1)["choices"]
@@ -364,8 +357,8 @@ def test_it_goes_on(client: TestClient, path: str, body: dict[str, Any], noted: 
     assert (f"{noted} left out" in answered.headers.get(NOTES, "")) == bool(noted)
 
 
-def test_the_model_sees_what_was_written(client: TestClient) -> None:
-    assert BROKEN in client.post("/apply-template", json={"messages": chat(content="no")["messages"]}).json()["prompt"]
+def test_the_model_sees_what_was_written(model: Model) -> None:
+    assert BROKEN in model.decode(model.encode_chat(chat(content="no")["messages"]))
 
 
 # -- `return_progress`: how much of the prompt is read, told in a stream while it is

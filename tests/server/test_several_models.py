@@ -100,12 +100,6 @@ def test_a_name_that_is_not_served_loads_nothing(hosts: MakeHost):
     assert answer.json()["model"] == GGUF and "no model here has that name" in answer.headers[web.NOTES]
 
 
-def test_any_model_is_answered_by_the_first(hosts: MakeHost):
-    host = hosts(any_model=True)
-    answers = [host.client.post("/v1/chat/completions", json=FIELDS | {"model": name}) for name in ("other", ONNX)]
-    assert [answer.json()["model"] for answer in answers] == [GGUF, ONNX]
-
-
 def test_lists_say_what_can_be_asked_for_and_what_is_loaded(host: Host):
     def status() -> list[str]:
         return [each["status"]["value"] for each in host.client.get("/v1/models").json()["data"]]
@@ -130,24 +124,6 @@ def test_lists_say_what_can_be_asked_for_and_what_is_loaded(host: Host):
     (count,) = [line for line in metrics.splitlines() if line.startswith("edgespec_request_duration_seconds_count")]
     assert count.endswith(" 2") and 'requests_total{path="/v1/chat/completions",status="200"} 2' in metrics
     assert metrics.count("# TYPE edgespec_tokens_total") == 1
-
-
-@pytest.mark.parametrize("name", [ONNX, DRAFT])
-def test_what_is_told_before_a_model_is_loaded_is_true(hosts: MakeHost, name: str):
-    host = hosts((GGUF, name))
-
-    def told() -> tuple[Any, ...]:
-        (entry,) = [each for each in host.client.get("/api/tags").json()["models"] if each["name"] == name]
-        shown = host.client.post("/api/show", json={"name": name}).json()
-        listed = host.client.get("/v1/models").json()["data"][1]["meta"]
-        properties = host.client.get(f"/props?model={name}").json()
-        known = {key: properties[key] for key in ("model_alias", "chat_template", "engine", "verify")}
-        return entry, shown, listed, known, properties["default_generation_settings"]
-
-    before = told()
-    assert host[name].num_loads == 0
-    host.ask(name)
-    assert told() == before and host.client.get(f"/props?model={name}").json()["is_sleeping"] is False
 
 
 async def test_a_request_for_another_model_waits_for_the_answers_that_run(host: Host, hasty: None):

@@ -30,6 +30,9 @@ BOTH = {
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
     **{f"feed_forward.{own}": f"ffn_{kind}" for own, kind in (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.experts.down_proj": "ffn_down_exps",
     **{f"conv.{kind}": f"shortconv.{kind}" for kind in ("conv", "in_proj", "out_proj")},
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
@@ -47,15 +50,17 @@ OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": 
 def make_hybrid(kind: str, path: Path, shape: HybridShape) -> Any:
     """The random model of transformers, in eval mode, after writing it to `path`."""
     torch.manual_seed(shape.seed)
-    made = (_lfm2 if kind == "lfm2" else _qwen35)(shape).eval()
+    made = (_lfm2 if kind.startswith("lfm2") else _qwen35)(shape).eval()
     with torch.no_grad():
-        for name, weights in made.named_parameters():
-            if "norm" in name:
+        for name, weights in _learnt(made):
+            if "expert_bias" in name:
+                weights.add_(torch.randn_like(weights))
+            elif "norm" in name:
                 weights.add_(0.2 * torch.randn_like(weights))
             elif weights.ndim > 1:
                 weights.copy_(torch.randn_like(weights) * 1.5 / weights.shape[-1] ** 0.5)
     tensors = dict(_converted(made, kind, shape))
-    (write_lfm2 if kind == "lfm2" else write_qwen35)(path, shape, tensors=tensors)
+    (write_lfm2 if kind.startswith("lfm2") else write_qwen35)(path, shape, tensors=tensors)
     return made
 
 
@@ -84,15 +89,18 @@ def _qwen35(shape: HybridShape) -> Any:
 
 
 def _lfm2(shape: HybridShape) -> Any:
-    config = transformers.Lfm2Config(
+    count, used, inner = shape.experts
+    settings: dict[str, Any] = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": inner}
+    settings |= {"num_dense_layers": 1, "experts_implementation": "eager"}
+    config = (transformers.Lfm2MoeConfig if count else transformers.Lfm2Config)(
+        **(settings if count else {"block_auto_adjust_ff_dim": False}),
         **_common(shape),
         norm_eps=EPSILON,
         conv_L_cache=CONV_KERNEL - 1,
-        block_auto_adjust_ff_dim=False,
         layer_types=["conv" if shape.is_recurrent(n) else "full_attention" for n in range(shape.layers)],
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
     )
-    return transformers.Lfm2ForCausalLM(config)
+    return (transformers.Lfm2MoeForCausalLM if count else transformers.Lfm2ForCausalLM)(config)
 
 
 def _common(shape: HybridShape) -> dict[str, Any]:
@@ -108,17 +116,27 @@ def _common(shape: HybridShape) -> dict[str, Any]:
     }
 
 
+def _learnt(made: Any) -> Any:
+    """(name, tensor) of what training makes: parameters, and the experts' biases, which are buffers."""
+    return *made.named_parameters(), *((name, each) for name, each in made.named_buffers() if "expert_bias" in name)
+
+
 def _converted(made: Any, kind: str, shape: HybridShape) -> Any:
     """(name, values) of each tensor, as llama.cpp's converter writes them."""
-    for name, weights in made.named_parameters():
+    is_lfm2 = kind.startswith("lfm2")
+    for name, weights in _learnt(made):
         values = weights.detach().numpy().astype(np.float32)
         parts = name.removeprefix("model.").split(".")
         if parts[0] != "layers":
-            yield f"{OUTER[parts[0]]}.weight", values + (kind != "lfm2" and "norm" in parts[0])
+            yield f"{OUTER[parts[0]]}.weight", values + (not is_lfm2 and "norm" in parts[0])
             continue
         rest = ".".join(parts[2:]).removesuffix(".weight")
-        own = BOTH[rest] + ("" if rest.endswith(("dt_bias", "A_log")) else ".weight")
-        if kind != "lfm2" and "norm" in rest and "linear" not in rest:
+        if rest == "feed_forward.experts.gate_up_proj":
+            for own, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield f"blk.{parts[1]}.ffn_{own}_exps.weight", np.ascontiguousarray(half)
+            continue
+        own = BOTH[rest] + ("" if rest.endswith(("dt_bias", "A_log", "expert_bias")) else ".weight")
+        if not is_lfm2 and "norm" in rest and "linear" not in rest:
             values = values + np.float32(1)  # these norms multiply by 1 + weight
         if rest.endswith("A_log"):
             values = -np.exp(values)

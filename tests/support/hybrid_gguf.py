@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -21,8 +21,8 @@ CONV_KERNEL = 4
 class HybridShape:
     """Sizes of a hybrid; every fourth layer has keys and values. `rotated`: of a head's values, 0: all.
 
-    `experts` of a Qwen3.5 MoE: count, used, inner size; `hidden` is then that of the shared one. `is_joined`: their
-    gate and up are one tensor.
+    `experts` of a mixture: count, used, inner size; `hidden` is then that of Qwen3.5's shared one, or of LFM2's first
+    layer. `is_joined`: their gate and up are one tensor.
     """
 
     layers: int = 4
@@ -43,6 +43,10 @@ class HybridShape:
     weights: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
 
     @property
+    def lfm2(self) -> str:
+        return "lfm2moe" if self.experts[0] else "lfm2"
+
+    @property
     def qwen35(self) -> str:
         return "qwen35moe" if self.experts[0] else "qwen35"
 
@@ -54,13 +58,23 @@ def write_lfm2(
     path: Path, shape: HybridShape = HybridShape(), *, tensors: Mapping[str, NDArray[np.float32]] | None = None
 ) -> Path:
     """Write a random LFM2: short convolutions and attention. `tensors` replace random ones."""
-    writer = _begin(path, "lfm2", shape, shape.layers)
+    writer = _begin(path, shape.lfm2, shape, shape.layers)
     writer.add_head_count_kv([0 if shape.is_recurrent(n) else shape.kv_heads for n in range(shape.layers)])
-    writer.add_uint32("lfm2.shortconv.l_cache", CONV_KERNEL - 1)
+    writer.add_uint32(f"{shape.lfm2}.shortconv.l_cache", CONV_KERNEL - 1)
+    if shape.experts[0]:
+        writer.add_expert_count(shape.experts[0])
+        writer.add_expert_used_count(shape.experts[1])
+        writer.add_expert_feed_forward_length(shape.experts[2])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(1)
     size = shape.width // shape.heads
     extents: dict[str, tuple[int, ...]] = {"token_embd_norm.weight": (shape.width,)}
     for layer in range(shape.layers):
-        extents |= {f"blk.{layer}.attn_norm.weight": (shape.width,), **_feed_forward(layer, shape, "ffn_norm")}
+        own = shape if layer else replace(shape, experts=(0, 0, 0))
+        extents |= {
+            f"blk.{layer}.attn_norm.weight": (shape.width,),
+            **_feed_forward(layer, own, "ffn_norm", shared=False),
+        }
         if shape.is_recurrent(layer):
             extents |= {
                 f"blk.{layer}.shortconv.conv.weight": (shape.width, CONV_KERNEL - 1),
@@ -142,24 +156,25 @@ def _begin(path: Path, architecture: str, shape: HybridShape, layers: int) -> gg
     return begin(path, architecture, layers=layers, **sizes)
 
 
-def _feed_forward(layer: int, shape: HybridShape, norm: str) -> Extents:
+def _feed_forward(layer: int, shape: HybridShape, norm: str, *, shared: bool = True) -> Extents:
     count, _, inner = shape.experts
-    end = "_shexp" if count else ""
-    found: dict[str, tuple[int, ...]] = {
-        f"blk.{layer}.{norm}.weight": (shape.width,),
-        f"blk.{layer}.ffn_gate{end}.weight": (shape.hidden, shape.width),
-        f"blk.{layer}.ffn_up{end}.weight": (shape.hidden, shape.width),
-        f"blk.{layer}.ffn_down{end}.weight": (shape.width, shape.hidden),
-    }
+    end, width = "_shexp" if count else "", shape.width
+    found: dict[str, tuple[int, ...]] = {f"blk.{layer}.{norm}.weight": (width,)}
+    if shared or not count:
+        found |= {f"blk.{layer}.ffn_{name}{end}.weight": (shape.hidden, width) for name in ("gate", "up")}
+        found[f"blk.{layer}.ffn_down{end}.weight"] = width, shape.hidden
     if not count:
         return found
+    own = (
+        {f"blk.{layer}.ffn_gate_inp_shexp.weight": (width,)} if shared else {f"blk.{layer}.exp_probs_b.bias": (count,)}
+    )
     gates = ({"gate_up": 2 * inner} if shape.is_joined else {"gate": inner, "up": inner}).items()
     return {
         **found,
-        f"blk.{layer}.ffn_gate_inp.weight": (count, shape.width),
-        f"blk.{layer}.ffn_gate_inp_shexp.weight": (shape.width,),
-        **{f"blk.{layer}.ffn_{name}_exps.weight": (count, size, shape.width) for name, size in gates},
-        f"blk.{layer}.ffn_down_exps.weight": (count, shape.width, inner),
+        **own,
+        f"blk.{layer}.ffn_gate_inp.weight": (count, width),
+        **{f"blk.{layer}.ffn_{name}_exps.weight": (count, size, width) for name, size in gates},
+        f"blk.{layer}.ffn_down_exps.weight": (count, width, inner),
     }
 
 

@@ -219,3 +219,22 @@ class TableEngine(BookedEngine):
 
     def _free(self) -> None:
         """Nothing to free."""
+
+
+class Struck(TableEngine):
+    """Its pass number `strikes_at` raises when its rows are in the cache already: the worst moment."""
+
+    strikes_at = 0
+    passes = 0
+    error: type[BaseException] = KeyboardInterrupt
+
+    def forward(self, batch: Batch) -> Logits:
+        logits = super().forward(batch)
+        self.passes += 1
+        if self.passes == self.strikes_at:
+            raise self.error("struck")
+        return logits
+
+    def strike(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+        """Count passes anew; 0: none raises."""
+        self.passes, self.strikes_at, self.error = 0, at, error

@@ -124,11 +124,7 @@ GEMMA_ROTATION = {
 UNROTATED = ("rope_scaling", "rope_theta", "rope_local_base_freq")
 # Name of a variant -> (case, what its config.json says otherwise, what it does not say).
 VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "mistral-window": ("mistral", {"sliding_window": 6}, ()),
-    "qwen2-window": ("qwen2", {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}, ()),
     "qwen2-no-window": ("qwen2", {"sliding_window": 6, "use_sliding_window": False, "max_window_layers": 1}, ()),
-    "smollm3-list": ("smollm3", {"no_rope_layers": [0, 1, 1, 0, 1]}, ()),
-    "smollm3-interval": ("smollm3", {"no_rope_layer_interval": 2}, ()),
     "llama-linear": ("smollm2", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, ()),
     "llama-new-names": ("llama", {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 700.0}}, UNROTATED),
     "gemma3-new-names": ("gemma3", {"rope_parameters": GEMMA_ROTATION}, UNROTATED),
@@ -138,11 +134,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     # What config.json leaves out, and what it says of layers that are all alike.
     "gemma3-silent": ("gemma3", {}, ("query_pre_attn_scalar", *UNROTATED)),
     "smollm3-silent": ("smollm3", {}, ("rope_theta",)),
-    "qwen2-silent": (
-        "qwen2",
-        {"num_hidden_layers": 30, "sliding_window": 6, "use_sliding_window": True},
-        ("max_window_layers",),
-    ),
     "llama-kinds": ("smollm2", {"sliding_window": 6, "layer_types": ["sliding_attention"] * 3}, ()),
 }
 SPECIALS = ["<|start|>", "<|end|>", "<|user|>"]

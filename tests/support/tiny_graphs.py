@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from demo import TEST_THREADS
 from edgespec.export.check import open_engine
-from edgespec.export.gguf.convert import convert
-from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.writer import convert_gguf, convert_hub, open_gguf
+from edgespec.export.gguf.convert import OUTPUT_TYPES, convert, own_precision, quantise
+from edgespec.export.onnx.writer import convert_gguf, open_gguf
 from edgespec.types import Batch
 from tiny_checkpoints import TOKEN_IDS, write_checkpoint
 
@@ -34,12 +33,24 @@ def tiny_files(folder: Path) -> Callable[[str], Path]:
     return make
 
 
-def graph(source: Path, folder: Path, quant: str = "fp32", group_size: int | None = None) -> Path:
+def export_gguf(folder: Path, output: Path, quant: str, threads: int | None = None) -> None:
+    """A checkpoint as a GGUF of any type, as an export makes it."""
+    if quant in OUTPUT_TYPES:
+        convert(folder, output, quant)
+        return
+    between = output.with_suffix(".between")
+    convert(folder, between, own_precision(folder))
+    quantise(between, output, quant, threads=threads)
+    between.unlink()
+
+
+def graph(source: Path, folder: Path, quant: str = "fp32") -> Path:
     """Of a GGUF or a checkpoint."""
     folder.mkdir(parents=True)
     if source.is_dir():
-        return convert_hub(open_hub(source), folder, quant, group_size)
-    return convert_gguf(open_gguf(source), folder, quant, group_size)
+        between = folder.with_name(f"{folder.name}.gguf")
+        source = convert(source, between, own_precision(source))
+    return convert_gguf(open_gguf(source), folder, quant)
 
 
 def logits(path: Path, ids: Sequence[int] | NDArray[np.int32] = IDS) -> Floats:

@@ -21,11 +21,10 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.engines.base import Engine
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.export.check import ExportRefused
-from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.writer import convert_hub
 from edgespec.formats.head_file import HeadFile
 from lossless import PROMPTS
 from tiny_checkpoints import write_checkpoint as write_tiny
+from tiny_graphs import graph
 from tiny_head import write_checkpoint
 
 TARGET = DEMO / "hf" / "target"
@@ -54,9 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def opened(layers: tuple[int, ...], graph: Path = GRAPH, context_length: int = 256) -> Engine:
+def opened(layers: tuple[int, ...], path: Path = GRAPH, context_length: int = 256) -> Engine:
     return OnnxEngine.load(
-        graph,
+        path,
         context_length=context_length,
         threads=TEST_THREADS,
         reproducible=False,
@@ -77,12 +76,11 @@ def test_every_layout_is_exact_against_the_slow_twin(variant: str, tmp_path: Pat
 def test_targets_of_another_architecture(tmp_path: Path):
     """One whose norms add one and whose layers have windows; the head takes all tables from it."""
     folder = write_tiny(tmp_path / "gemma", "gemma3", num_hidden_layers=8, layer_types=["full_attention"] * 8)
-    (tmp_path / "made").mkdir()
-    graph = convert_hub(open_hub(folder), tmp_path / "made", "fp32")
+    made = graph(folder, tmp_path / "made")
     head = write_checkpoint(tmp_path / "head", folder, drafted=None, owns=())
 
     def target(layers: tuple[int, ...]) -> Engine:
-        return opened(layers, graph, 128)
+        return opened(layers, made, 128)
 
     write_heads(head, folder, target, tmp_path / "heads.npz")
     assert not check_heads(head, folder, target, tmp_path / "heads.npz")["as stored"].complaint(script.STORED)

@@ -60,8 +60,8 @@ def test_a_student_equal_to_the_target_is_always_accepted(tmp_path: Path) -> Non
     saved(tmp_path / "hf")
     target = Target(tmp_path / "hf", torch.device("cpu"))
     found = family.acceptance(target, target, [[0, 5, 6], [0, 9]], 0)
-    assert (found["greedy"], found["coupled"]) == (1.0, 1.0)
-    assert found["rejection"] == pytest.approx(1.0, abs=1e-4) and found["num_tokens"] > 4
+    assert found["greedy"] == 1.0 and found["rejection"] == pytest.approx(1.0, abs=1e-4)
+    assert found["num_tokens"] > 4
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,6 @@ class Cells:
         self._branch_ids = range(settings.max_sequences, settings.scratch_id)
         self._scratch_id = settings.scratch_id
         self._has_streams = settings.streams
-        self._awaits_copies = False
         self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
         self._lengths = book.lengths
         self._branches: Branches = {}  # of unsettled trees
@@ -134,26 +133,20 @@ class Cells:
     def fork(self, source: int, destination: int) -> None:
         """Let `destination` share all cells of `source`; nothing is copied until they differ.
 
-        Sequences with streams of their own cannot share: `destination` gets a copy, which llama.cpp makes in the next
-        pass.
+        Sequences with streams of their own cannot share: `destination` gets a copy. Raises EngineError.
         """
         self.trim(source)
         self.forget(destination)
-        self._awaits_copies = self._has_streams
         self._copy(self._memory, source, destination, -1, END)
         self._lengths[destination] = self._lengths[source]
+        if self._has_streams:
+            self._make_copies()
 
-    def ran(self) -> None:
-        """A pass was run, whether it ended or not."""
-        self._awaits_copies = False
-
-    def _finish_copies(self) -> None:
-        """Have the copies made that wait for a pass, by one over a row of the first sequence, which is removed again.
+    def _make_copies(self) -> None:
+        """llama.cpp makes copies in the next pass: this one is over a row of the first sequence, and removed again.
 
         A state that is saved before would be another text's, and one that is loaded would be overwritten or copied.
         """
-        if not self._awaits_copies:
-            return
         llama = library()
         token = (llama.llama_token * 1)(0)  # `row` points to it
         row = llama.llama_batch_get_one(token, 1)
@@ -163,7 +156,6 @@ class Cells:
         self.trim(0)
         if result < 0:
             raise EngineError(f"llama.cpp failed on a copy of a sequence (result {result}): {complaints()}")
-        self.ran()
 
     def save(self, sequence: int) -> memoryview:
         """A sequence's state."""
@@ -174,7 +166,6 @@ class Cells:
         return self._state(sequence, RUNNING_STATE_ONLY)
 
     def _state(self, sequence: int, flags: int = 0) -> NDArray[np.uint8]:
-        self._finish_copies()
         self.trim(sequence)
         size = int(library().llama_state_seq_get_size_ext(self._context, sequence, flags))
         state = np.empty(size, np.uint8)
@@ -200,7 +191,6 @@ class Cells:
 
     def load(self, state: bytes | memoryview, length: int, sequence: int) -> None:
         """Give a sequence the `state` of one of `length` tokens. Raises StateError, and the sequence is then empty."""
-        self._finish_copies()
         # With a padding row left among the first cells, the state would lie behind it. Attention sums half precision in
         # tiles of cells, so that this would change bits.
         self._drop_padding()

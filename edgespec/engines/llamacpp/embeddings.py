@@ -3,7 +3,7 @@
 The context is one of its own, so that what the engine has cached stays; it is made for the longest text so far. The
 rows of a text that its embedding needs (all of them for the mean, else one) are run last, as llama.cpp computes the
 head, too, for each row whose state it gives: only so many fit into a pass. The rows before them run without results, in
-wide passes. Short texts share passes.
+wide passes.
 
 llama.cpp can pool by itself, but only what is in one pass; here a text may be as long as the context. Encoders, whose
 tokens see those behind them, have all of a text in one pass.
@@ -11,18 +11,17 @@ tokens see those behind them, have all of a text in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engines.base import Engine, EngineFacts
-from edgespec.engines.llamacpp.facts import metadata, pooling_of
+from edgespec.engines.base import Engine
+from edgespec.engines.llamacpp.facts import read_facts
 from edgespec.engines.llamacpp.library import ABORTED, CancelFlag, complaints, forget_complaints, library
-from edgespec.engines.llamacpp.rows import RowBuffer
+from edgespec.engines.llamacpp.rows import PairRows
 from edgespec.engines.llamacpp.settings import (
     CACHE_BYTES,
     CACHE_TYPES,
@@ -36,7 +35,7 @@ from edgespec.engines.llamacpp.settings import (
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import check_texts
+from edgespec.engines.rows import check_text
 from edgespec.errors import Cancelled, CapabilityError, EngineError
 from edgespec.formats.gguf.check import check_gguf, model_files
 from edgespec.platform.memory import spare_memory
@@ -51,7 +50,13 @@ class EncoderEngine(Engine):
     def __init__(self, path: Path, model: Any, settings: ContextSettings) -> None:
         self._model, self._cancel, self._is_open = model, CancelFlag(), True
         self.vocabulary = LlamaCppVocabulary(model)
-        self.facts = _facts(model, settings)
+        self.facts = replace(
+            read_facts(model, settings),
+            can_rollback=False,
+            can_tree=False,
+            writes=False,
+            why_no_speculation="this model writes no text",
+        )
         self._embedder = Embedder(model, settings, self._cancel, 0, is_encoder=True)
         self._held = HeldFiles(model_files(path))
 
@@ -74,11 +79,11 @@ class EncoderEngine(Engine):
             library().llama_model_free(model)
             raise
 
-    def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
+    def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         self._require_open()
-        check_texts(texts, self.facts.context_length, self.vocabulary.size)
+        check_text(token_ids, self.facts.context_length, self.vocabulary.size)
         self._held.check()
-        return self._embedder.embed(texts, pooling)
+        return self._embedder.embed(token_ids, pooling)
 
     def length(self, sequence: int = 0) -> int:
         self._require_open()
@@ -116,42 +121,11 @@ class EncoderEngine(Engine):
             raise EngineError("this engine is closed; load the model again")
 
 
-def _facts(model: Any, settings: ContextSettings) -> EngineFacts:
-    return EngineFacts(
-        name="llamacpp",
-        architecture=metadata(model, "general.architecture"),
-        context_length=settings.context_length,
-        max_sequences=settings.max_sequences,
-        max_batch=settings.max_batch,
-        can_rollback=False,
-        can_tree=False,
-        weight_bytes=int(library().llama_model_size(model)),
-        kv_bytes_per_token=0,
-        width_classes=(),
-        pinned_class=None,
-        device=settings.place,
-        threads=settings.threads,
-        why_no_speculation="this model writes no text",
-        pooling=pooling_of(model),
-        writes=False,
-    )
-
-
-LEAST_CELLS = 512  # texts of a context share as many, or what the longest of them needs
-MOST_TEXTS = 64  # that share passes
+LEAST_CELLS = 512
 # Of the head's scores in a pass that gives states. With 32 MiB, which are 170 rows, means of a 135M model took 1.3
 # times as long.
 SCORES_BYTES = 128 << 20
 _ROW_BYTES = 64  # of a pass, for each number of a hidden state
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Tokens of the text number `text` of a group, which begin at `position`."""
-
-    text: int
-    position: int
-    token_ids: TokenIds
 
 
 class Embedder:
@@ -170,84 +144,52 @@ class Embedder:
         self._is_encoder = is_encoder
         self._width = int(llama.llama_model_n_embd_out(model))
         self._vocabulary_size = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
-        self._most_texts = 1 if settings.keeps_state else MOST_TEXTS
         self._wide = settings.batch_capacity
-        self._narrow = min(max(SCORES_BYTES // (4 * self._vocabulary_size), MOST_TEXTS), self._wide)
-        self._rows = RowBuffer(self._wide, 1)
+        self._narrow = min(max(SCORES_BYTES // (4 * self._vocabulary_size), 64), self._wide)
+        self._rows = PairRows(self._wide)
         self._context: Any = None
         self._cells = 0
 
-    def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
+    def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         """As `Engine.embed`."""
-        if pooling == "cls" and not self._is_encoder:  # a token does not see those behind it
-            texts = [text[:1] for text in texts]
-        self._prepare(max(map(len, texts), default=1))
-        found = np.zeros((len(texts), self._width), np.float32)
-        for begin, end in self._groups(texts):
-            self._embed_group(texts[begin:end], found[begin:end], pooling)
-        return found
-
-    def _groups(self, texts: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:
-        """(begin, end) of the texts that the context holds at once."""
-        most = max(LEAST_CELLS, *map(len, texts)) if texts else 0  # further cells would only slow attention down
-        begin = total = 0
-        for index, text in enumerate(texts):
-            if index > begin and (total + len(text) > most or index - begin == self._most_texts):
-                yield begin, index
-                begin, total = index, 0
-            total += len(text)
-        if texts:
-            yield begin, len(texts)
-
-    def _embed_group(self, texts: Sequence[TokenIds], found: NDArray[np.float32], pooling: PoolingName) -> None:
         llama = library()
+        if pooling == "cls" and not self._is_encoder:  # a token does not see those behind it
+            token_ids = token_ids[:1]
+        size = len(token_ids)
+        self._prepare(size)
         if memory := llama.llama_get_memory(self._context):
             llama.llama_memory_clear(memory, False)
-        needs_all = self._is_encoder or pooling == "mean"
-        firsts = [0 if needs_all else len(text) - 1 for text in texts]
-        before = [_Part(index, 0, text[:first]) for index, (text, first) in enumerate(zip(texts, firsts, strict=True))]
-        needed = [_Part(i, first, text[first:]) for i, (text, first) in enumerate(zip(texts, firsts, strict=True))]
-        llama.llama_set_embeddings(self._context, False)
-        for parts in _passes(before, self._wide):
-            self._run(parts, gives_states=False)
-        llama.llama_set_embeddings(self._context, True)
-        for parts in _passes(needed, self._narrow):
-            states, row = self._run(parts, gives_states=True), 0
-            for part in parts:
-                own = states[row : row + len(part.token_ids)]
-                row += len(part.token_ids)
-                if self._is_encoder and pooling != "mean":
-                    own = own[:1] if pooling == "cls" else own[-1:]
-                found[part.text] += own.sum(axis=0)
-        if pooling == "mean":
-            found /= np.array([[len(text)] for text in texts], np.float32)
+        first = 0 if self._is_encoder or pooling == "mean" else size - 1
+        if first:
+            llama.llama_set_embeddings(self._context, False)
+            for start in range(0, first, self._wide):
+                self._run(token_ids[start : min(start + self._wide, first)], start, gives_states=False)
+            llama.llama_set_embeddings(self._context, True)
+        found = np.zeros(self._width, np.float32)
+        for start in range(first, size, self._narrow):
+            part = token_ids[start : start + self._narrow]
+            self._run(part, start, gives_states=True)
+            states = np.ctypeslib.as_array(llama.llama_get_embeddings(self._context), (len(part), self._width))
+            if self._is_encoder and pooling != "mean":
+                states = states[:1] if pooling == "cls" else states[-1:]
+            found += states.sum(axis=0)
+        return found / np.float32(size if pooling == "mean" else 1)
 
-    def _run(self, parts: Sequence[_Part], *, gives_states: bool) -> NDArray[np.float32]:
-        """One pass; its hidden states [rows, width], a view, or none."""
-        rows, width = self._rows, 0
-        for part in parts:
-            place = slice(width, width + len(part.token_ids))
-            rows.token_ids[place] = part.token_ids
-            rows.positions[place] = np.arange(part.position, part.position + len(part.token_ids))
-            rows.ids[place, 0] = part.text
-            width = place.stop
-        rows.num_ids[:width], rows.outputs[:width] = 1, gives_states
-        rows.struct.n_tokens = width
+    def _run(self, token_ids: TokenIds, position: int, *, gives_states: bool) -> None:
+        """One pass over the tokens from `position` on."""
+        self._rows.fill_pairs(position, token_ids, None, outputs=gives_states)
         if self._cancel.is_set:
             self._raise_cancelled()
         forget_complaints()
-        result = library().llama_decode(self._context, rows.struct)
+        result = library().llama_decode(self._context, self._rows.struct)
         if result == ABORTED:
             self._raise_cancelled()
         if result:
-            raise EngineError(f"llama.cpp failed to embed {width} tokens (result {result}): {complaints()}")
-        if not gives_states:
-            return np.zeros((0, self._width), np.float32)
-        return np.ctypeslib.as_array(library().llama_get_embeddings(self._context), (width, self._width))
+            raise EngineError(f"llama.cpp failed to embed {len(token_ids)} tokens (result {result}): {complaints()}")
 
     def _raise_cancelled(self) -> None:
         self._cancel.clear()
-        raise Cancelled("embedding was cancelled; no text is embedded")
+        raise Cancelled("embedding was cancelled")
 
     def _prepare(self, longest: int) -> None:
         """A context for texts of up to `longest` tokens. Raises CapabilityError where there is no memory for it."""
@@ -258,13 +200,12 @@ class Embedder:
         cells = -(-cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
         if self._is_encoder:
             self._wide = self._narrow = cells
-            self._rows = RowBuffer(cells, 1)
+            self._rows = PairRows(cells)
         self._require_memory(cells, longest)
         params = library().llama_context_default_params()
         params.n_ctx = cells
         params.n_batch = params.n_ubatch = self._wide
         params.n_outputs_max = self._narrow
-        params.n_seq_max = self._most_texts
         params.n_threads = params.n_threads_batch = self._settings.threads
         params.offload_kqv = self._settings.kv_offload
         params.type_k = params.type_v = CACHE_TYPES["f16"]
@@ -293,20 +234,3 @@ class Embedder:
         if self._context:
             library().llama_free(self._context)
         self._context = None
-
-
-def _passes(parts: Sequence[_Part], most: int) -> Iterator[list[_Part]]:
-    """The tokens of `parts`, in order, in passes of at most `most` rows."""
-    taken: list[_Part] = []
-    room = most
-    for part in parts:
-        done = 0
-        while done < len(part.token_ids):
-            tokens = part.token_ids[done : done + room]
-            taken.append(_Part(part.text, part.position + done, tokens))
-            done, room = done + len(tokens), room - len(tokens)
-            if not room:
-                yield taken
-                taken, room = [], most
-    if taken:
-        yield taken

@@ -10,7 +10,6 @@ loaded can be continued, not shortened.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from edgespec.engines.llamacpp.library import (
     version,
 )
 from edgespec.engines.llamacpp.rows import RowBuffer, Selection
-from edgespec.engines.llamacpp.running_state import RunningState, keeps_running_state, why_only_asked
+from edgespec.engines.llamacpp.running_state import ONLY_ASKED, RunningState, keeps_running_state
 from edgespec.engines.llamacpp.settings import (
     ContextSettings,
     choose_context_length,
@@ -51,7 +50,7 @@ from edgespec.engines.llamacpp.states import HiddenStates, LayerInputs
 from edgespec.engines.llamacpp.tokenizer import LlamaCppVocabulary
 from edgespec.engines.model_files import HeldFiles, StateStamp
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.rows import SequenceBook, SequenceRows, check_texts
+from edgespec.engines.rows import SequenceBook, SequenceRows, check_text
 from edgespec.errors import Cancelled, CapabilityError, ContextFull, EngineError
 from edgespec.formats.gguf.check import (
     HEAD_NAMES,
@@ -95,71 +94,41 @@ class LlamaCppEngine(BookedEngine):
         self.vocabulary = LlamaCppVocabulary(model)
         self._max_outputs = settings.max_outputs(self.vocabulary.size)
         self._hidden_states = HiddenStates(model, context, self._max_outputs)
-        self.facts: EngineFacts = read_facts(model, context, settings)
+        self.facts: EngineFacts = read_facts(model, settings, context)
         if not self.facts.can_rollback:
             # An aborted pass could not be rolled back; `forward` still checks the flag before each pass.
             llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)
 
     @classmethod
-    def load(cls, path: Path, use: ModelUse | None = None, **changes: Any) -> Self:
-        """Load `path` and measure what it can do; `changes`: of `use`.
+    def load(cls, path: Path, use: ModelUse | None = None, cancel: CancelFlag | None = None, **changes: Any) -> Self:
+        """Load `path` and measure what it can do; `changes`: of `use`; `cancel`: ends its passes.
 
         RPC servers, whose devices this process must have (see `RemoteEngine`), hold all layers unless `gpu_layers` says
         how many. The widest pass of a width class limits `facts.max_batch`, so that prompts are read inside it.
-        Where reproducible mode would pad single tokens with keys in f16, and no type was asked for, they are cached in
-        q8_0.
 
         Raises ModelNotFound, ModelFileError, ConfigError for an option out of range, CapabilityError when this
         build or model cannot do what was asked.
         """
-        use = replace(use or ModelUse(), **changes)
+        use, cancel = replace(use or ModelUse(), **changes), cancel or CancelFlag()
         if use.endpoints and not use.gpu_layers:
             use = replace(use, gpu_layers=-1)
         header = checked_target(path)
         state = RunningState.of(header)
         length = choose_context_length(path, header.context_length, use.context_length, use.default_context)
-        snapshots = state.snapshots_for(use.speculates) if state else 0
-        checked = partial(ContextSettings.checked, context_length=length, snapshots=snapshots)
-        types_are_free = use.cache_type_k is use.cache_type_v is None and use.flash_attention is not False
-        engine = None
-        if use.reproducible and not use.gpu_layers and types_are_free:
-            engine = cls._open_unpadded(path, checked(replace(use, cache_type_k="q8_0")))
-        engine = engine or cls._open(path, checked(use))
+        snapshots = state.snapshots(use.speculates) if state else 0
+        engine = cls._open(path, ContextSettings.checked(use, length, snapshots=snapshots), cancel)
         with closed_on_failure(engine):
-            if use.speculates is None and state and state.snapshots and not snapshots:
-                engine.facts = replace(engine.facts, why_no_speculation=why_only_asked(header, state))
+            if state and state.has_snapshots and not snapshots and not use.endpoints:
+                engine.facts = replace(engine.facts, why_no_speculation=ONLY_ASKED)
             engine.read_layers(use.state_layers)
         return engine
 
     @classmethod
-    def _open_unpadded(cls, path: Path, settings: ContextSettings) -> Self | None:
-        """With the cache types of `settings`, if single-token passes then have the bits of wider ones; else None.
-
-        With an f16 cache of 512 cells and more llama.cpp's attention has a path of its own for one row, so that single
-        tokens have to be padded, which takes 1.5 to 2 times as long. With keys in q8_0 it has not. Values stay f16:
-        behind 1,536 tokens q8_0 values made prompts a quarter slower and single tokens a seventh.
-        """
-        try:
-            engine = cls._open(path, settings)
-        except CapabilityError:
-            return None
-        if engine.facts.pinned_class is not None and engine.facts.pinned_class[0] == 1:
-            note = (
-                "reproducible: the cached keys are q8_0, so that single-token steps need no padding (-ctk f16 keeps "
-                "f16, at up to twice the time per undrafted token)"
-            )
-            engine.facts = replace(engine.facts, notes=(*engine.facts.notes, note))
-            return engine
-        engine.close()
-        return None
-
-    @classmethod
-    def _open(cls, path: Path, settings: ContextSettings) -> Self:
+    def _open(cls, path: Path, settings: ContextSettings, cancel: CancelFlag) -> Self:
         model = open_for(path, settings)
         settings = settings.with_state() if keeps_running_state(model) else replace(settings, snapshots=0)
         if has_streams(settings, has_window=library().llama_model_n_swa(model) > 0):
             settings = replace(settings, max_branches=0, streams=True)
-        cancel = CancelFlag()
         try:
             require_generator(model, path)
             context = create_context(model, path, settings, cancel)
@@ -186,8 +155,6 @@ class LlamaCppEngine(BookedEngine):
         kept = self._rows.widen_outputs(batch.outputs, low)
         forget_complaints()
         result = self._decode(self._context, self._rows.struct)
-        if result >= 0:
-            self._cells.ran()
         if result:
             self._hidden_states.forget()
             self._layer_inputs.passed(0)
@@ -238,13 +205,13 @@ class LlamaCppEngine(BookedEngine):
         self._require_open()
         return self._layer_inputs.read()
 
-    def embed(self, texts: Sequence[TokenIds], pooling: PoolingName) -> NDArray[np.float32]:
+    def embed(self, token_ids: TokenIds, pooling: PoolingName) -> NDArray[np.float32]:
         self._require_open()
-        check_texts(texts, self.facts.context_length, self.vocabulary.size)
+        check_text(token_ids, self.facts.context_length, self.vocabulary.size)
         if self._embedder is None:
             self._embedder = Embedder(self._model, self._settings, self._cancel, self.facts.kv_bytes_per_token)
         self._held.check()
-        return self._embedder.embed(texts, pooling)
+        return self._embedder.embed(token_ids, pooling)
 
     def load_head(self, path: Path, *, context_length: int | None = None, gpu_layers: int = 0) -> Head:
         """The head `path` for this model; close it first. Raises as `heads.load_head`.

@@ -8,27 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgespec.engines.base import Engine, EngineFacts
 from edgespec.engines.llamacpp.devices import gpus
 from edgespec.engines.llamacpp.library import library, version
 from edgespec.engines.llamacpp.settings import ContextSettings
 from edgespec.engines.proof import PREFIX
-from edgespec.engines.widths import METHOD, fastest_facts, pinned_facts
+from edgespec.engines.widths import METHOD, pinned_facts
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.check import model_files
-from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch
 
 # llama.cpp's llama_pooling_type, as a file has it
 POOLINGS = {"0": "", "1": "mean", "2": "cls", "3": "last", "4": "rank"}
-_ROUNDING = 0.1  # of the range of the logits
 
 
-def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFacts:
-    """The facts that need no pass."""
+def read_facts(model: Any, settings: ContextSettings, context: Any = None) -> EngineFacts:
+    """The facts that need no pass. `context`: None for a model that keeps no cache."""
     llama = library()
     can_rollback, placement = not settings.keeps_state, _placement(settings)
     return EngineFacts(
@@ -36,9 +32,9 @@ def read_facts(model: Any, context: Any, settings: ContextSettings) -> EngineFac
         architecture=metadata(model, "general.architecture"),
         context_length=settings.context_length,
         max_sequences=settings.max_sequences,
-        max_batch=min(settings.max_batch, llama.llama_n_batch(context)),
+        max_batch=min(settings.max_batch, llama.llama_n_batch(context)) if context else settings.max_batch,
         can_rollback=can_rollback,
-        rollback_rows=0 if can_rollback else int(llama.llama_n_rs_seq(context)),
+        rollback_rows=int(llama.llama_n_rs_seq(context)) if settings.keeps_state else 0,
         has_checkpoints=settings.keeps_state,
         state_window=int(llama.llama_model_n_swa(model)),
         can_tree=can_rollback and settings.max_branches > 0,
@@ -64,14 +60,11 @@ def measured_facts(engine: Engine, path: Path, settings: ContextSettings, state_
     engine.forward(Batch.chain([0] * min(2, settings.max_batch)))
     per_token = (state_size() - empty_bytes) // engine.length()
     engine.rollback(0)
-    facts = replace(engine.facts, kv_bytes_per_token=per_token)
-    if settings.reproducible is False:
-        return facts
-    engine.facts, key = facts, _widths_key(path, settings)
+    engine.facts = replace(engine.facts, kv_bytes_per_token=per_token)
     if not settings.reproducible:
-        return fastest_facts(engine, key)
+        return engine.facts
     advice = f"Use a Q8_0 file in place of {path.name}, or --no-reproducible"
-    return pinned_facts(engine, key, widest=settings.widest, advice=advice)
+    return pinned_facts(engine, _widths_key(path, settings), widest=settings.widest, advice=advice)
 
 
 def _facts_with_state(
@@ -91,37 +84,7 @@ def _facts_with_state(
         engine.forward(Batch.chain([0]))
         sizes.append(state_size())
     engine.rollback(0)
-    key = _widths_key(path, settings)
-    engine.facts = replace(engine.facts, kv_bytes_per_token=sizes[1] - sizes[0])
-    facts = engine.facts if settings.reproducible is False else fastest_facts(engine, key)
-    if not facts.rollback_rows:
-        return facts
-    holds = disk_cache.get("rollbacks", key, bool)
-    if holds is None:
-        holds = _drops_rows(engine)
-        disk_cache.put("rollbacks", key, holds)
-    if holds:
-        return facts
-    return replace(facts, rollback_rows=0, why_no_speculation="llama.cpp does not roll this model back correctly")
-
-
-def _drops_rows(engine: Engine) -> bool:
-    """Whether a row that is dropped leaves no trace: bit by bit, whatever it was, and nearly as if it never came.
-
-    Only nearly for the latter, as a pass of two rows rounds otherwise than one of a single row.
-    """
-    first, second, third, after = (place % engine.vocabulary.size for place in (11, 23, 37, 53))
-
-    def after_dropping(*dropped: int) -> Logits:
-        engine.forward(Batch.chain([first, *dropped]))
-        if dropped:
-            engine.rollback(1)
-        found: Logits = engine.forward(Batch.chain([after]))[0].copy()
-        engine.rollback(0)
-        return found
-
-    one, other, never = after_dropping(second), after_dropping(third), after_dropping()
-    return bool(np.array_equal(one, other) and np.abs(one - never).max() <= _ROUNDING * np.ptp(never))
+    return replace(engine.facts, kv_bytes_per_token=sizes[1] - sizes[0])
 
 
 def _widths_key(path: Path, settings: ContextSettings) -> str:

@@ -113,7 +113,7 @@ def footprint(path: Path, use: ModelUse) -> Footprint:
 def _settings(path: Path, header: GgufHeader, use: ModelUse, context: int) -> ContextSettings:
     """Those that the model is loaded with, whether or not this machine has the devices. Raises ConfigError."""
     state = RunningState.of(header)
-    snapshots = state.snapshots_for(use.speculates) if state else 0
+    snapshots = state.snapshots(use.speculates) if state else 0
     settings = ContextSettings.checked(
         replace(use, gpu_layers=0, devices=None, overrides=()), context, snapshots=snapshots
     )

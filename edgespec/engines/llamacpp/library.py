@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import logging
+import mmap
 import os
 import signal
 import sys
@@ -219,8 +220,13 @@ class CancelFlag:
     would need the interpreter lock about 140 times per token.
     """
 
-    def __init__(self) -> None:
-        self._bytes = ctypes.create_string_buffer(2)
+    def __init__(self, shared: Path | None = None) -> None:
+        """`shared`: a file of two bytes that another process may set as well."""
+        memory: bytearray | mmap.mmap = bytearray(2)
+        if shared is not None:
+            with shared.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), 2)
+        self._bytes = (ctypes.c_char * 2).from_buffer(memory)
 
     @property
     def is_set(self) -> bool:

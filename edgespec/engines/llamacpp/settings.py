@@ -22,7 +22,6 @@ from edgespec.engines.model_use import DEFAULT_CONTEXT, ModelUse
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.platform.machine import default_threads
 
-MAX_SEQUENCE_IDS = 256
 MAX_CELLS = 1 << 24
 LOGITS_BYTES = 32 << 20
 # ggml's numbers of the types that its attention kernels read.
@@ -74,7 +73,9 @@ class ContextSettings(ModelUse):
             "cache_type_v": use.cache_type_v or "f16",
         }
         settings = cls(**given, snapshots=snapshots)
-        settings._check_ranges()
+        most = MAX_CELLS // settings.max_sequences
+        if not 1 <= context_length <= most:
+            raise ConfigError(f"a context of {context_length} tokens was asked for; 1 to {most} can be had")
         for kind in (settings.cache_type_k, settings.cache_type_v):
             if kind not in CACHE_TYPES:
                 raise ConfigError(f"cache type {kind!r} is not known; allowed: {', '.join(CACHE_TYPES)}")
@@ -93,21 +94,6 @@ class ContextSettings(ModelUse):
                 "-ngl 0; edgespec doctor shows how to get a build for each kind of GPU"
             )
         return replace(settings, widest=min(settings.widest, settings.max_batch, settings.context_length // 2 + 1))
-
-    def _check_ranges(self) -> None:
-        allowed = {
-            "context_length": (1, MAX_CELLS // max(self.max_sequences, 1)),
-            "threads": (1, 512),
-            "gpu_layers": (-1, 1 << 16),
-            "max_sequences": (1, MAX_SEQUENCE_IDS - 1 - self.max_branches),
-            "max_batch": (1, 1 << 14),
-            "max_branches": (0, MAX_SEQUENCE_IDS - 2),
-            "widest": (1, 64),
-        }
-        for name, (low, high) in allowed.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name} must be a whole number in {low}..{high}, got {value!r}")
 
     def with_state(self) -> Self:
         """The settings of a model that keeps a running state: no trees, and no width class.

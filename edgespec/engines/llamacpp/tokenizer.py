@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,17 @@ from edgespec.closing import Closing
 from edgespec.engines.llamacpp.library import library, open_model
 from edgespec.errors import EngineError, PromptError
 from edgespec.formats.gguf.check import check_gguf
+from edgespec.platform.machine import on_stack
 from edgespec.vocabulary import FimTokens, Vocabulary
 
 MAX_TEXT_BYTES = 1 << 28
-NORMAL, CONTROL, USER_DEFINED = 4, 8, 16  # llama.cpp's attributes of tokens
+NORMAL, USER_DEFINED = 4, 16  # llama.cpp's attributes of tokens
 _PIECE_BYTES = 256
 # Many vocabularies (of GPT-4o, Llama 4, Mistral and DeepSeek among others) make llama.cpp split text into words with
 # std::regex, which recurses for every character of a match: 343 bytes of stack each as measured. 24,400 equal letters
 # overflow a stack of 8 MiB and 1,500 one of 512 KiB, which is what a thread gets on macOS, and end the process.
-_LIMIT = 500  # characters; a match can join a stretch and the blanks behind it
-_LONG_STRETCH = re.compile(rf"\S{{{_LIMIT + 1},}}|\s{{{_LIMIT + 1},}}")
+_LONG_STRETCH = re.compile(r"\S{501,}|\s{501,}")
+_STRETCH_BYTES, _MOST_STRETCH = 1 << 10, 1 << 18  # of stack for a character; characters
 
 
 class LlamaCppVocabulary(Vocabulary):
@@ -50,11 +49,18 @@ class LlamaCppVocabulary(Vocabulary):
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = False) -> list[int]:
         self._require_open()
         # The library's add_special may also append an end token, so the begin-of-text token is added here.
-        ids = [self.bos_id] if add_bos and self.bos_id is not None else []
-        is_long = self._splits_by_regex and _LONG_STRETCH.search(text) is not None
-        for part in bounded_parts(text, self._names_in_texts) if is_long else (text,):
-            ids += self._encode_part(part, parse_special)
-        return ids
+        before = [self.bos_id] if add_bos and self.bos_id is not None else []
+        stretches = _LONG_STRETCH.finditer(text) if self._splits_by_regex else ()
+        longest = max((len(each[0]) for each in stretches), default=0)
+        if longest > _MOST_STRETCH:
+            raise PromptError(
+                f"the text has {longest} characters without a blank between, at most {_MOST_STRETCH} can be encoded"
+            )
+        if longest:
+            return before + on_stack(
+                (1 << 20) + longest * _STRETCH_BYTES, lambda: self._encode_part(text, parse_special)
+            )
+        return before + self._encode_part(text, parse_special)
 
     def embedded_ends(self) -> tuple[list[int], list[int]]:
         """As in the base class: many embedding models read a token at the end of a text, too."""
@@ -117,12 +123,6 @@ class LlamaCppVocabulary(Vocabulary):
         return [(token_id, kind) for token_id, kind in kinds if kind != NORMAL]
 
     @cached_property
-    def _names_in_texts(self) -> tuple[str, ...]:
-        """Names of the tokens that the library looks for in a text before it splits that into words."""
-        names = (self.token_name(token_id) for token_id, kind in self._special if kind & (CONTROL | USER_DEFINED))
-        return tuple(name for name in names if len(name) > 1)
-
-    @cached_property
     def printed_names(self) -> tuple[str, ...]:
         names = (self.token_name(token_id) for token_id, kind in self._special if kind & USER_DEFINED)
         return tuple(filter(None, names))
@@ -157,36 +157,3 @@ class VocabularyFile(LlamaCppVocabulary, Closing):
         if self._model is not None:
             library().llama_model_free(self._model)
         super().close()
-
-
-def bounded_parts(text: str, names: Sequence[str] = ()) -> Iterator[str]:
-    """Parts of `text`, in order, without a stretch of over _LIMIT blanks or of over _LIMIT other characters.
-
-    Cuts are made before punctuation where there is some, since word patterns do not join it to the word before, and
-    never within one of `names`.
-    """
-    begin = 0
-    for stretch in _LONG_STRETCH.finditer(text):
-        at = stretch.start()
-        while stretch.end() - at > _LIMIT:
-            at = _outside(text, names, at, _last_boundary(text, at, at + _LIMIT))
-            yield text[begin:at]
-            begin = at
-    yield text[begin:]
-
-
-def _outside(text: str, names: Sequence[str], start: int, at: int) -> int:
-    """`at`, or where the name begins that it would cut, or ends if it begins at `start`."""
-    for name in names:
-        begin = text.find(name, max(at - len(name) + 1, start), at + len(name) - 1)
-        if begin >= 0:
-            return begin if begin > start else begin + len(name)
-    return at
-
-
-def _last_boundary(text: str, start: int, end: int) -> int:
-    """Where to cut in `text[start:end]`: in its second half between a word and punctuation, else at `end`."""
-    for at in range(end, start + (end - start) // 2, -1):
-        if text[at - 1].isalnum() and not text[at].isalnum() and unicodedata.category(text[at])[0] != "M":
-            return at
-    return end

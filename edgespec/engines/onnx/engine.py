@@ -31,7 +31,7 @@ from edgespec.engines.onnx.settings import VALUES_AT_ONCE, ModelConfig, OnnxSett
 from edgespec.engines.onnx.source import Source, open_source
 from edgespec.engines.onnx.tokenizer import TokenizerFile
 from edgespec.engines.rows import SequenceBook, SequenceRows
-from edgespec.engines.widths import fastest_facts, pinned_facts
+from edgespec.engines.widths import pinned_facts
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.types import Batch, Logits
 
@@ -115,15 +115,13 @@ class OnnxEngine(SessionEngine):
                 )
             reproducible = False
         gives = use.state_layers or use.hidden_states
-        widest = settings.measured_widths
-        key = "" if reproducible is False else widths_key(source, settings, engine.facts.device, widest, gives)
         if reproducible:
+            widest = settings.measured_widths
+            key = widths_key(source, settings, engine.facts.device, widest, gives)
             advice = "Use --no-reproducible, or another export (int8, int4)"
             engine.facts = pinned_facts(engine, key, widest=widest, advice=advice)
             assert engine.facts.pinned_class is not None
             engine._least_rows = engine.facts.pinned_class[0]
-        elif reproducible is None:
-            engine.facts = fastest_facts(engine, key)
         return engine
 
     def drop_class(self) -> None:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from edgespec.engines.llamacpp.library import complaints, forget_complaints, library, listening, uninterrupted
 from edgespec.errors import ConfigError, ModelFileError
 from edgespec.export.gguf.tokenizer import write_tokenizer
-from edgespec.export.placement import placed
 from edgespec.formats.architectures import (
     TRANSPOSE,
     Architecture,
@@ -35,6 +34,7 @@ from edgespec.formats.architectures import (
     apply,
     architecture_of,
     attention_factor,
+    canonical_name,
     layer_kinds,
     layer_number,
     llama3_frequency_factors,
@@ -42,12 +42,14 @@ from edgespec.formats.architectures import (
     window_frequency_base,
     window_of,
 )
-from edgespec.formats.checkpoint import Checkpoint, Weights, settings_of
+from edgespec.formats.checkpoint import BUFFERS, Checkpoint, Weights, full_config, settings_of
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.platform.files import atomic_file
 from edgespec.platform.machine import physical_cores
 from edgespec.types import Progress, no_progress
 
+HEAD = "lm_head.weight"
+_BIASES = {"mlp.": "mlp_bias", "self_attn.": "attention_bias"}  # what config.json calls those that are optional
 OutputType = Literal["f32", "f16", "bf16", "q8_0"]
 OUTPUT_TYPES: dict[OutputType, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -156,16 +158,56 @@ def write_gguf(
     return output
 
 
+def check_checkpoint(folder: Path, *, has_weights: bool) -> Architecture:
+    """The table of a folder's architecture, checked as far as its files are there, before anything is written.
+
+    Raises ModelFileError for a model that cannot be converted.
+    """
+    checkpoint = Checkpoint.open(folder) if has_weights else Checkpoint(folder, full_config(folder), {})
+    with settings_of(folder):
+        found = architecture_of(checkpoint)
+        if has_weights:
+            plan_tensors(checkpoint, found, found.sizes(checkpoint))
+    return found
+
+
 def plan_tensors(checkpoint: Checkpoint, found: Architecture, sizes: Sizes) -> dict[str, Planned]:
-    """The tensors to write by GGUF name, in the checkpoint's order. Raises ModelFileError as `placed`."""
+    """The tensors to write by GGUF name, in the checkpoint's order.
+
+    Raises ModelFileError for a tensor that is missing, unknown, or has another shape than config.json implies.
+    """
     if found.head_is_tied and not found.is_tied(checkpoint.config):
         raise ModelFileError(f"{checkpoint.folder}: llama.cpp's {found.name} needs tied embeddings, but they are not")
-    plan: dict[str, Planned] = {}
-    for name, (source, tensor) in placed(checkpoint, found, sizes).items():
-        place, shape = layer_number(found, name), checkpoint.shape(source)
+    needed, plan = dict(_places(checkpoint, found, sizes.layers)), dict[str, Planned]()
+    for source in checkpoint.names():
+        if source.endswith(BUFFERS) or (source == HEAD and found.is_tied(checkpoint.config)):
+            continue
+        name = canonical_name(found, source)
+        where = f"{checkpoint.tensors[source].file}: tensor {source}"
+        if name not in needed:
+            raise ModelFileError(f"{where} has no place in a {found.name} model of {sizes.layers} layers")
+        tensor, shape = needed.pop(name), checkpoint.shape(source)
+        if shape != (wanted := sizes.shape(tensor.shape)):
+            raise ModelFileError(f"{where} has the shape {shape}, config.json implies {wanted}")
+        checkpoint.check_type(source)
+        place = layer_number(found, name)
         own = tensor.name if place is None else f"blk.{place[0]}.{tensor.name}"
         plan[own] = Planned(source, tensor, shape[::-1] if tensor.change == TRANSPOSE else shape)
+    if needed:
+        raise ModelFileError(f"{checkpoint.folder} lacks {len(needed)} tensors, the first is {next(iter(needed))}")
     return plan
+
+
+def _places(checkpoint: Checkpoint, found: Architecture, layers: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, row of the table) of every tensor that there must be."""
+    for name, tensor in found.outer.items():
+        if name != HEAD or not found.is_tied(checkpoint.config):
+            yield name, tensor
+    flags = {rest: flag for rest in found.layer for begin, flag in _BIASES.items() if rest.startswith(begin)}
+    for layer in range(layers):
+        for rest, tensor in found.layer.items():
+            if not tensor.is_optional or checkpoint.config.get(flags[rest]):
+                yield f"{found.layer_prefix}{layer}.{rest}", tensor
 
 
 def rotary_tensors(checkpoint: Checkpoint, sizes: Sizes) -> Tensors:
@@ -280,40 +322,13 @@ GGUF_QUANTS: tuple[str, ...] = ("f32", "f16", "bf16", *FILE_TYPES)
 _TENSOR_LINE = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
 
 
-def export_gguf(
-    folder: Path,
-    output: Path,
-    quant: str,
-    *,
-    name: str | None = None,
-    licence: str | None = None,
-    threads: int | None = None,
-    progress: Progress = no_progress,
-) -> None:
-    """Convert the Hugging Face model of `folder` to `output`, quantised to one of GGUF_QUANTS.
-
-    A temporary file in the checkpoint's precision is written beside `output`. Raises the errors of `convert` and
-    `quantise`.
-    """
-    check_quant(quant)
-    if quant in OUTPUT_TYPES:
-        convert(folder, output, quant, name=name, licence=licence, progress=progress)
-        return
-    between = output.with_name(f"{output.name}.source.tmp")
-    try:
-        convert(folder, between, _own_precision(folder), name=name, licence=licence, progress=progress)
-        quantise(between, output, quant, threads=threads, progress=progress)
-    finally:
-        between.unlink(missing_ok=True)
-
-
 def check_quant(quant: str) -> None:
     """Raise ConfigError for an unknown type."""
     if quant not in GGUF_QUANTS:
         raise ConfigError(f"the quantisation {quant!r} is not known; allowed: {', '.join(GGUF_QUANTS)}")
 
 
-def _own_precision(folder: Path) -> OutputType:
+def own_precision(folder: Path) -> OutputType:
     """The smallest type that stores a checkpoint's weights without loss."""
     kinds = {tensor.dtype for tensor in Checkpoint.open(folder).tensors.values() if len(tensor.shape) > 1}
     narrow: dict[str, Literal["f16", "bf16"]] = {"F16": "f16", "BF16": "bf16"}

@@ -1,18 +1,15 @@
-"""Optimum's exporter (`--exporter optimum`), run in a separate virtual environment that this module creates.
+"""Optimum's exporter (`--exporter optimum`), for models that edgespec's own writer does not know.
 
-Optimum needs an older transformers than the other exporters. The environment is created once, in the user's data
-folder; it falls back to this environment's packages, so that torch is not installed twice. Optimum's graphs
-concatenate the KV cache in every pass, which makes them slower.
+It is a program of the user's: the package in this environment, or `optimum-cli`, since Optimum needs an older
+transformers than the comparison. Its graphs concatenate the KV cache in every pass, which makes them slower.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,90 +17,50 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgespec.errors import CapabilityError, ModelFileError
-from edgespec.export.onnx.hub_model import copy_companions
+from edgespec.export.request import GROUP_SIZES
+from edgespec.formats.hub_folder import CHAT_TEMPLATE, chat_template, read_json
 from edgespec.formats.onnx import DATA, MICROSOFT, MODEL
 from edgespec.formats.onnx.forms import quantise_blocks
-from edgespec.installation import child_environment, install_command
-from edgespec.loading.registry import models_folder
+from edgespec.installation import child_environment
 from edgespec.types import Progress
 
-PACKAGES = ("optimum-onnx==0.1.0", "transformers>=4.56,<4.58")
-OPTIMUM_DATA = "model.onnx_data"
-STEPS = 4
-MISSING = "ModuleNotFoundError: No module named "
-LINES_KEPT = 40
-KILLED = (-9, 137)
+INSTALL = "uv tool install optimum --with 'optimum-onnx[onnxruntime]'"
+STEPS = 3
+REQUIRED = ("tokenizer.json", "tokenizer_config.json")
+COPIED = ("config.json", "generation_config.json", "special_tokens_map.json", CHAT_TEMPLATE, *REQUIRED)
 
 
-def environment_folder() -> Path:
-    """The environment's folder, beside the folder of the user's models."""
-    return models_folder().parent / "optimum-environment"
+def exporter() -> list[str]:
+    """The command that starts it. Raises CapabilityError where it is not installed."""
+    try:
+        if find_spec("optimum.exporters.onnx") is not None:
+            return [sys.executable, "-P", "-m", "optimum.exporters.onnx"]
+    except ModuleNotFoundError:  # not even the package
+        pass
+    if (program := shutil.which("optimum-cli")) is not None:
+        return [program, "export", "onnx"]
+    raise CapabilityError(f"--exporter optimum needs Optimum's optimum-cli on the PATH: {INSTALL}")
 
 
-def export_with_optimum(source: Path, output: Path, quant: str, group_size: int, progress: Progress) -> None:
+def export_with_optimum(source: Path, output: Path, quant: str, progress: Progress) -> None:
     """Write the model of the folder `source` to `output`: graph, weights, tokenizer and configuration.
 
-    Raises CapabilityError if the environment cannot be created (no network, no pip) or a package is missing,
-    ModelFileError with the last line of Optimum's output for any other failure.
+    Raises CapabilityError if it is not installed, ModelFileError with the last line of its output for a failure.
     """
-    progress(0, STEPS, "preparing Optimum's environment")
-    python = prepare_environment()
-    progress(1, STEPS, "tracing")
-    made, what = output / "optimum", f"{source} with Optimum"
-    command = [str(python), "-m", "optimum.exporters.onnx", "--model", str(source), str(made)]
-    run_command([*command, "--task", "text-generation-with-past"], what)
-    progress(2, STEPS, "writing")
-    _take_over(made, output)
-    copy_companions(source, output)
-    if quant != "fp32":  # in a process of its own, which gives back the memory that this takes
-        progress(3, STEPS, "quantising")
-        order = json.dumps({"output": str(output), "quant": quant, "group_size": group_size})
-        run_command([sys.executable, "-P", "-m", __name__, order], what)
-
-
-def prepare_environment() -> Path:
-    """The environment's Python; creates the environment unless it is complete and up to date."""
-    folder = environment_folder()
-    ready = folder / "ready"
-    place = "Scripts/python.exe" if sys.platform == "win32" else "bin/python"
-    if ready.is_file() and ready.read_text(encoding="utf-8") == _recipe():
-        return folder / place
-    shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=True, symlinks=sys.platform != "win32")
-    packages = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    (Path(packages) / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    install = [str(folder / place), "-m", "pip", "install", "--disable-pip-version-check", *PACKAGES]
-    try:
-        run_command(install, "environment")
-    except (CapabilityError, ModelFileError) as error:
-        raise CapabilityError(f"Optimum's environment could not be created in {folder}: {error}") from error
-    ready.write_text(_recipe(), encoding="utf-8")
-    return folder / place
-
-
-def _recipe() -> str:
-    return "\n".join((sys.executable, *PACKAGES))
-
-
-def _take_over(made: Path, output: Path) -> None:
-    """Move the graph and its data file to edgespec's file names and delete Optimum's other files."""
+    made = output / "optimum"
+    progress(0, STEPS, "tracing")
+    run([*exporter(), "--model", str(source), "--task", "text-generation-with-past", str(made)], source)
+    progress(1, STEPS, "reading")
     if not (made / MODEL).is_file():
         raise ModelFileError(f"Optimum wrote no {MODEL} but: {', '.join(sorted(p.name for p in made.iterdir()))}")
-    if (made / OPTIMUM_DATA).is_file():
-        model = onnx.load(made / MODEL, load_external_data=False)
-        for tensor in model.graph.initializer:
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    entry.value = DATA
-        (made / OPTIMUM_DATA).replace(output / DATA)
-        (output / MODEL).write_bytes(model.SerializeToString())
-    else:
-        save(onnx.load(made / MODEL), output)
+    model = onnx.load(made / MODEL)
     shutil.rmtree(made)
+    progress(2, STEPS, "writing")
+    save(model if quant == "fp32" else quantise(model, quant), output)
+    copy_companions(source, output)
 
 
-def run_command(command: list[str], what: str) -> None:
-    """Run a command to its end; `what` names the work in errors, which are as in `export_with_optimum`."""
+def run(command: list[str], source: Path) -> None:
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -117,29 +74,13 @@ def run_command(command: list[str], what: str) -> None:
     )
     if done.returncode:
         said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        raise failure(done.returncode, said[-LINES_KEPT:], what)
+        last = said[-1] if said else f"it ended with status {done.returncode}, as when memory runs out"
+        raise ModelFileError(f"{source} cannot be exported with Optimum: {last}")
 
 
-def failure(returncode: int, said: list[str], what: str) -> CapabilityError | ModelFileError:
-    """The error for a failed exporter, derived from its last lines."""
-    last = said[-1] if said else "no output"
-    text = "\n".join(said)
-    if MISSING in text:
-        name = text.rpartition(MISSING)[2].splitlines()[0].strip("'\"")
-        return CapabilityError(f"exporting {what} needs {name}: {install_command('export')}")
-    if "No space left on device" in text:
-        return CapabilityError(f"exporting {what} filled the disk: free some space and run it again")
-    if returncode in KILLED:
-        return CapabilityError(f"exporting {what} was killed, most likely because memory ran out: {last}")
-    return ModelFileError(f"{what} cannot be exported: {last}")
-
-
-# the child that quantises
-
-
-def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelProto:
+def quantise(model: onnx.ModelProto, quant: str) -> onnx.ModelProto:
     """Replace a graph's products by constant matrices with MatMulNBits: symmetric groups, int8 arithmetic."""
-    bits = int(quant.removeprefix("int"))
+    bits, size = int(quant.removeprefix("int")), GROUP_SIZES[quant]
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     made: dict[str, tuple[onnx.TensorProto, onnx.TensorProto]] = {}
     for node in model.graph.node:
@@ -147,14 +88,14 @@ def quantise(model: onnx.ModelProto, quant: str, group_size: int) -> onnx.ModelP
             continue
         if tensor.name not in made:
             rows = numpy_helper.to_array(tensor).astype(np.float32).T
-            codes, scales = quantise_blocks(rows, bits, group_size)
+            codes, scales = quantise_blocks(rows, bits, size)
             names = (f"{tensor.name}_codes", f"{tensor.name}_scales")
             made[tensor.name] = (
                 numpy_helper.from_array(codes, names[0]),
                 numpy_helper.from_array(scales.reshape(-1), names[1]),
             )
         inputs = [node.input[0], *(each.name for each in made[tensor.name])]
-        sizes = {"K": tensor.dims[0], "N": tensor.dims[1], "bits": bits, "block_size": group_size, "accuracy_level": 4}
+        sizes = {"K": tensor.dims[0], "N": tensor.dims[1], "bits": bits, "block_size": size, "accuracy_level": 4}
         node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), node.name, domain=MICROSOFT, **sizes))
     read = {name for node in model.graph.node for name in node.input}
     kept = [tensor for name, tensor in stored.items() if name in read]
@@ -171,11 +112,13 @@ def save(model: onnx.ModelProto, folder: Path) -> None:
     onnx.save_model(model, folder / MODEL, save_as_external_data=True, location=DATA, size_threshold=1024)
 
 
-def main() -> None:
-    order = json.loads(sys.argv[1])
-    folder = Path(order["output"])
-    save(quantise(onnx.load(folder / MODEL), order["quant"], order["group_size"]), folder)
-
-
-if __name__ == "__main__":
-    main()
+def copy_companions(folder: Path, target: Path) -> None:
+    """Copy tokenizer, config and chat template of a model. Raises ModelFileError for what is missing or damaged."""
+    for name in REQUIRED:
+        read_json(folder / name)
+    for name in COPIED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    template = chat_template(folder, read_json(folder / "tokenizer_config.json"))
+    if template is not None and not (folder / CHAT_TEMPLATE).is_file():
+        (target / CHAT_TEMPLATE).write_text(template, encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Writes a model as an ONNX graph in one of the types, without torch, of a GGUF or of a Hugging Face folder.
+"""Writes the model of a GGUF as an ONNX graph in one of the types, without torch.
 
-Weights are quantised as they are written, one matrix in memory at a time.
+Weights are quantised as they are written, one matrix in memory at a time. Types for our own kernels keep the blocks of
+a GGUF of that type, which llama.cpp makes of any other.
 """
 
 from __future__ import annotations
@@ -10,26 +11,25 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from edgespec.engines.onnx.source import GgufTiles
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError
-from edgespec.export.onnx.hub_model import HubModel, copy_companions
-from edgespec.export.onnx.weights import FILE_TYPES, GgufWeights, HubWeights, QuantisedTiles
-from edgespec.export.request import DEFAULT_GROUP_SIZES, ONNX_QUANTS, TILED
+from edgespec.export.onnx.weights import GgufWeights
+from edgespec.export.request import GROUP_SIZES, ONNX_QUANTS, TILED
 from edgespec.formats.gguf.check import check_gguf
 from edgespec.formats.gguf.model import GgufModel, read_model
 from edgespec.formats.gguf.tables import KINDS
 from edgespec.formats.gguf.tokenizer import splitter_of, write_tokenizer_files
-from edgespec.formats.hub_folder import read_json
 from edgespec.formats.onnx import MODEL
-from edgespec.formats.onnx.forms import Blocks, Form, Plain, RowWeights
-from edgespec.formats.onnx.four_bits import OffsetBlocks, StoredBlocks
+from edgespec.formats.onnx.forms import Blocks, Form, Plain
+from edgespec.formats.onnx.four_bits import OffsetBlocks
 from edgespec.formats.onnx.graph import Nodes
 from edgespec.formats.onnx.llama import write_llama
-from edgespec.formats.onnx.llama_config import WRITABLE, LlamaConfig
+from edgespec.formats.onnx.llama_config import WRITABLE
 from edgespec.formats.onnx.tiles import Tiles
-from edgespec.installation import require_engine
 from edgespec.kernels.library import library_path, why_missing
 from edgespec.types import Progress, no_progress
+
+FILE_TYPES = {"q8_0": 7, "q4_k_m": 15}  # llama.cpp's numbers of TILED, general.file_type in a GGUF
+_BLOCKS = "blocks.gguf"
 
 
 def open_gguf(path: Path) -> GgufModel:
@@ -46,75 +46,35 @@ def open_gguf(path: Path) -> GgufModel:
     return model
 
 
-def convert_gguf(
-    model: GgufModel,
-    folder: Path,
-    quant: str,
-    group_size: int | None = None,
-    progress: Progress = no_progress,
-) -> Path:
+def convert_gguf(model: GgufModel, folder: Path, quant: str, progress: Progress = no_progress) -> Path:
     """Write graph, weights, tokenizer and configuration into the empty `folder`; the path of model.onnx.
 
-    Raises ModelFileError for damaged weights or a vocabulary that cannot be written, and what `write_graph` raises.
+    Raises ModelFileError for damaged weights or a vocabulary that cannot be written, OSError, and what `check_form` and
+    llama.cpp's quantiser raise.
     """
     check_form(quant)
     write_tokenizer_files(model.header, folder)
     (folder / "config.json").write_text(json.dumps(model.hub_config(), indent=2) + "\n", encoding="utf-8")
-    return write_graph(folder, model.config, GgufWeights(model), quant, group_size, progress)
+    if needs_blocks(model, quant):
+        from edgespec.export.gguf.convert import quantise
 
-
-def convert_hub(
-    model: HubModel,
-    folder: Path,
-    quant: str,
-    group_size: int | None = None,
-    progress: Progress = no_progress,
-) -> Path:
-    """Write graph and weights into the empty `folder`, with copies of tokenizer, chat template and settings.
-
-    Returns the path of model.onnx. Raises ModelFileError for damaged weights or a folder without tokenizer.json, and
-    what `write_graph` raises.
-    """
-    check_form(quant)
-    _check_tokenizer(model.checkpoint.folder, model.config.vocab_size)
-    copy_companions(model.checkpoint.folder, folder)
-    return write_graph(folder, model.config, HubWeights(model), quant, group_size, progress)
-
-
-def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Raise ModelFileError where tokenizer.json has words that the model does not; added tokens may lie beyond it."""
-    words = read_json(folder / "tokenizer.json").get("model", {}).get("vocab") or ()
-    most = max(words.values(), default=0) if isinstance(words, dict) else len(words) - 1
-    if most >= vocab_size:
-        raise ModelFileError(
-            f"{folder} cannot be converted to ONNX: tokenizer.json has a token with the id {most}, config.json has "
-            f"{vocab_size} ids. Take the tokenizer that belongs to the weights"
+        quantise(model.path, folder / _BLOCKS, quant, may_requantise=True)
+        model = open_gguf(folder / _BLOCKS)
+    try:
+        write_llama(
+            folder,
+            model.config,
+            _form(GgufWeights(model), quant),
+            lambda done, total: progress(done, total, f"part {done} of {total}"),
         )
-
-
-def write_graph(
-    folder: Path,
-    config: LlamaConfig,
-    weights: RowWeights,
-    quant: str,
-    group_size: int | None = None,
-    progress: Progress = no_progress,
-) -> Path:
-    """Write graph and weights into `folder`; the path of model.onnx.
-
-    `group_size`: weights that share a scale, None: 64, in int4 32. Raises OSError, and what `check_form`,
-    `QuantisedTiles` and `weights` raise.
-    """
-    check_form(quant)
-    stored = weights if isinstance(weights, StoredBlocks) else None
-    own_tiles = weights if isinstance(weights, GgufTiles) else None
-    form: Callable[[Nodes], Form]
-    if quant in TILED:
-        form = partial(Tiles, QuantisedTiles(weights, quant, config.num_layers, own_tiles))
-    else:
-        form = _form(weights, stored, quant, group_size)
-    write_llama(folder, config, form, lambda done, total: progress(done, total, f"part {done} of {total}"))
+    finally:
+        (folder / _BLOCKS).unlink(missing_ok=True)
     return folder / MODEL
+
+
+def needs_blocks(model: GgufModel, quant: str) -> bool:
+    """Whether llama.cpp has to quantise the weights first."""
+    return quant in TILED and model.header.metadata.get("general.file_type") != FILE_TYPES[quant]
 
 
 def check_form(quant: str) -> None:
@@ -128,18 +88,11 @@ def check_form(quant: str) -> None:
         )
 
 
-def require_quantiser(quant: str) -> None:
-    """Raise CapabilityError where llama.cpp has to quantise floats to `quant` and is missing."""
-    if quant in FILE_TYPES and quant != "q8_0":
-        require_engine("llamacpp", f"quantising to {quant}", "or export q8_0, which needs nothing")
-
-
-def _form(
-    weights: RowWeights, stored: StoredBlocks | None, quant: str, group_size: int | None
-) -> Callable[[Nodes], Form]:
+def _form(weights: GgufWeights, quant: str) -> Callable[[Nodes], Form]:
+    if quant in TILED:
+        return partial(Tiles, weights)
     if quant == "fp32":
         return partial(Plain, weights)
-    size = group_size or DEFAULT_GROUP_SIZES[quant]
     if quant == "int4":
-        return partial(OffsetBlocks, size, weights, stored)
-    return partial(Blocks, 8, size, weights)
+        return partial(OffsetBlocks, GROUP_SIZES[quant], weights, weights)
+    return partial(Blocks, 8, GROUP_SIZES[quant], weights)

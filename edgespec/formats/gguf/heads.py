@@ -1,4 +1,4 @@
-"""What the header of a draft head in GGUF says, checked: llama.cpp ends the process on much that does not fit.
+"""What the header of a draft head in GGUF says, checked where llama.cpp does not when it loads one.
 
 EAGLE-3 (arXiv 2503.01840): one Llama layer over a token's embedding and three of the target's layers. DFlash
 (2602.06036): Qwen3 layers that denoise a block of mask tokens at once, over projected inputs of the target's layers;
@@ -37,8 +37,7 @@ GEMMA4 = "gemma4"  # the architecture of the targets
 HALF_BYTES = 2  # per cached number
 EMBEDDINGS, OUTPUT, DRAFTED = "token_embd.weight", "output.weight", "d2t"
 MAX_BLOCK = 64  # tokens that a DFlash head denoises at once
-_MARKOV_FROM, _MARKOV_TO, _CONFIDENCE = "markov_w1.weight", "markov_w2.weight", "conf_proj.weight"
-_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+_MARKOV_FROM, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 # Nodes of llama.cpp's graph at most, which ends the process when it is full: of the Markov head for one token of the
 # block, of a layer, and of the rest. It makes room for _LEAST_NODES, or _TENSOR_NODES per tensor if that is more.
 _MARKOV_NODES, _LAYER_NODES, _OTHER_NODES = 24, 70, 40
@@ -194,34 +193,20 @@ class _Reader:
     def _eagle3(self) -> HeadSizes:
         if self._count("block_count") != 1:
             raise self._wrong(f"it has {self._count('block_count')} layers, an EAGLE-3 head has one")
-        width, target_width = self._count("embedding_length"), self._count("target_hidden_size")
-        layers = self._target_layers(EAGLE3_LAYERS)
-        if self._count("embedding_length_out", width) != width:
-            raise self._wrong("its states and its embeddings differ in width")
-        num_drafted = self._num_drafted()
-        heads, kv_heads = self._count("attention.head_count"), self._count("attention.head_count_kv")
-        size = self._head_size(width, heads)
-        shapes = self._layer_shapes(width, (heads, kv_heads, size), pair=2 * width)
-        shapes |= {"attn_norm_2": (width,), "attn_v": (2 * width, kv_heads * size)}
-        self._check_shapes({f"blk.0.{name}.weight": shape for name, shape in shapes.items()})
-        self._check_shapes({"fc.weight": (len(layers) * target_width, width), "output_norm.weight": (width,)})
-        if self._value("norm_before_fc") is True:
-            self._check_shapes({"enc.output_norm.weight": (len(layers) * target_width,)})
-        self._check_ends(width, num_drafted)
+        width, kv_heads = self._count("embedding_length"), self._count("attention.head_count_kv")
+        self._check_embeddings(width)
         return self._sizes(
             "eagle3",
             width=width,
-            target_width=target_width,
-            layers=layers,
-            num_drafted=num_drafted,
+            target_width=self._count("target_hidden_size"),
+            layers=self._target_layers(EAGLE3_LAYERS),
+            num_drafted=self._num_drafted(),
             shares_weights=EMBEDDINGS not in self._tensors or OUTPUT not in self._tensors,
-            kv_bytes_per_token=2 * kv_heads * size * HALF_BYTES,
+            kv_bytes_per_token=2 * kv_heads * self._head_size(width) * HALF_BYTES,
         )
 
     def _mtp(self) -> HeadSizes:
-        """llama.cpp checks the shapes."""
         width = self._count("embedding_length")
-        self._check_shapes({EMBEDDINGS: (width, self._vocabulary_size)})
         return self._sizes(
             "mtp",
             width=width,
@@ -240,7 +225,7 @@ class _Reader:
             size, rotated = self._count(f"attention.key_length{ending}"), self._value(f"rope.dimension_count{ending}")
             if isinstance(rotated, int):
                 self._check_rotated(rotated, size)
-        self._check_shapes({EMBEDDINGS: (self._count("embedding_length"), self._vocabulary_size)})
+        self._check_embeddings(self._count("embedding_length"))
         width = self._count("embedding_length_out")  # of the states that it reads and gives: its target's
         return self._sizes(
             "gemma4",
@@ -255,35 +240,30 @@ class _Reader:
                 f"{self._path.name} is {variant}, which edgespec does not run: give a DFlash or DSpark head for a text "
                 "model with its own layers, or a draft model"
             )
-        width, num_layers, layers = self._count("embedding_length"), self._count("block_count"), self._target_layers()
-        num_drafted = self._num_drafted()
-        kv_width = self._check_block_layers(width, num_layers)
-        self._check_shapes({
-            "fc.weight": (len(layers) * width, width),
-            "enc.output_norm.weight": (width,),
-            "output_norm.weight": (width,),
-        })  # fmt: skip
+        width, num_layers = self._count("embedding_length"), self._count("block_count")
+        self._check_embeddings(width)
+        self._check_window(num_layers)
         for tensor in self._header.tensors:
             if tensor.name.endswith((".scale", ".bias")) and tensor.kind != "F32":
                 raise self._wrong(f"its tensor {tensor.name!r} is {tensor.kind}, F32 is needed")
-        self._check_ends(width, num_drafted)
-        has_markov, has_confidence = self._markov(width, num_drafted)
+        has_markov = _MARKOV_FROM in self._tensors
         has_table, has_output = EMBEDDINGS in self._tensors, OUTPUT in self._tensors
+        kv_heads = self._count("attention.head_count_kv", self._count("attention.head_count"))
         return self._sizes(
             "dflash",
             width=width,
             target_width=width,
-            layers=layers,
-            num_drafted=num_drafted,
+            layers=self._target_layers(),
+            num_drafted=self._num_drafted(),
             mask_id=self._mask_id(),
             block_size=self._block_size(num_layers, has_markov=has_markov),
             first_row=0 if has_markov and self._flag("sample_from_anchor", default=True) else 1,
             is_causal=self._flag("attention.causal", default=False),
             has_markov=has_markov,
-            has_confidence=has_confidence,
+            has_confidence=has_markov and _CONFIDENCE in self._tensors,
             shares_weights=not has_table or (DRAFTED in self._tensors and not has_output),
             inner_width=self._count("feed_forward_length"),
-            kv_bytes_per_token=2 * num_layers * kv_width * HALF_BYTES,
+            kv_bytes_per_token=2 * num_layers * kv_heads * self._head_size(width) * HALF_BYTES,
         )
 
     # -- of DFlash
@@ -325,56 +305,11 @@ class _Reader:
             )
         return size
 
-    def _check_block_layers(self, width: int, num_layers: int) -> int:
-        """Check its own layers; the width of a layer's keys."""
-        heads = self._count("attention.head_count")
-        kv_heads = self._count("attention.head_count_kv", heads)
-        size = self._head_size(width, heads)
-        self._check_window(num_layers, size)
-        needed = self._layer_shapes(width, (heads, kv_heads, size), pair=width)
-        needed |= {"attn_q_norm": (size,), "attn_k_norm": (size,)}
-        optional = {
-            "attn_v": (width, kv_heads * size),
-            "attn_sinks": (heads,),
-            "post_attention_norm": (width,),
-            "post_ffw_norm": (width,),
-            "layer_output_scale": (1,),
-        }
-        for layer in range(num_layers):
-            self._check_shapes({f"blk.{layer}.{name}.weight": shape for name, shape in needed.items()})
-            self._check_shapes({f"blk.{layer}.{name}.weight": at for name, at in optional.items()}, may_lack=True)
-        activation = self._value("hidden_activation")
-        if activation is not None and activation not in _ACTIVATIONS:
-            raise self._wrong(f"its hidden_activation is {activation!r:.60}, known are {', '.join(_ACTIVATIONS)}")
-        return kv_heads * size
-
-    def _check_window(self, num_layers: int, size: int) -> None:
-        """Layers with a sliding window have the sizes of the others, since the graph takes one for all."""
-        for key in ("attention.key_length_swa", "attention.value_length_swa"):
-            if self._count(key, size) != size:
-                raise self._wrong("its layers with a sliding window have heads of another size")
-        if not self._value("attention.sliding_window"):
-            return
-        self._count("attention.sliding_window")
+    def _check_window(self, num_layers: int) -> None:
+        """A window that no layer has ends the process."""
         pattern = self._items(_SLIDING)
-        if len(pattern) != num_layers or any(isinstance(item, float) or item not in (0, 1) for item in pattern):
-            raise self._wrong("its sliding_window_pattern does not say for each layer whether it has a window")
-        if not any(pattern):  # llama.cpp ends the process
-            raise self._wrong("it names a sliding window, and none of its layers has one")
-
-    def _markov(self, width: int, num_drafted: int) -> tuple[bool, bool]:
-        """Whether there are a Markov and a confidence head."""
-        first = self._tensors.get(_MARKOV_FROM)
-        if first is None:
-            if _MARKOV_TO in self._tensors or _CONFIDENCE in self._tensors:
-                raise self._wrong(f"it has a part of a Markov head and no {_MARKOV_FROM}")
-            return False, False
-        rank = first.shape[0]
-        self._check_shapes({_MARKOV_FROM: (rank, self._vocabulary_size), _MARKOV_TO: (rank, num_drafted)})
-        found = self._tensors.get(_CONFIDENCE)
-        if found is not None and found.shape not in ((width + rank,), (width + rank, 1)):
-            raise self._wrong(f"its tensor {_CONFIDENCE!r} has the shape {found.shape}, {(width + rank, 1)} is needed")
-        return True, found is not None
+        if self._value("attention.sliding_window") and (len(pattern) != num_layers or not any(pattern)):
+            raise self._wrong("it names a sliding window, and not for each layer, or for none, that it has one")
 
     # -- of several
 
@@ -386,23 +321,6 @@ class _Reader:
             needed = f"{wanted} different ones are" if wanted else "one or more different ones are"
             raise self._wrong(f"its target_layers are {list(items)!r:.60}, {needed} needed")
         return layers
-
-    def _layer_shapes(self, width: int, heads: tuple[int, int, int], pair: int) -> dict[str, tuple[int, ...]]:
-        """What a layer of any form has. `heads`: queries, keys, the size of one; `pair`: what attention reads."""
-        (queries, keys, size), hidden = heads, self._count("feed_forward_length")
-        return {
-            "attn_norm": (width,),
-            "attn_q": (pair, queries * size),
-            "attn_k": (pair, keys * size),
-            "attn_output": (queries * size, width),
-            "ffn_norm": (width,),
-            "ffn_gate": (width, hidden),
-            "ffn_up": (width, hidden),
-            "ffn_down": (hidden, width),
-        }
-
-    def _check_ends(self, width: int, num_drafted: int) -> None:
-        self._check_shapes({EMBEDDINGS: (width, self._vocabulary_size), OUTPUT: (width, num_drafted)}, may_lack=True)
 
     def _num_drafted(self) -> int:
         """How many tokens it can propose; what lists them is read, since a wrong id would end the process."""
@@ -427,11 +345,9 @@ class _Reader:
             raise ModelFileError(f"{self._path} cannot be read: {exc.strerror}") from exc
         return struct.unpack(f"<{len(data) // 8}q", data)
 
-    def _head_size(self, width: int, heads: int) -> int:
-        """Numbers of a key and of a value of one attention head."""
-        size = self._count("attention.key_length", width // heads)
-        if self._count("attention.value_length", width // heads) != size:
-            raise self._wrong("keys and values of its heads differ in width")
+    def _head_size(self, width: int) -> int:
+        """Numbers of a key of one attention head."""
+        size = self._count("attention.key_length", width // self._count("attention.head_count"))
         self._check_rotated(self._count("rope.dimension_count", size), size)
         return size
 
@@ -439,14 +355,13 @@ class _Reader:
         if rotated > size or rotated % 2:
             raise self._wrong(f"it rotates {rotated} of {size} numbers of a head")
 
-    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], *, may_lack: bool = False) -> None:
-        """`shapes` in GGUF order, fastest dimension first."""
-        for name, shape in shapes.items():
-            found = self._tensors.get(name)
-            if found is None and not may_lack:
-                raise self._wrong(f"it lacks the tensor {name!r}")
-            if found is not None and found.shape != shape:
-                raise self._wrong(f"its tensor {name!r} has the shape {found.shape}, {shape} is needed")
+    def _check_embeddings(self, width: int) -> None:
+        """llama.cpp checks the shapes of all tensors, but not the number of tokens here."""
+        found = self._tensors.get(EMBEDDINGS)
+        if found is not None and found.shape != (width, self._vocabulary_size):
+            raise self._wrong(
+                f"its tensor {EMBEDDINGS!r} has the shape {found.shape}, {(width, self._vocabulary_size)} is needed"
+            )
 
     def _value(self, name: str) -> Value | None:
         return self._header.metadata.get(f"{self._header.architecture}.{name}")

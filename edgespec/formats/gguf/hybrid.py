@@ -9,7 +9,7 @@ from pathlib import Path
 from edgespec.formats.architectures import ATTENTION, HEAD_NORMS, MLP, Sizes, Tensor
 from edgespec.formats.gguf.header import GgufHeader, GgufNumbers, TensorInfo
 from edgespec.formats.gguf.model import SIZES, GgufModel, Reader, Tensors
-from edgespec.formats.gguf.tables import EXPERT_KEYS, EXPERTS, SHARED_EXPERT, STATE_KEYS, Kind
+from edgespec.formats.gguf.tables import EXPERT_KEYS, EXPERTS, PREFERENCE, SHARED_EXPERT, STATE_KEYS, Kind
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
 from edgespec.formats.onnx.hybrid import HybridConfig
 from edgespec.formats.onnx.llama_config import Experts, LlamaConfig
@@ -44,12 +44,13 @@ _NEXTN = {
     "embed_tokens.weight": Tensor("nextn.embed_tokens.weight", "v d", is_optional=True),
     "lm_head.weight": Tensor("nextn.shared_head_head.weight", "v d", is_optional=True),
 }
+_SIGMOID = 2  # llama.cpp's number
 # First tokens of a vocabulary that a further layer scores: with Qwen2.5's 97 to 99% of English and code.
 MOST_PREDICTED = 1 << 16
 
 
 def hybrid_reader(path: Path, header: GgufHeader, kind: Kind, *, nextn: bool) -> Reader:
-    if header.architecture == "lfm2":
+    if header.architecture in ("lfm2", "lfm2moe"):
         return _Lfm2(path, header, kind)
     return (_Nextn if nextn else _Qwen35)(path, header, kind)
 
@@ -82,7 +83,11 @@ class _HybridReader(Reader):
 
     def _layer_table(self, layer: int) -> Mapping[str, Tensor]:
         norms = {**_PRE_NORM, "post_attention_layernorm.weight": Tensor(self._second_norm, "d")}
-        return {**norms, **(self._mixer if layer in self._recurrent else self._attention), **self._feed_forward}
+        return {**norms, **(self._mixer if layer in self._recurrent else self._attention), **self._feeds(layer)}
+
+    def _feeds(self, layer: int) -> Mapping[str, Tensor]:
+        """The tensors of a layer's feed-forward."""
+        return self._feed_forward
 
     def _config(self, sizes: Sizes, tensors: Tensors) -> LlamaConfig:
         assert isinstance(sizes, _HybridSizes)
@@ -203,7 +208,10 @@ class _Nextn(_Qwen35):
 
 
 class _Lfm2(_HybridReader):
-    """Short convolutions, and attention in the layers that have heads of keys."""
+    """Short convolutions, and attention in the layers that have heads of keys.
+
+    LFM2 MoE has routed experts behind its first layers.
+    """
 
     _attention = _NORMED_ATTENTION
     _mixer = _SHORT_CONVOLUTION
@@ -217,7 +225,23 @@ class _Lfm2(_HybridReader):
         self._recurrent = frozenset(layer for layer, count in enumerate(counts) if not count)
         head_dim, taps = self._size("attention.key_length", width // heads), self._size("shortconv.l_cache")
         tokens = len(self._header.tokens)
-        return _HybridSizes(layers, width, inner, heads, kinds.pop(), head_dim, tokens, context, taps=taps)
+        found = _HybridSizes(layers, width, inner, heads, kinds.pop(), head_dim, tokens, context, taps=taps)
+        if not self._kind.experts:
+            return found
+        if self._number("expert_gating_func") != _SIGMOID:
+            raise self._wrong(f"its expert_gating_func is not {_SIGMOID}, a sigmoid")
+        sizes = {"experts": self._size("expert_count"), "expert_inner": self._size("expert_feed_forward_length")}
+        return replace(found, **sizes)
+
+    def _experts(self, sizes: Sizes) -> Experts:
+        return replace(super()._experts(sizes), first_layer=self._num_dense)
+
+    def _feeds(self, layer: int) -> Mapping[str, Tensor]:
+        return {**EXPERTS, **PREFERENCE} if self._kind.experts and layer >= self._num_dense else MLP
+
+    @property
+    def _num_dense(self) -> int:
+        return int(self._number("leading_dense_block_count", 0))
 
 
 def _layer_of(name: str) -> int:

@@ -265,6 +265,8 @@ class Reader:
     def _rotary(self, sizes: Sizes, num_rotated: int) -> dict[str, Any]:
         """Divisors of the rotary frequencies: stored ones times that of linear scaling, or YaRN's, and its scale."""
         kind = self._value("rope.scaling.type")
+        if kind not in (None, "none", "linear", "yarn", "longrope"):
+            raise self._wrong(f"its rotary positions are scaled by {str(kind)[:40]!r}, which is not known")
         # As llama.cpp reads them: linear where nothing is said, and the older name where the newer one is missing.
         factor = self._number("rope.scaling.factor", 0.0) or self._number("rope.scale_linear", 1.0)
         factor = 1.0 if kind == "none" else factor
@@ -376,7 +378,7 @@ class Reader:
     def _number(self, key: str, default: float | None = None) -> float:
         found: Scalar | Any = self._value(key)
         found = default if found is None else found
-        if not isinstance(found, (int, float)):
+        if not isinstance(found, (int, float)) or not math.isfinite(found):
             what = "is missing" if found is None else f"is {str(found)[:40]}, one number was expected"
             raise self._wrong(f"{self._header.architecture}.{key} {what}")
         return float(found)

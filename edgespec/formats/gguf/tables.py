@@ -28,6 +28,7 @@ EXPERTS = {
     "mlp.experts.up.weight": Tensor("ffn_up_exps.weight", "e x d"),
     "mlp.experts.down.weight": Tensor("ffn_down_exps.weight", "e d x"),
 }
+PREFERENCE = {"mlp.router.preference": Tensor("exp_probs_b.bias", "e")}
 EXPERT_BIASES = {
     "mlp.router.bias": Tensor("ffn_gate_inp.bias", "e"),
     "mlp.experts.gate.bias": Tensor("ffn_gate_exps.bias", "e x"),
@@ -157,6 +158,7 @@ GEMMA4_DRAFTER = Architecture("gemma4-assistant", GEMMA4_DRAFTER_OUTER, GEMMA4_L
 QWEN35 = Architecture("qwen35", LLAMA_OUTER, {})
 QWEN35_MOE = Architecture("qwen35moe", LLAMA_OUTER, {})
 LFM2 = Architecture("lfm2", {**LLAMA_OUTER, "model.norm.weight": Tensor("token_embd_norm.weight", "d")}, {})
+LFM2_MOE = Architecture("lfm2moe", LFM2.outer, {})
 
 EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 STATE_KEYS = tuple(f"ssm.{key}" for key in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count"))
@@ -264,4 +266,10 @@ KINDS = {
         is_hybrid=True,
     ),
     "lfm2": Kind("Lfm2ForCausalLM", "lfm2", HEADS_NORMED, LFM2, ("shortconv.l_cache",), is_hybrid=True),
+    "lfm2moe": Kind(
+        *("Lfm2MoeForCausalLM", "lfm2_moe", HEADS_NORMED, LFM2_MOE),
+        keys=("shortconv.l_cache", "leading_dense_block_count", "expert_gating_func", *EXPERT_KEYS),
+        experts={"has_preference": True},
+        is_hybrid=True,
+    ),
 }

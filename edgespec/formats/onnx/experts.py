@@ -1,7 +1,8 @@
 """Models with routed experts: each token's feed-forward is the weighted sum of a few of many (Shazeer et al., 2017).
 
 A router's logits choose them and, by a softmax over the chosen, weigh them: as in Qwen3 MoE, gpt-oss and Gemma 4. In
-Qwen3.5 MoE one more expert, which all tokens share, is weighed by the sigmoid of a logit of its own.
+Qwen3.5 MoE one more expert, which all tokens share, is weighed by the sigmoid of a logit of its own. In LFM2 MoE each
+expert is weighed by the sigmoid of its logit, its choice also by a preference, and the first layers have no experts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class ExpertsGraph(KernelGraph):
 
     def _feed_forward(self, layer: int) -> None:
         experts = self._config.experts
-        if experts is None:
+        if experts is None or layer < experts.first_layer:
             super()._feed_forward(layer)
             return
         state = self._norm(f"layers.{layer}/post_attention_layernorm")
@@ -36,11 +37,14 @@ class ExpertsGraph(KernelGraph):
         kinds = ["gate", "down"] if experts.is_joined else ["gate", "down", "up"]
         sources = [f"{there}.experts.{kind}.weight" for kind in kinds]
         biases = [self._stored(f"{there}.experts.{kind}.bias") if experts.has_biases else "" for kind in kinds]
+        preference = self._stored(f"{there}.router.preference") if experts.has_preference else ""
+        missing = [""] * (3 - len(kinds))
         self._nodes.add(
             EXPERTS,
             [
-                *(state, logits, *biases, *[""] * (3 - len(kinds)), scales, *map(self._form.tiles, sources)),
-                *([*[""] * (3 - len(kinds)), shared] if shared else []),
+                *(state, logits, *biases, *missing, scales, *map(self._form.tiles, sources)),
+                *([*missing, shared] if shared or preference else []),
+                *([preference] if preference else []),
             ],
             [output],
             f"{here}/experts",

@@ -15,7 +15,8 @@ class Experts:
     """The feed-forward parts of a layer of which each token takes `used` of `count`, each `inner` wide.
 
     `gate`: its activation, a key of `tiles.GATES`; `has_biases`: of the router and the experts; `is_joined`: gate and
-    up are one matrix; `has_shared`: one more is taken by all, which is `intermediate_size` wide.
+    up are one matrix; `has_shared`: one more is taken by all, which is `intermediate_size` wide; `has_preference`: the
+    highest sigmoid(logit) + preference are taken (DeepSeek-V3, 2.1.2); `first_layer` that has experts.
     """
 
     count: int
@@ -25,6 +26,8 @@ class Experts:
     has_biases: bool = False
     is_joined: bool = False
     has_shared: bool = False
+    has_preference: bool = False
+    first_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 // An operator of ONNX Runtime in the domain "edgespec":
-//   Experts(x [..., K], logits [..., E], gate_bias? [E, F], down_bias? [E, K], up_bias? [E, F], scales? [E], gate, down, up?, shared? [..., K]) -> y [..., K]
+//   Experts(x [..., K], logits [..., E], gate_bias? [E, F], down_bias? [E, K], up_bias? [E, F], scales? [E], gate, down, up?, shared? [..., K], preference? [E]) -> y [..., K]
 // A row takes the `used` experts with the highest logits, the first of equal ones. Its result is the sum over these, in
 // the order of their logits, of softmax(their logits) * scale * expert(x), an expert being down of the gate of gate(x) and
-// up(x) (Path::quantise). `shared`, times the sigmoid of one more logit of a row, is added to that. Matrices are those of all experts one below the other, in tiles; without up, gate holds both of
+// up(x) (Path::quantise). With a preference it takes those with the highest sigmoid(logit) + preference, and their shares
+// are sigmoid(logit) over the sum of these. `shared`, times the sigmoid of one more logit of a row, is added to that. Matrices are those of all experts one below the other, in tiles; without up, gate holds both of
 // each expert side by side, with 2 F biases.
 //
 // Rows are grouped by expert, so a pass reads the tiles of every expert that one of its rows takes once (a pass of more
@@ -16,7 +17,7 @@ namespace {
 constexpr int64_t kBatch = 512, kMostExperts = 1024, kMostUsed = 64, kMostSize = 1 << 24;
 enum { kGateUp = 0, kDown = 1, kUp = 2, kMatrices = 3 };  // kGateUp: gate, or both
 const char* const kNames[] = {"gate", "down", "up"};
-constexpr size_t kFirstMatrix = 6, kShared = kFirstMatrix + kMatrices;
+constexpr size_t kFirstMatrix = 6, kShared = kFirstMatrix + kMatrices, kPreference = kShared + 1;
 
 struct Matrix {
   int64_t type, outputs, inputs;  // of one expert
@@ -28,7 +29,7 @@ struct Matrix {
 struct Experts {
   int64_t size, inner, experts, used, gate;
   bool has_up;  // as a matrix of its own
-  bool has_shared;
+  bool has_shared, has_preference;
   int64_t num_logits() const { return experts + has_shared; }
   Matrix matrices[kMatrices];
 };
@@ -44,11 +45,12 @@ OrtStatus* create_experts(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo
   TRY(attributes(info, "types", nullptr, &count));
   TRY(num_inputs(info, &inputs));
   e.has_up = count == 3;
-  e.has_shared = inputs == kShared + 1;
+  e.has_preference = inputs == kPreference + 1;
+  e.has_shared = inputs == kShared + 1;  // no model has both
   if (e.size < 1 || e.size > kMostSize || e.size % kOutputs || e.inner < 1 || e.inner > kMostSize || e.inner % kOutputs || e.experts < 1 || e.experts > kMostExperts || e.used < 1 || e.used > e.experts || e.used > kMostUsed)
     return invalid("edgespec: Experts cannot use %lld of %lld experts of %lld x %lld; at most %lld of %lld, and sizes that 16 divides, are allowed", (long long)e.used, (long long)e.experts, (long long)e.inner, (long long)e.size, (long long)kMostUsed, (long long)kMostExperts);
   if (e.gate < kSilu || e.gate > kClamped) return invalid("edgespec: Experts has a gate %lld, 1 (silu), 2 (gelu) and 3 (clamped) are known", (long long)e.gate);
-  if ((count != 2 && count != 3) || (inputs != kFirstMatrix + count && !e.has_shared)) return invalid("edgespec: Experts has %zu types and %zu inputs, expected 2 and 8, 3 and 9, or 10 with a shared result", count, inputs);
+  if ((count != 2 && count != 3) || (inputs != kFirstMatrix + count && !e.has_shared && !e.has_preference)) return invalid("edgespec: Experts has %zu types and %zu inputs, expected 2 and 8, 3 and 9, 10 with a shared result, or 11 with a preference", count, inputs);
   TRY(attributes(info, "types", types, &count));
   e.matrices[kGateUp] = {types[kGateUp], e.has_up ? e.inner : 2 * e.inner, e.size, nullptr, nullptr};
   e.matrices[kDown] = {types[kDown], e.size, e.inner, nullptr, nullptr};
@@ -69,7 +71,7 @@ struct Choice { int32_t expert; float weight; int64_t place; };
 struct Pass {
   Experts e;
   const Path* path;
-  const float *x, *logits, *scales, *shared;
+  const float *x, *logits, *scales, *shared, *preference;
   float* y;
   int64_t rows, active, block_rows, pieces;
   Choice* choices;       // [rows][used]
@@ -103,18 +105,21 @@ struct Pass {
   }
   const float* input_of(int64_t place) const { return stage ? all.results + place * 2 * e.inner : x + row[place] * e.size; }
 };
+float sigmoid(float x) { return 1.f / (1.f + exponential(-x)); }
 void ORT_CALL choose(void* with, size_t number) {
   const Pass& s = *static_cast<const Pass*>(with);
   const float* logits = s.logits + int64_t(number) * s.e.num_logits();
   Choice* choices = s.choices + int64_t(number) * s.e.used;
   bool is_taken[kMostExperts] = {};
-  float top = 0, total = 0;
+  float preferred[kMostExperts], top = 0, total = 0;
+  if (s.preference) for (int64_t e = 0; e < s.e.experts; e++) preferred[e] = sigmoid(logits[e]) + s.preference[e];
+  const float* order = s.preference ? preferred : logits;
   for (int64_t i = 0; i < s.e.used; i++) {
     int32_t best = -1;
-    for (int32_t e = 0; e < s.e.experts; e++) if (!is_taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
+    for (int32_t e = 0; e < s.e.experts; e++) if (!is_taken[e] && (best < 0 || order[e] > order[best])) best = e;
     is_taken[best] = true;
     top = i ? top : logits[best];
-    choices[i] = {best, exponential(logits[best] - top), 0};
+    choices[i] = {best, s.preference ? sigmoid(logits[best]) : exponential(logits[best] - top), 0};
     total += choices[i].weight;
   }
   for (int64_t i = 0; i < s.e.used; i++) choices[i].weight = choices[i].weight / total * (s.scales ? s.scales[choices[i].expert] : 1.f);
@@ -213,7 +218,7 @@ void ORT_CALL add_row(void* with, size_t number) {
     else for (int64_t i = 0; i < s.e.size; i++) y[i] = weight * from[i];
   }
   if (!s.shared) return;
-  const float *from = s.shared + int64_t(number) * s.e.size, weight = 1.f / (1.f + exponential(-s.logits[int64_t(number) * s.e.num_logits() + s.e.experts]));
+  const float *from = s.shared + int64_t(number) * s.e.size, weight = sigmoid(s.logits[int64_t(number) * s.e.num_logits() + s.e.experts]);
   for (int64_t i = 0; i < s.e.size; i++) y[i] += weight * from[i];
 }
 OrtStatus* run_stage(const OrtKernelContext* context, Pass& s, int stage) {
@@ -254,6 +259,7 @@ OrtStatus* ORT_CALL compute_experts(void* self, OrtKernelContext* context) {
     if (!m.tiles) { TRY(input(context, kFirstMatrix + i, &value)); TRY(read_tiles(value, kNames[i], e.experts * m.expert_bytes(), &m.tiles)); }
   }
   TRY(read_vector(context, 5, "scales", e.experts, &s.scales));
+  if (e.has_preference) TRY(read_vector(context, kPreference, "preference", e.experts, &s.preference));
   OrtValue* y; void* p;
   TRY(output(context, 0, x.dims, x.rank, &y));
   TRY(data(y, &p));
@@ -295,9 +301,9 @@ OrtStatus* add_experts(OrtDomain* domain) {
   OrtCustomOp* op = &experts_operator;
   describe(op);
   op->name = [](const OrtCustomOp*) -> const char* { return "Experts"; };
-  op->num_inputs = [](const OrtCustomOp*) -> size_t { return kShared + 1; };
+  op->num_inputs = [](const OrtCustomOp*) -> size_t { return kPreference + 1; };
   op->num_outputs = [](const OrtCustomOp*) -> size_t { return 1; };
-  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i < kFirstMatrix || i == kShared ? kTypeFloat : kTypeUint8; };
+  op->input_type = [](const OrtCustomOp*, size_t i) -> int { return i < kFirstMatrix || i >= kShared ? kTypeFloat : kTypeUint8; };
   op->input_kind = [](const OrtCustomOp*, size_t i) -> int { return i < 2 || i == kFirstMatrix || i == kFirstMatrix + 1 ? kRequired : kOptional; };
   op->output_kind = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
   op->create = create_experts;

@@ -16,8 +16,9 @@ from edgespec.config.options import GenerateOptions
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import ConfigError
 from edgespec.installation import install_command, is_importable
+from edgespec.platform.machine import on_stack
 from edgespec.sampling.constraint.exact import ONE_OF
-from edgespec.sampling.constraint.library import Library, in_plain_words, on_stack, tried
+from edgespec.sampling.constraint.library import Library, in_plain_words, tried
 from edgespec.sampling.constraint.schema import cleaned, large_numbers, place_of, with_cleaned_schemas
 
 if TYPE_CHECKING:

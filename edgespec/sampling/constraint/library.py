@@ -7,9 +7,6 @@ an error in it, which every caller asks for. What this file does not know: what 
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -165,30 +162,3 @@ def in_plain_words(problem: str) -> str:
 def _bound(written: str) -> str:
     """A number that is written as Some(5), or None."""
     return "no limit" if written.startswith("None") else written.replace("Some(", "", 1).replace(")", "", 1)
-
-
-_starting = threading.Lock()  # the size of a stack is a setting of the process
-
-
-def on_stack(num_bytes: int, function: Callable[[], Returned]) -> Returned:
-    """`function()` in a thread with so much stack. Raises what it raises, and CapabilityError without memory for it."""
-    result: Future[Returned] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except Exception as exc:  # the caller gets it
-            result.set_exception(exc)
-
-    thread = threading.Thread(target=run, name="edgespec-stack", daemon=True)
-    with _starting:
-        before = threading.stack_size(num_bytes)
-        try:
-            thread.start()
-        except RuntimeError as exc:
-            raise CapabilityError(
-                f"a grammar needs a stack of {num_bytes >> 20} MiB, for which no memory is left"
-            ) from exc
-        finally:
-            threading.stack_size(before)
-    return result.result()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from edgespec.platform.machine import processor
 from peers.base import Answer
+from peers.field import cores
 
 AGAIN = " again"  # behind the name of a plain decoding that was measured twice
 
@@ -207,7 +208,7 @@ def _row(name: str, asked: Mapping[str, Mapping[str, Entry]], base: str) -> Row:
 def markdown(journal: Journal) -> str:
     """The whole report, with the commands that repeat it."""
     loads = [entry.load for entry in journal.entries.values()] or [0.0]
-    lines = [f"{processor()}; load average while measuring {min(loads):.1f} to {max(loads):.1f}.", ""]
+    lines = [f"{processor()}, {cores()} cores; load average while measuring {min(loads):.1f} to {max(loads):.1f}.", ""]
     lines += [f"- {title}" for title in sorted(set(journal.titles.values()))]
     for cell in journal.cells:
         lines += ["", *_section(cell, journal)]
@@ -255,34 +256,3 @@ def with_error(values: Sequence[float]) -> str:
 
 def _worst(values: Sequence[float]) -> str:
     return f"{min(values):.2f}" if values else ""
-
-
-def as_json(journal: Journal) -> dict[str, Any]:
-    """The rows of every cell, the sweeps and the machine; single answers are in the journal."""
-    found = []
-    for cell in journal.cells:
-        base, rows = rows_of(cell, journal)
-        parts = [{field: getattr(row, field) for field in Row.__slots__} for row in rows]
-        found.append({**asdict(cell), "base": base, "rows": parts})
-    about = {"processor": processor(), "system": platform.platform(), "versions": journal.titles}
-    return {
-        **about,
-        "commands": journal.commands,
-        "models": journal.models,
-        "cells": found,
-        "sweeps": list(journal.tuned.values()),
-    }
-
-
-def processor() -> str:
-    """Model, cores in use, and the widest instructions for whole numbers."""
-    from peers.field import cores
-
-    information = Path("/proc/cpuinfo")
-    told = information.read_text(encoding="utf-8") if information.is_file() else ""
-    lines = dict(line.split(":", 1) for line in told.splitlines() if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in lines.items()}
-    flags = fields.get("flags", "").split()
-    widest = next((flag for flag in ("avx512_vnni", "avx_vnni", "avx2") if flag in flags), "")
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    return f"{name}, {cores()} cores" + (f", {widest}" if widest else "")

@@ -32,7 +32,7 @@ class OwnText:
 def folder_of(source: str) -> Path:
     """The folder of a model, whose weights are fetched if `source` is a hub id."""
     found = find_source(source)
-    found.fetch(lambda name, size: print(f"fetching {name}, {size / 1e6:.0f} MB", flush=True))
+    found.fetch()
     return found.folder
 
 

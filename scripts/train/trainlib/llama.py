@@ -7,7 +7,9 @@ windows and Gemma's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from edgespec.errors import CapabilityError
-from edgespec.export.onnx.hub_model import open_hub
-from edgespec.export.onnx.weights import GgufWeights, HubWeights
+from edgespec.export.gguf.convert import convert, own_precision
+from edgespec.export.onnx.weights import GgufWeights
 from edgespec.export.onnx.writer import open_gguf
 from edgespec.formats.gguf.tokenizer import write_tokenizer_files
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD, RowWeights
@@ -33,12 +35,12 @@ class Weights:
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu") -> None:
         self.device, self.dtype = torch.device(device), dtype
-        self.config, rows = _opened(path)
-        _check(self.config, path)
-        self.embedding = self._matrix(rows, EMBEDDING)
-        self.head = self.embedding if rows.is_tied else self._matrix(rows, HEAD)
-        self.norm = self._vector(rows, "model.norm.weight")
-        self.layers = [self._layer(rows, f"model.layers.{index}.") for index in range(self.config.num_layers)]
+        with _opened(path) as (self.config, rows):
+            _check(self.config, path)
+            self.embedding = self._matrix(rows, EMBEDDING)
+            self.head = self.embedding if rows.is_tied else self._matrix(rows, HEAD)
+            self.norm = self._vector(rows, "model.norm.weight")
+            self.layers = [self._layer(rows, f"model.layers.{index}.") for index in range(self.config.num_layers)]
 
     def _layer(self, rows: RowWeights, prefix: str) -> dict[str, Tensor]:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -63,12 +65,13 @@ class Weights:
         return torch.from_numpy(np.array(rows.vector(name), np.float32)).to(self.device)
 
 
-def _opened(path: Path) -> tuple[LlamaConfig, RowWeights]:
-    if path.is_dir():
-        hub = open_hub(path)
-        return hub.config, HubWeights(hub)
-    model = open_gguf(path)
-    return model.config, GgufWeights(model)
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[LlamaConfig, RowWeights]]:
+    with tempfile.TemporaryDirectory(prefix="edgespec-") as work:
+        if path.is_dir():
+            path = convert(path, Path(work) / "weights.gguf", own_precision(path))
+        model = open_gguf(path)
+        yield model.config, GgufWeights(model)
 
 
 def tokenizer_folder(path: Path, work: Path) -> Path:
