@@ -63,6 +63,7 @@ PROBE_TOKENS, CHECKED_TOKENS = 12, 96
 CONTEXT = 320
 DRAFT_LENGTH = 5  # tokens of a draft that such heads are trained for
 ROWS_AT_ONCE = 4096
+FLOATS = Limits(0.05, 0.99, 1e-4)  # keys and values have half precision
 STORED = Limits(None, 0.90, 0.05)  # of weights and inputs in 8 bits
 
 # Hugging Face name -> (GGUF name, shape); t: target layers concatenated, w: draft vocabulary, i: embedding + state
@@ -412,10 +413,13 @@ def check_heads(folder: Path, target_folder: Path, open_target: OpenTarget, path
         token_ids = _probe_ids(target)
         states, vocabulary = states_of(target, token_ids), target.vocabulary
     reference, stored = _reference(plan, target_folder, token_ids, states), read_head_file(path)
-    with load_eagle(stored, vocabulary, stored.manifest.layers, threads=1) as head:
-        found = _compared(reference, head, states)
-    refuse(found, STORED, path)
-    return {"as stored": found}
+    floats, found = heads_of(plan, target_folder, token_ids[:1], states[:1]), {}
+    floats = replace(floats, embedding=_embedding_of(plan, Checkpoint.open(target_folder), token_ids))
+    for name, heads, kind, limits in (("as floats", floats, "F32", FLOATS), ("as stored", stored, "Q8_0", STORED)):
+        with load_eagle(heads, vocabulary, heads.manifest.layers, threads=1, kind=kind) as head:
+            found[name] = _compared(reference, head, states)
+        refuse(found[name], limits, path)
+    return found
 
 
 def heads_of(plan: HeadPlan, target_folder: Path, probe_ids: NDArray[np.int32], probe_states: Matrix) -> HeadFile:
@@ -496,6 +500,15 @@ def states_of(target: Engine, token_ids: NDArray[np.int32]) -> Matrix:
     finally:
         target.rollback(0)
         target.give_hidden_states(False)
+
+
+def _embedding_of(plan: HeadPlan, target: Checkpoint, token_ids: NDArray[np.int32]) -> Table:
+    """The embeddings as floats, filled in for `token_ids` only: untouched rows take no memory."""
+    checkpoint, name = _place_of_embedding(plan, target)
+    rows = np.zeros(checkpoint.shape(name), np.float32)
+    for token_id in np.unique(token_ids).tolist():
+        rows[token_id] = checkpoint.rows_of(name, token_id, token_id + 1)[0]
+    return Table(rows)
 
 
 def _reference(plan: HeadPlan, target_folder: Path, token_ids: NDArray[np.int32], states: Matrix) -> Reference:

@@ -46,7 +46,8 @@ class HeadTiles:
 
     is_tied = False
 
-    def __init__(self, heads: HeadFile) -> None:
+    def __init__(self, heads: HeadFile, kind: str) -> None:
+        self._usual = kind
         rows = heads.frequent_rows * np.float32(heads.manifest.scale)
         self._arrays: Mapping[str, NDArray[np.float32]] = {**heads.arrays, "rows": rows}
 
@@ -59,7 +60,7 @@ class HeadTiles:
         return outputs, inputs
 
     def _kind(self, name: str) -> str:
-        return "F32" if self.shape(name)[1] % 32 else "Q8_0"
+        return "F32" if self.shape(name)[1] % 32 else self._usual
 
     def type_number(self, name: str) -> int:
         return tiles.TYPES[self._kind(name)]
@@ -84,10 +85,10 @@ class HeadLayer(Source):
     is_drafter = True
     max_positions = 1 << 20  # rotary tables are made as long as they are needed
 
-    def __init__(self, heads: HeadFile) -> None:
+    def __init__(self, heads: HeadFile, kind: str) -> None:
         self.path = self.folder = Path()
         self.files = ()
-        self._heads = heads
+        self._heads, self._tiles = heads, HeadTiles(heads, kind)
 
     def config(self) -> ModelConfig:
         return ModelConfig("eagle", self.max_positions, self._heads.manifest.head_dim)
@@ -122,7 +123,7 @@ class HeadLayer(Source):
             is_fused=sizes.generation == 3,
             norms_residual=sizes.norms_residual,
         )
-        return llama_graph(config, data, lambda nodes: Tiles(HeadTiles(self._heads), nodes)), data
+        return llama_graph(config, data, lambda nodes: Tiles(self._tiles, nodes)), data
 
 
 class EagleHead(KernelHead):
@@ -163,10 +164,9 @@ class EagleHead(KernelHead):
 class _Fuse:
     """What makes one state of several of the target's: a matrix, in EAGLE-3 behind a norm."""
 
-    def __init__(self, heads: HeadFile, matrix: str, threads: int) -> None:
+    def __init__(self, heads: HeadFile, weights: HeadTiles, matrix: str, threads: int) -> None:
         sizes, data = heads.manifest, MemoryWriter()
         nodes, value = Nodes(data), "features"
-        weights = HeadTiles(heads)
         if sizes.norms_features:
             weight = nodes.store("feature_norm", heads.arrays["feature_norm"])
             nodes.add(NORM, [value, weight], [value := "normed"], "Norm", domain=DOMAIN, epsilon=sizes.norm_eps)
@@ -195,11 +195,12 @@ def load_eagle(
     context_length: int = CONTEXT,
     sequences: int = 1,
     threads: int = THREADS,
+    kind: str = "Q8_0",
 ) -> EagleHead:
     """The layer of `heads` of the kind eagle, of either generation, for a target with this `vocabulary`.
 
-    `given_layers`: as of `HeadText`. Raises CapabilityError without the kernels, or for a size that they do not have,
-    ModelFileError for weights that are no use.
+    `given_layers`: as of `HeadText`; `kind`: of weights, F32 to compare with. Raises CapabilityError without the
+    kernels, or for a size that they do not have, ModelFileError for weights that are no use.
     """
     sizes = heads.manifest
     if library_path() is None:
@@ -210,9 +211,9 @@ def load_eagle(
         )
     text = HeadText(heads, vocabulary.size, given_layers)
     matrix = "fc" if sizes.generation == 3 else PROJECT if sizes.is_projected else ""
-    source = HeadLayer(heads)
+    source = HeadLayer(heads, kind)
     graph = read_graph(source, cells=context_length, hidden_states=True)
     use = ModelUse(context_length, threads=threads, max_sequences=sequences, provider="cpu")
     settings = OnnxSettings.checked(graph, source.config(), use)
-    fuse = _Fuse(heads, matrix, threads) if matrix else None
+    fuse = _Fuse(heads, HeadTiles(heads, kind), matrix, threads) if matrix else None
     return EagleHead(KernelEngine(source, graph, settings, source.config(), vocabulary), text, fuse)
