@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -81,15 +81,12 @@ class LoadKeywords(TypedDict, total=False):
     draft_gpu_layers: int | None
     device: str | None
     draft_device: str | None
-    kv_offload: bool
     cpu_moe_layers: int | None
     override_tensor: str | None
     rpc: str | None
     provider: ProviderName
     cache_type_k: CacheType | None
     cache_type_v: CacheType | None
-    draft_cache_type_k: CacheType | None
-    draft_cache_type_v: CacheType | None
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
@@ -185,7 +182,6 @@ class LoadOptions:
     draft_device: str | None = _hardware(
         None, "-devd --device-draft NAMES", "GGUF: devices of the draft model [as --device]", check=as_devices
     )
-    kv_offload: bool = _hardware(True, "--kv-offload", "GGUF: KV cache on the device of its layers")
     cpu_moe_layers: int | None = _hardware(
         None,
         "-ncmoe --n-cpu-moe",
@@ -204,12 +200,6 @@ class LoadOptions:
     provider: ProviderName = _hardware("auto", "--provider", "ONNX: device")
     cache_type_k: CacheType | None = _hardware(None, "-ctk --cache-type-k", "Type of cached keys [f16, ONNX f32]")
     cache_type_v: CacheType | None = _hardware(None, "-ctv --cache-type-v", "Type of cached values [f16, ONNX f32]")
-    draft_cache_type_k: CacheType | None = _hardware(
-        None, "-ctkd --cache-type-k-draft", "Type of the draft model's cached keys [f16, ONNX f32]"
-    )
-    draft_cache_type_v: CacheType | None = _hardware(
-        None, "-ctvd --cache-type-v-draft", "Type of the draft model's cached values [f16, ONNX f32]"
-    )
     memory: str | int | None = _hardware(
         None,
         "--memory 6GiB|80%|auto",
@@ -315,11 +305,6 @@ class LoadOptions:
         return 0 if self.rpc is not None else self.target_gpu_layers
 
 
-def keywords_of(options: LoadOptions) -> dict[str, Any]:
-    """The keywords with which `edgespec.load` makes these options again."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}
-
-
 _limited = partial(from_to, error=SamplingError)
 _counted = partial(from_to, is_whole=True, error=SamplingError)
 _bias = _limited(-_MAX_BIAS, _MAX_BIAS)
@@ -421,9 +406,6 @@ class GenerateOptions:
     strings that end the answer and are not part of it. `logprobs`: return each token's natural log probability under
     the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: number of most likely tokens to
     return the same for. `max_wait_s`: seconds to wait for another generation to end; 0: do not wait; None: no limit.
-    `noise_offset`: sample position i with the random numbers of position i + `noise_offset`. Set it when the oldest
-    turns of a conversation were dropped, else a new answer may get the random numbers of an old one and repeat it;
-    `edgespec.chat.conversation.Conversation.noise_offset` computes it.
 
     Structured output, one of: `json_schema`: the answer is JSON that matches it, a dict or JSON text; `grammar`: a Lark
     or GBNF grammar that the answer follows; `regex`: a regular expression that the whole answer matches.
@@ -455,7 +437,6 @@ class GenerateOptions:
     max_wait_s: float | None = _answer(
         None, check=from_to(0, _MAX_WAIT_S, f"from 0 to {_MAX_WAIT_S} seconds, or None for no limit")
     )
-    noise_offset: int = _answer(0, check=at_least(0))
     json_schema: Mapping[str, Any] | str | None = _answer(
         None,
         "--json-schema FILE|JSON",

@@ -33,7 +33,6 @@ DrafterName = Literal[
     "mtp",
     "ngram",
     "suffix",
-    "cache",
     "lookahead",
 ]
 DraftLength = int | Literal["auto"]

@@ -164,13 +164,13 @@ class Eagle3Drafter(HeadDrafter):
             read = sorted({each for node in asked for each in growth.path(node)})
             rows = {node: row for row, node in enumerate(read)} | {ROOT: NO_PARENT}
             nodes = [growth.nodes[node] for node in read]
-            token_ids = np.array([node.candidate.token_id for node in nodes], np.int32)
+            token_ids = np.array([node.token_id for node in nodes], np.int32)
             above, parents = np.stack([states[node.parent] for node in nodes]), [rows[node.parent] for node in nodes]
             found, after = self._head.branch(token_ids, above, parents, [rows[node] for node in asked])
             states.update(zip(asked, after, strict=True))
             return [found[asked.index(node)] for node in growth.waiting]
 
-        make = candidates_for(request, request.sampler, like_chains=True)
+        make = candidates_for(request, request.sampler)
         return grown(request, make, self._head.facts.end_ids, logits, rows_of)
 
     def num_uncached(self, token_ids: TokenIds) -> int:
@@ -246,7 +246,7 @@ class MedusaDrafter(HeadDrafter):
         self._head.inject(features[-1:])
         logits, _ = self._head.block(int(request.token_ids[-1]))
         if takes_tree(request):
-            make = candidates_for(request, request.sampler, like_chains=True, disagreement=self.disagreement)
+            make = candidates_for(request, request.sampler, disagreement=self.disagreement)
 
             def rows_of(growth: Growth) -> Logits:
                 return logits[[growth.nodes[node].depth + 1 for node in growth.waiting]]

@@ -5,7 +5,7 @@ Files beside an output `NAME` while an export runs or after it was killed:
     .NAME.export.lock       file lock of the running export
     .NAME.export/pair/      becomes NAME
     .NAME.export/temporary/
-    .NAME.replaced          the old output while --force replaces it
+    .NAME.replaced          the old output for the moment in which --force replaces it
 """
 
 from __future__ import annotations
@@ -74,12 +74,17 @@ class Workspace:
         """Rename `pair` to the output, replacing an old output if `replace` was given. Raises UsageError if not."""
         if self.output.exists() and any(self.output.iterdir()) and not self._replace:
             raise UsageError(f"{self.output} appeared while the export ran: move it away, or give --force")
-        if self.output.exists():  # it is set aside, and removed behind the other
-            self.output.replace(_replaced(self.output))
+        replaced = self.output.with_name(f".{self.output.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.output.exists():
+            self.output.replace(replaced)
         try:
             self.pair.replace(self.output)
-        finally:
-            _restore_folder(self.output)
+        except OSError:
+            if replaced.exists():
+                replaced.replace(self.output)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,7 +107,6 @@ def opened(output: Path, *, replace: bool) -> Iterator[Workspace]:
                 f"another edgespec is writing {output}: wait for it, or choose another --output"
             ) from error
     try:
-        _restore_folder(output)
         check_output(output, replace=replace)
         workspace = Workspace(output, replace=replace)
         try:
@@ -138,15 +142,3 @@ def write_manifest(folder: Path, values: Mapping[str, Any]) -> Path:
     path = folder / MANIFEST
     write_atomically(path, tomli_w.dumps({"format": MANIFEST_FORMAT, **values}))
     return path
-
-
-def _replaced(output: Path) -> Path:
-    return output.with_name(f".{output.name}.replaced")
-
-
-def _restore_folder(output: Path) -> None:
-    """Finish or undo a `publish` that was interrupted between its two renames. Raises OSError."""
-    replaced = _replaced(output)
-    if replaced.is_dir() and not output.exists():
-        replaced.replace(output)
-    shutil.rmtree(replaced, ignore_errors=True)

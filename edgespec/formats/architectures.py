@@ -168,20 +168,15 @@ def check_unrotated_layers(checkpoint: Checkpoint, found: Architecture) -> None:
     """Raise ModelFileError unless every fourth layer of a SmolLM3 has no rotary positions, as llama.cpp hard-codes."""
     if found.name != "smollm3":
         return
-    layers = checkpoint.count("num_hidden_layers")
-    rotated = rotated_layers(checkpoint.config, layers)
-    wrong = [index for index, flag in enumerate(rotated) if bool(flag) != bool((index + 1) % 4)]
-    if wrong or len(rotated) != layers:
+    layers, interval = checkpoint.count("num_hidden_layers"), checkpoint.config.get("no_rope_layer_interval") or 4
+    usual = [int((index + 1) % 4 != 0) for index in range(layers)]
+    rotated = checkpoint.config.get("no_rope_layers") or (usual if interval == 4 else [])
+    if rotated != usual:
+        wrong = [index for index, (flag, each) in enumerate(zip(rotated, usual, strict=False)) if flag != each]
         raise ModelFileError(
             f"{checkpoint.folder}: llama.cpp's SmolLM3 has no rotary positions in layers 3, 7, 11, ... (from 0) and in "
-            f"no others; this checkpoint differs at {wrong or 'its number of layers'}. Prune it by whole groups of four"
+            f"no others; this checkpoint differs at {wrong or 'their number'}. Prune it by whole groups of four"
         )
-
-
-def rotated_layers(config: Config, layers: int) -> Any:
-    """Flags of the layers with rotary positions: SmolLM3's config.json lists them, or all but every n-th have them."""
-    interval = config.get("no_rope_layer_interval") or 4
-    return config.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
 
 
 def layer_kinds(checkpoint: Checkpoint, found: Architecture, layers: int) -> list[bool]:
@@ -459,22 +454,17 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     kind = checkpoint.architecture
     if kind not in ARCHITECTURES:
         raise unsupported(checkpoint.folder, kind, "GGUF", ARCHITECTURES)
-    check_settings(checkpoint, ARCHITECTURES[kind])
-    check_unrotated_layers(checkpoint, ARCHITECTURES[kind])
-    return ARCHITECTURES[kind]
-
-
-def check_settings(checkpoint: Checkpoint, found: Architecture, otherwise: str = "") -> None:
-    """Raise ModelFileError for a setting that is not supported. `otherwise`: what else reads scaled positions."""
-    config, folder = checkpoint.config, checkpoint.folder
+    found, config, folder = ARCHITECTURES[kind], checkpoint.config, checkpoint.folder
     for key, allowed in {**found.must, "quantization_config": (None,)}.items():
         if (value := config.get(key)) not in allowed:
             values = ", ".join(repr(each) for each in allowed if each is not None) or "none"
             raise ModelFileError(f"{folder}: its {key} is {value!r:.60}; allowed: {values}")
     rope = rotary_settings(config)
-    if (kind := rope["rope_type"]) not in found.rope_kinds:
+    if (scaling := rope["rope_type"]) not in found.rope_kinds:
         kinds = ", ".join(found.rope_kinds)
-        raise ModelFileError(f"{folder}: its rotary positions are scaled by {kind!r:.40}; allowed: {kinds}{otherwise}")
+        raise ModelFileError(f"{folder}: its rotary positions are scaled by {scaling!r:.40}; allowed: {kinds}")
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if part not in (None, 1, 1.0):
         raise ModelFileError(f"{folder}: its partial_rotary_factor is {part!r:.40}; allowed: 1")
+    check_unrotated_layers(checkpoint, found)
+    return found

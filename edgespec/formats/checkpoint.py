@@ -37,26 +37,11 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 _SHARD_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
-# What transformers takes where config.json says nothing, and other programs may not.
+# What transformers takes where config.json says nothing, and no shape of a tensor would tell.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "MistralForCausalLM": {"num_key_value_heads": 8},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
-    "SmolLM3ForCausalLM": {"num_key_value_heads": 4, "rope_theta": 2e6},
-    "GemmaForCausalLM": {"num_key_value_heads": 16, "head_dim": 256},
-    "Gemma2ForCausalLM": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "Gemma3ForCausalLM": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "rope_theta": 1e6,
-    },
+    "SmolLM3ForCausalLM": {"rope_theta": 2e6},
+    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 256},
+    "Gemma3ForCausalLM": {"query_pre_attn_scalar": 256, "rope_theta": 1e6},
 }
 
 

@@ -8,14 +8,16 @@ file loads.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.installation import has_engine
@@ -24,12 +26,8 @@ from edgespec.platform.files import absolute, read_text, resolved
 MANIFEST = "manifest.toml"
 MANIFEST_FORMAT = 1
 ROLES = ("target", "draft", "medium")
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-TEXT_KEYS = ("name", "description", "licence", "banner", "source")
 ENGINE_TABLES = {"llamacpp": "files", "onnx": "onnx"}
 HEADS, HEAD_KINDS = "heads", ("medusa", "eagle")
-TABLES = (*ENGINE_TABLES.values(), HEADS, "sampling", "figures")
-FILE_KEYS = ("path", "bytes", "sha256", "parameters", "parts")
 # Larger files are hashed where the result can be kept, once.
 MAX_HASHED_BYTES = 16 * 2**20
 RESTORE = "restore it, or install edgespec again"
@@ -126,74 +124,56 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path} cannot be read: {error}") from error
 
 
-class _Manifest:
-    """Typed access to one manifest; every complaint names the file and the key."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.values = read_table(path)
-        self.is_elsewhere = "location" in self.values
-        self.folder = self.absolute(self.get(self.values, "location", str) if self.is_elsewhere else path.parent)
-
-    def absolute(self, path: str | Path) -> Path:
-        """A path from the root. Files that a user added may be links out of their folder, as in the hub's cache."""
-        return absolute(path) if self.is_elsewhere else resolved(path)
-
-    def fail(self, key: str, problem: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: {key} {problem}")
-
-    def only(self, table: str, values: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
-        for key in values:
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
-                raise self.fail(f"{table}{key}", f"is not a known key; {hint}")
-
-    def get(self, table: Mapping[str, Any], key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """A value of `table` under the last part of the dotted `key`; without a default it must be there."""
-        value = table.get(key.rpartition(".")[2], default)
-        if value is None:
-            raise self.fail(key, "is missing")
-        if not isinstance(value, kind) or isinstance(value, bool):
-            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise self.fail(key, f"must be {names}, got {value!r}")
-        return value
+class _File(Struct, forbid_unknown_fields=True):
+    path: Annotated[str, Meta(pattern=r"^[^\0]+\Z")]
+    bytes: int
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
+    parameters: int = 0
+    parts: tuple[_File, ...] = ()
 
 
-def _read_file(manifest: _Manifest, key: str, entry: Any) -> ModelFile:
-    if not isinstance(entry, dict):
-        raise manifest.fail(key, f"must be a table, got {entry!r}")
-    manifest.only(f"{key}.", entry, FILE_KEYS)
-    relative = Path(manifest.get(entry, f"{key}.path", str))
-    if "\0" in str(relative):
-        raise manifest.fail(f"{key}.path", f"must be a path, got {str(relative)!r}")
-    path = manifest.absolute(manifest.folder / relative)
-    if not path.is_relative_to(manifest.folder):
-        raise manifest.fail(f"{key}.path", f"must stay inside the folder, got {str(relative)!r}")
-    sha256 = manifest.get(entry, f"{key}.sha256", str).lower()
-    if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
-        raise manifest.fail(f"{key}.sha256", f"must be 64 hexadecimal digits, got {sha256!r}")
-    parts = manifest.get(entry, f"{key}.parts", list, [])
-    belonging = tuple(_read_file(manifest, f"{key}.parts[{i}]", part) for i, part in enumerate(parts))
-    return ModelFile(path, manifest.get(entry, f"{key}.bytes", int), sha256, belonging)
+_Files = dict[Literal["target", "draft", "medium"], _File]
 
 
-def _read_files(manifest: _Manifest, tables: Mapping[str, Any], engine: str) -> dict[str, dict[str, ModelFile]]:
-    """The files of every role by engine. Raises CapabilityError when `engine` has no target here."""
-    found: dict[str, dict[str, ModelFile]] = {}
-    for name, table in ENGINE_TABLES.items():
-        manifest.only(f"{table}.", tables[table], ROLES)
-        found[name] = {role: _read_file(manifest, f"{table}.{role}", entry) for role, entry in tables[table].items()}
-    if not any("target" in roles for roles in found.values()):
-        raise manifest.fail("files.target", "is missing")
-    on_kernels = engine == "onnx" and "target" in found["llamacpp"]  # where they can: the choice of engines says
-    if engine != "auto" and "target" not in found[engine] and not on_kernels:
-        others = ", ".join(name for name, roles in found.items() if "target" in roles)
-        raise CapabilityError(
-            f"{manifest.path.parent.name} has no target for the engine {engine!r}, only for: {others}. Use --engine "
-            f"auto, or export one: edgespec export --to {'onnx' if engine == 'onnx' else 'gguf'}"
-        )
+class _Manifest(Struct, forbid_unknown_fields=True):
+    """As it is written; `revision`: what was asked of the hub."""
+
+    format: int
+    name: str = ""
+    description: str = ""
+    licence: str = ""
+    banner: str = ""
+    source: str = ""
+    location: str | None = None
+    revision: str | None = None
+    context_length: int | None = None
+    files: _Files = {}
+    onnx: _Files = {}
+    heads: dict[Literal["medusa", "eagle"], _File] = {}
+    sampling: dict[Literal["temperature", "top_k", "top_p", "min_p", "repeat_penalty"], int | float] = {}
+    figures: dict[str, Any] = {}
+
+
+def _read(path: Path) -> _Manifest:
+    table = read_table(path)
+    if (version := table.get("format")) != MANIFEST_FORMAT:
+        raise ModelFileError(f"{path}: format is {version!r}; this edgespec reads {MANIFEST_FORMAT}")
+    try:
+        found = msgspec.convert(table, _Manifest)
+    except msgspec.ValidationError as exc:
+        raise ModelFileError(f"{path}: {exc}") from exc
+    if not ("target" in found.files or "target" in found.onnx):
+        raise ModelFileError(f"{path}: files.target is missing")
     return found
+
+
+def _model_file(path: Path, entry: _File, root: Path, place: Callable[[Path], Path]) -> ModelFile:
+    """What the manifest at `path` says of a file under `root`; `place` makes its path absolute."""
+    file = place(root / entry.path)
+    if not file.is_relative_to(root):
+        raise ModelFileError(f"{path}: a file's path must stay inside the folder, got {entry.path!r}")
+    parts = tuple(_model_file(path, part, root, place) for part in entry.parts)
+    return ModelFile(file, entry.bytes, entry.sha256.lower(), parts)
 
 
 def sha256_of(path: Path) -> str:
@@ -231,37 +211,40 @@ def read_pair(folder: Path, engine: str = "auto", *, check_hashes: bool = True) 
     that the chosen engine lacks is taken from the other. Raises ModelFileError, CapabilityError for an engine without a
     target.
     """
-    manifest = _Manifest(folder / MANIFEST)
-    values = manifest.values
-    manifest.only("", values, ("format", "context_length", "location", "revision", *TEXT_KEYS, *TABLES))
-    if (version := manifest.get(values, "format", int)) != MANIFEST_FORMAT:
-        raise manifest.fail("format", f"is {version}; this edgespec reads {MANIFEST_FORMAT}")
-    tables = {name: manifest.get(values, name, dict, {}) for name in TABLES}
-    manifest.only("sampling.", tables["sampling"], SAMPLING_KEYS)
-    recommended = {k: manifest.get(tables["sampling"], f"sampling.{k}", (int, float)) for k in tables["sampling"]}
-    by_engine = _read_files(manifest, tables, engine)
+    path = folder / MANIFEST
+    values = _read(path)
+    # Files that a user added may be links out of their folder, as in the hub's cache.
+    place = resolved if values.location is None else absolute
+    root = place(path.parent if values.location is None else Path(values.location))
+    by_engine = {
+        name: {role: _model_file(path, entry, root, place) for role, entry in getattr(values, table).items()}
+        for name, table in ENGINE_TABLES.items()
+    }
     engines = tuple(name for name, roles in by_engine.items() if "target" in roles)
+    on_kernels = engine == "onnx" and "llamacpp" in engines  # where they can: the choice of engines says
+    if engine not in ("auto", *engines) and not on_kernels:
+        raise CapabilityError(
+            f"{folder.name} has no target for the engine {engine!r}, only for: {', '.join(engines)}. Use --engine "
+            f"auto, or export one: edgespec export --to {'onnx' if engine == 'onnx' else 'gguf'}"
+        )
     runnable = [name for name in engines if has_engine(name)] or engines
     chosen = runnable[0] if engine == "auto" or engine not in engines else engine
     files = {role: file for name in by_engine for role, file in by_engine[name].items()} | by_engine[chosen]
-    manifest.only(f"{HEADS}.", tables[HEADS], HEAD_KINDS)
-    heads = {kind: _read_file(manifest, f"{HEADS}.{kind}", entry) for kind, entry in tables[HEADS].items()}
+    heads = {str(kind): _model_file(path, entry, root, place) for kind, entry in values.heads.items()}
     unregister = f"restore the file, or unregister the model with: edgespec rm {folder.name}"
-    fix = unregister if manifest.is_elsewhere else RESTORE
     for file in (*files.values(), *heads.values()):
         for part in file.all_files:
-            check_file(part, hashed=check_hashes, fix=fix)
-    texts = {key: manifest.get(values, key, str, "") for key in TEXT_KEYS}
+            check_file(part, hashed=check_hashes, fix=RESTORE if values.location is None else unregister)
     return ModelPair(
-        name=texts["name"] or folder.name,
+        name=values.name or folder.name,
         files=MappingProxyType(files),
         engines=engines,
-        description=texts["description"],
-        licence=texts["licence"],
-        banner=texts["banner"],
-        source=texts["source"],
-        context_length=manifest.get(values, "context_length", int) if "context_length" in values else None,
-        recommended=MappingProxyType(recommended),
-        figures=MappingProxyType(tables["figures"]),
+        description=values.description,
+        licence=values.licence,
+        banner=values.banner,
+        source=values.source,
+        context_length=values.context_length,
+        recommended=MappingProxyType({str(key): value for key, value in values.sampling.items()}),
+        figures=MappingProxyType(values.figures),
         heads=MappingProxyType(heads),
     )

@@ -236,7 +236,7 @@ def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
         from edgespec.engines.llamacpp.embeddings import EncoderEngine
 
         return EncoderEngine.load(file.path, use)
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.remote import RemoteEngine
 
     return (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use)

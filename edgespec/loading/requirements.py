@@ -252,8 +252,6 @@ def draft_use(options: LoadOptions, file: ModelFile, target_context: int) -> Mod
         _use(options, is_elsewhere=file.engine == "llamacpp" and layers != 0),
         context_length=options.draft_context_length,
         default_context=min(target_context + MAX_DRAFT_LENGTH, _MOST_DRAFT_CONTEXT),
-        cache_type_k=options.draft_cache_type_k,
-        cache_type_v=options.draft_cache_type_v,
         gpu_layers=layers,
         devices=options.draft_devices,
         reproducible=False,
@@ -272,6 +270,5 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
         threads=options.threads,
         max_sequences=options.sequences,
         max_branches=MAX_BRANCHES if shares_cells else 0,
-        kv_offload=options.kv_offload,
         provider=options.provider,
     )

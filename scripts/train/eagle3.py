@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from edgespec.engines.base import Engine
 from edgespec.engines.head import DraftHead
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.onnx.eagle import load_eagle
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError

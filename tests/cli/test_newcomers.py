@@ -55,14 +55,12 @@ def refused(*arguments: str) -> str:
         ({"llama.attention.causal": False}, "llama models read a whole text at once"),
     ],
 )
-@pytest.mark.parametrize("command", ["chat", "plan", "add"])
-def test_a_gguf_that_is_no_language_model_is_named(
-    folder: Path, metadata: dict[str, object], said: str, command: str
-) -> None:
+def test_a_gguf_that_is_no_language_model_is_named(folder: Path, metadata: dict[str, object], said: str) -> None:
     file = write_model(folder / "x.gguf", Shape(has_template=False), metadata=metadata)
-    line = refused(command, str(file))
-    assert "is not a text-generation model" in line and said in line
-    assert "base model" not in line and "Download" not in line
+    for command in ("chat", "plan", "add"):
+        line = refused(command, str(file))
+        assert "is not a text-generation model" in line and said in line
+        assert "base model" not in line and "Download" not in line
 
 
 def test_a_lora_adapter_is_no_draft(folder: Path) -> None:

@@ -22,7 +22,7 @@ OWNERS = {
 }
 # Fields that no flag sets: overridden per generation, or only by the Python API.
 # `parallel` is an option of `serve` alone
-WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset", "prediction", "parallel"}
+WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "prediction", "parallel"}
 
 
 @pytest.fixture

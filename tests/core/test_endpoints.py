@@ -36,8 +36,8 @@ def test_options_refuse_it_too():
         LoadOptions(rpc="nowhere")
     with pytest.raises(ConfigError, match="is not a device"):
         LoadOptions(device="Vulkan0,,")
-    with pytest.raises(ConfigError, match="kv_offload must be True or False"):
-        LoadOptions(kv_offload=1)
+    with pytest.raises(ConfigError, match="corpus must be True or False"):
+        LoadOptions(corpus=1)
 
 
 @pytest.mark.parametrize(

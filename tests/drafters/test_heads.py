@@ -23,7 +23,7 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.engines.file_heads import one_blas_thread
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair

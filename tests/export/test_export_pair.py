@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from demo import DEMO, change_json, changed_copy
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError
 from edgespec.export import room
 from edgespec.export.check import Comparison, ExportRefused, compare, limits_of, open_engine
@@ -186,15 +186,6 @@ def finish(workspace: Workspace, role: str) -> Artefact:
     return made
 
 
-def test_publishing_leaves_nothing_but_the_pair(tmp_path):
-    with opened(tmp_path / "out", replace=False) as workspace:
-        finish(workspace, "target")
-        assert not (tmp_path / "out").exists()
-        workspace.publish()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out" / "target.gguf").read_text() == "weights"
-
-
 def old_pair(output: Path) -> Path:
     output.mkdir()
     (output / "old.gguf").write_text("old")
@@ -212,13 +203,6 @@ def test_an_old_pair_is_replaced_only_when_asked_and_only_at_the_end(tmp_path):
         workspace.publish()
     assert [path.name for path in output.iterdir()] == ["target.gguf"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_an_interrupted_replacement_is_undone(tmp_path):
-    old_pair(tmp_path / ".out.replaced")
-    with pytest.raises(UsageError, match="--force"), opened(tmp_path / "out", replace=False):
-        pass
-    assert (tmp_path / "out" / "old.gguf").exists()
 
 
 def test_a_replacement_that_fails_between_its_renames_is_undone(tmp_path, monkeypatch):
@@ -270,12 +254,6 @@ def test_a_second_export_is_refused_until_the_first_is_gone(tmp_path):
 
 
 # tokenizers
-
-
-def test_token_names_cover_added_tokens():
-    names = token_names(TARGET)
-    assert len(names) <= 4096
-    assert names[2] == "<|im_end|>"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": 7}}'])

@@ -113,27 +113,6 @@ def test_what_a_tokenizer_json_cannot_say_is_refused(tmp_path: Path, pieces: Wor
         converted(written(tmp_path, words("abc", **pieces)))
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        {"ab": (-1.0, NORMAL), "bc": (-1.0, NORMAL)},  # "abc" is "ab" and "c": what comes first has the lower rank
-        {"bc": (-1.0, NORMAL), "ab": (-1.0, NORMAL)},
-        {"ab": (-1.0, CONTROL)},  # llama.cpp makes it of ordinary text, too
-        {"ad": (-1.0, USER_DEFINED), "da": (-1.0, USER_DEFINED)},  # cut out before anything is joined
-        {"dd": (-1.0, USER_DEFINED), "ddd": (-1.0, UNUSED), "ddda": (-1.0, NORMAL), "d": (-1.0, NORMAL)},
-        {"[PAD7]": (-1.0, UNUSED)},
-        {"\u2581" * count: (-1e9, NORMAL) for count in range(2, 17)},
-        {"ab": (-7.0, NORMAL), "bc": (-5.0, NORMAL), "abc": (-1.0, NORMAL)},
-    ],
-)
-def test_what_is_equal_is_converted(tmp_path: Path, pieces: Words) -> None:
-    path = written(tmp_path, words("abc", **pieces))
-    ours = converted(path)
-    with VocabularyFile(path) as theirs:
-        for text in ("abc", "cab bc", "abcabcab", "ad da", "aab bbc", "ca bca", "dddab", f"a{' ' * 19}b c{' ' * 7}"):
-            assert ours.encode(text) == theirs.encode(text), text
-
-
 IDS = ("bos_id", "eos_id", "adds_bos", "end_ids")
 
 

@@ -17,7 +17,7 @@ import gguf
 
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.errors import ModelFileError
-from edgespec.export.reference import read_tokenizer
+from edgespec.export.reference import PROBE_TEXTS, read_tokenizer
 from edgespec.formats.checkpoint import Checkpoint
 from edgespec.formats.gguf.tokenizer import (
     SPACE,
@@ -208,20 +208,6 @@ def adds_bos(tokenizer: Settings, settings: Settings) -> bool:
 
 # the check
 
-PROBES = (
-    "Hello, world! It's the 1st of 12345678 days; we'll see, I'VE said.",
-    "  two spaces,   three,\ttab\t\ttabs, end  ",
-    "line\nline\n\nparagraph\r\n\r\n  indented\n\n\n",
-    "def f(x: int) -> str:\n    return f'{x!r}'  # 3.14e-10\n",
-    "CamelCaseHTTPServer snake_case_name kebab-case 0x1F",
-    "Žluťoučký kůň, naïve café, Straße, ÅNGSTRÖM",
-    "Съешь ещё этих мягких булок",
-    "敏捷的棕色狐狸跳过了懒狗。日本語のテキスト、한국어 텍스트",
-    "نص عربي ١٢٣ עברית हिन्दी ไทย",
-    "emoji 🙂👩‍👩‍👧🏽 ½ ² Ⅷ €100 £5 — “quotes” …",
-    "<tag attr='v'>&amp;</tag> [INST] {{ x }} $%^&*()_+|~`",
-    "a",
-)
 SAMPLED_TOKENS = 400
 SAMPLED_SPECIALS = 8
 
@@ -257,7 +243,7 @@ def probes(tokenizer: Any, source: dict[str, Any], vocab_size: int) -> Iterator[
     size = min(tokenizer.get_vocab_size(with_added_tokens=False), vocab_size)
     sampled = range(0, size, max(size // SAMPLED_TOKENS, 1))
     tokens = (tokenizer.decode([index], skip_special_tokens=False) for index in sampled)
-    for text in (*PROBES, *tokens):
+    for text in (*PROBE_TEXTS.values(), *tokens):
         is_whole = text and "\ufffd" not in text
         is_stable = not composes or unicodedata.normalize("NFC", text) == text
         is_split = splits_marks and any(unicodedata.category(letter).startswith("M") for letter in text)

@@ -17,7 +17,7 @@ from edgespec.errors import ModelFileError
 from edgespec.formats.gguf.header import TensorInfo
 from edgespec.formats.gguf.model import GgufModel, rows_of
 from edgespec.formats.onnx.forms import EMBEDDING, HEAD
-from edgespec.formats.onnx.four_bits import STORED_SIZE, STORED_TYPES, FourBits, take_apart
+from edgespec.formats.onnx.four_bits import STORED_TYPES, FourBits, take_apart
 from edgespec.installation import IMPORT_FAILURES, not_importable
 
 MOST_BITS = 5.0  # of a type of 4 bits, Q4_1
@@ -27,7 +27,7 @@ WEIGHTS_AT_ONCE = 1 << 19  # 2 MB as float32: what a CPU's cache holds
 
 
 class GgufWeights(GgufTiles):
-    """`RowWeights`, `StoredBlocks` and `TiledWeights` of an opened model.
+    """`StoredBlocks` and `TiledWeights` of an opened model.
 
     Raises ModelFileError for a type that the package gguf cannot decode.
     """
@@ -42,11 +42,11 @@ class GgufWeights(GgufTiles):
         tensor, _ = self._matrix(name)
         return (self._checked(self._floats(raw, tensor), tensor) for raw in self._rows(name))
 
-    def blocks(self, name: str, size: int) -> Iterator[FourBits] | None:
+    def blocks(self, name: str) -> Iterator[FourBits] | None:
         tensor, _ = self._matrix(name)
-        if tensor.kind not in STORED_TYPES or STORED_SIZE % size:
+        if tensor.kind not in STORED_TYPES:
             return None
-        return (self._checked_blocks(take_apart(raw, tensor.kind), tensor).split(size) for raw in self._rows(name))
+        return (self._checked_blocks(take_apart(raw, tensor.kind), tensor) for raw in self._rows(name))
 
     def keeps_more(self, name: str) -> bool:
         return self._matrix(name)[0].name in self._kept

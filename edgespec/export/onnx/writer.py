@@ -94,5 +94,5 @@ def _form(weights: GgufWeights, quant: str) -> Callable[[Nodes], Form]:
     if quant == "fp32":
         return partial(Plain, weights)
     if quant == "int4":
-        return partial(OffsetBlocks, GROUP_SIZES[quant], weights, weights)
+        return partial(OffsetBlocks, weights)
     return partial(Blocks, 8, GROUP_SIZES[quant], weights)

@@ -17,7 +17,7 @@ The head, and what a GGUF of mostly 4 bits keeps in more, is stored in 8 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from edgespec.formats.onnx import MICROSOFT
 from edgespec.formats.onnx.forms import HEAD, Blocks, RowWeights, quantise_blocks, stacked_rows, weight_name
 from edgespec.formats.onnx.graph import Nodes
 
-STORED_SIZE = 32  # weights in a block of the types below
+BLOCK = 32  # weights in a block, of the types below and of a graph
 STORED_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 LARGEST = 15
 _MIDDLE = 8  # the code of zero in Q4_0, and the zero point that MatMulNBits has where it is given none
@@ -47,12 +47,6 @@ class FourBits(NamedTuple):
         found: Floats = self.codes * self.scales[..., None] + self.offsets[..., None]
         return found.reshape(len(found), -1)
 
-    def split(self, size: int) -> FourBits:
-        """The same in blocks of `size`, which divides theirs."""
-        times = self.codes.shape[2] // size
-        codes = self.codes.reshape(len(self.codes), -1, size)
-        return FourBits(codes, np.repeat(self.scales, times, axis=1), np.repeat(self.offsets, times, axis=1))
-
 
 def take_apart(raw: Bytes, kind: str) -> FourBits:
     """The blocks of 32 in the bytes [rows, bytes] of one of `STORED_TYPES`; their floats are what ggml decodes."""
@@ -61,25 +55,25 @@ def take_apart(raw: Bytes, kind: str) -> FourBits:
         blocks = raw.reshape(-1, 144)
         steps, least = _six_bits(blocks[:, 4:16])
         scales, offsets = _halves(blocks, 0) * steps, -_halves(blocks, 2) * least
-        nibbles = blocks[:, 16:].reshape(-1, 4, STORED_SIZE)
+        nibbles = blocks[:, 16:].reshape(-1, 4, BLOCK)
     else:
         has_offsets = kind == "Q4_1"
         blocks = raw.reshape(-1, 20 if has_offsets else 18)
         scales = _halves(blocks, 0)
         offsets = _halves(blocks, 2) if has_offsets else -_MIDDLE * scales
-        nibbles = blocks[:, 4 if has_offsets else 2 :].reshape(-1, 1, STORED_SIZE // 2)
+        nibbles = blocks[:, 4 if has_offsets else 2 :].reshape(-1, 1, BLOCK // 2)
     codes = np.stack([nibbles & LARGEST, nibbles >> 4], axis=2)
-    return FourBits(codes.reshape(rows, -1, STORED_SIZE), scales.reshape(rows, -1), offsets.reshape(rows, -1))
+    return FourBits(codes.reshape(rows, -1, BLOCK), scales.reshape(rows, -1), offsets.reshape(rows, -1))
 
 
-def fit(rows: Floats, size: int) -> FourBits:
-    """Rows [n, inputs] in blocks of `size`, which divides inputs.
+def fit(rows: Floats) -> FourBits:
+    """Rows [n, inputs] in blocks, which divide inputs.
 
     The codes first span a block from its least weight to its largest; then, twice, scale and offset are those of least
     squares for the codes, and the codes are found anew. On normal deviates that leaves .73 of the squared error of
     blocks around zero.
     """
-    groups = rows.reshape(len(rows), -1, size)
+    groups = rows.reshape(len(rows), -1, BLOCK)
     offsets = groups.min(axis=2)
     scales = np.maximum((groups.max(axis=2) - offsets) / np.float32(LARGEST), LEAST_SCALE)
     codes = _codes(groups, scales, offsets)
@@ -113,24 +107,23 @@ def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
 HEAD_BITS, HEAD_GROUP = 8, 64
 
 
-@runtime_checkable
-class StoredBlocks(Protocol):
+class StoredBlocks(RowWeights, Protocol):
     """Weights of which some are stored in blocks of 4 bits already."""
 
-    def blocks(self, name: str, size: int) -> Iterator[FourBits] | None:
-        """All rows of a matrix in their order in blocks of `size`, some rows at a time; None if it is not so stored."""
+    def blocks(self, name: str) -> Iterator[FourBits] | None:
+        """All rows of a matrix in their order in blocks, some rows at a time; None if it is not so stored."""
 
     def keeps_more(self, name: str) -> bool:
         """Whether a file of mostly 4 bits stores this matrix in more."""
 
 
 class OffsetBlocks:
-    """A `Form`: `size` weights of 4 bits share a scale and an offset, those of `stored` as they are stored."""
+    """A `Form`: the weights of a block of 4 bits share a scale and an offset, as they are stored where they are so."""
 
-    def __init__(self, size: int, weights: RowWeights, stored: StoredBlocks | None, nodes: Nodes) -> None:
-        self._size, self._weights, self._stored, self._nodes = size, weights, stored, nodes
+    def __init__(self, weights: StoredBlocks, nodes: Nodes) -> None:
+        self._weights, self._nodes = weights, nodes
         self._eight = Blocks(HEAD_BITS, HEAD_GROUP, weights, nodes)
-        self._uneven = Blocks(4, size, weights, nodes)
+        self._uneven = Blocks(4, BLOCK, weights, nodes)
         self._widened: dict[str, str] = {}
         self.vector = weights.vector
 
@@ -139,9 +132,9 @@ class OffsetBlocks:
 
     def product(self, name: str, value: str, sources: Sequence[str], output: str) -> None:
         inputs = self._weights.shape(sources[0])[1]
-        if sources[0] == HEAD or (self._stored and any(self._stored.keeps_more(source) for source in sources)):
+        if sources[0] == HEAD or any(self._weights.keeps_more(source) for source in sources):
             self._eight.product(name, value, sources, output)
-        elif inputs % self._size:  # means of a last block that is padded would be wrong
+        elif inputs % BLOCK:  # means of a last block that is padded would be wrong
             self._uneven.product(name, value, sources, output)
         else:
             self._offset_product(name, value, sources, output, inputs)
@@ -151,7 +144,7 @@ class OffsetBlocks:
         codes, scales, zeros, remainders = found
         if remainders.any():
             value = self._with_means(value)
-            further = quantise_blocks(remainders * np.float32(self._size), 4, self._size)
+            further = quantise_blocks(remainders * np.float32(BLOCK), 4, BLOCK)
             inputs += remainders.shape[1]
             codes, scales = np.concatenate([codes, further[0]], axis=1), np.concatenate([scales, further[1]], axis=1)
         weight, store = weight_name(name), self._nodes.store
@@ -169,19 +162,19 @@ class OffsetBlocks:
             K=inputs,
             N=len(codes),
             bits=4,
-            block_size=self._size,
+            block_size=BLOCK,
             accuracy_level=4,
         )
 
     def _blocks(self, source: str) -> Iterator[FourBits]:
-        found = self._stored.blocks(source, self._size) if self._stored else None
-        return (fit(rows, self._size) for _, rows in stacked_rows(self._weights, [source])) if found is None else found
+        found = self._weights.blocks(source)
+        return (fit(rows) for _, rows in stacked_rows(self._weights, [source])) if found is None else found
 
     def _with_means(self, value: str) -> str:
         """`value` [batch, rows, inputs] with the mean of each block of inputs behind it, made once."""
         if value not in self._widened:
             means, widened = f"{value}/means", f"{value}/with_means"
-            self._nodes.add("AveragePool", [value], [means], means, kernel_shape=[self._size], strides=[self._size])
+            self._nodes.add("AveragePool", [value], [means], means, kernel_shape=[BLOCK], strides=[BLOCK])
             self._nodes.add("Concat", [value, means], [widened], widened, axis=-1)
             self._widened[value] = widened
         return self._widened[value]
