@@ -16,7 +16,6 @@ import numpy as np
 from msgspec import Meta
 
 from edgespec.config.values import DrafterName
-from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.prices import RunCosts
 from edgespec.control.threads import ThreadControl
@@ -59,9 +58,8 @@ class ModelCosts:
 
     @cached_property
     def drafts(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
+        """What the tokens of each drafter with a model cost, as far as known."""
         costs = {name: self._known_draft(name, engine) for name, engine in self._engines()}
-        costs |= {name: DraftCost.guessed(c.EXIT_SHARE) for name in self._exits()}
         if self.curve.is_scaled:
             for cost in costs.values():
                 cost.scale(self.curve.at(1))
@@ -98,8 +96,6 @@ class ModelCosts:
                 width = min(_READ_WIDTH, model.widest_pass)
                 found = quick_costs(model, (1, width), most=_DRAFTS)
                 self.drafts[name].measured(found[1], found[width] / width)
-        for name in unknown.intersection(self._exits()):
-            self.drafts[name].measured(exit_token_s(self._target.engine), 0.0)
         self.is_measured = True
 
     def store(self, draft: DrafterName | None) -> None:
@@ -123,11 +119,6 @@ class ModelCosts:
         """The drafters with a model of their own, whose caches this empties."""
         found = ((name, drafter.reset_engine()) for name, drafter in self._drafters.items())
         return [(name, engine) for name, engine in found if engine is not None]
-
-    def _exits(self) -> list[DrafterName]:
-        """The opened drafters that run layers of the target and no model of their own."""
-        is_exit = {name: SPECS[name].owns == "layers of the target" for name in self._drafters}
-        return [name for name, drafter in self._drafters.items() if is_exit[name] and drafter.engine is None]
 
 
 def timed_passes(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> dict[int, list[float]]:
@@ -160,22 +151,6 @@ def timed_passes(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> d
 def quick_costs(engine: Engine, widths: Sequence[int], most: int = _TURNS) -> dict[int, float]:
     """Lower quartile of `timed_passes`, since disturbances only make a pass longer."""
     return {width: sorted(times)[len(times) // 4] for width, times in timed_passes(engine, widths, most).items()}
-
-
-def exit_token_s(engine: Engine) -> float:
-    """Seconds per token of an early exit that shares an empty target's cache, so that it reads nothing itself."""
-    ids, taken = some_ids(engine, _PREFIX + 1 + _DRAFTS), []
-    try:
-        read(engine, ids[:_PREFIX])
-        found = engine.early_exit()
-        found.follow(ids[: _PREFIX + 1])
-        for token in range(_PREFIX, ids.size):
-            started_s = perf_counter()
-            found.feed(ids[token : token + 1])
-            taken.append(perf_counter() - started_s)
-    finally:
-        engine.rollback(0)
-    return sorted(taken[1:])[(len(taken) - 1) // 4]
 
 
 def some_ids(engine: Engine, count: int) -> TokenIds:
