@@ -71,12 +71,9 @@ class DrafterPool:
         engine = self._target.engine
         if self._options.threads is not None or engine.facts.threads == 1:
             return None
-        if self._options.memory is not None and engine.thread_change_bytes:
-            return None  # that memory is not planned
         if not engine.set_threads(engine.facts.threads):
             return None
-        steps, change_s = engine.thread_steps(), engine.thread_change_s
-        return ThreadControl(steps, self.use_threads, change_s=change_s, is_settled=lambda: engine.is_settled)
+        return ThreadControl(engine.thread_steps(), self.use_threads)
 
     def use_threads(self, threads: int) -> None:
         """Set the threads of target and drafters from their next passes on."""

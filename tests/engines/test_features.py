@@ -246,7 +246,7 @@ def test_rows_of_a_shared_pass_have_the_states_that_they_have_alone(
 def test_rows_of_caches_of_their_own_have_the_states_that_they_have_alone(
     onnx_path: Path, rows: tuple[int, ...], reproducible: bool
 ) -> None:
-    """Single rows share a pass, others have one of their own; states come in the order of the batch."""
+    """Each has a pass of its own; states come in the order of the batch."""
     options = {"max_sequences": 3, "reproducible": reproducible}
     with load_onnx(onnx_path, state_layers=(0, 5), **options) as engine:  # type: ignore[arg-type]
         engine.give_hidden_states(True)
