@@ -160,6 +160,7 @@ class Child(Closing):
         """End it, whatever it is doing. Closing twice is allowed."""
         self._is_open = False
         self._process.kill()
+        self._process.wait()
         self._orders.put(None)
 
 

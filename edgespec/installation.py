@@ -1,18 +1,17 @@
 """What is installed here, and the command that adds what is missing: every hint to install something comes from here.
 
-A command names what pip can really find: the checkout or folder that edgespec came from, or the packages themselves.
+A command names what pip can really find: the checkout that edgespec lies in, or the packages themselves.
 What this module does not know: whether a library that is there also loads.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -119,10 +118,8 @@ def install_command(extra: str = "") -> str:
         return f"{script} install {extra}"
     if extra == "gpu":
         return swap_command("onnxruntime", "onnxruntime-gpu")
-    folder = _folder_it_came_from()
-    if folder is not None:
-        editable = "-e " if folder == _checkout() else ""
-        return f"{_pip('install')} {editable}{quoted(f'{folder}[{extra}]' if extra else str(folder))}"
+    if (checkout := _checkout()) is not None:
+        return f"{_pip('install')} -e {quoted(f'{checkout}[{extra}]' if extra else str(checkout))}"
     return " ".join([_pip("install"), *map(quoted, requirements().get(extra, ()))])
 
 
@@ -178,24 +175,13 @@ def requirements() -> dict[str, list[str]]:
         text, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", marker)
         declared.setdefault(extra.group(1) if extra else "", []).append(text.strip())
-    return {extra: list(dict.fromkeys(_expanded(texts, declared))) for extra, texts in declared.items()}
+    return declared
 
 
 def name_of(requirement: str) -> str:
     """`onnx` of `onnx>=1.19`."""
     found = NAME.match(requirement)
     return found.group() if found else requirement
-
-
-def _expanded(texts: list[str], declared: dict[str, list[str]]) -> Iterator[str]:
-    """Extras that stand for other extras of edgespec, as what these hold."""
-    for text in texts:
-        own = re.fullmatch(r"edgespec\[([^\]]+)\]", text)
-        if own is None:
-            yield text
-        else:
-            for extra in own.group(1).split(","):
-                yield from _expanded(declared.get(extra.strip(), []), declared)
 
 
 def _checkout() -> Path | None:
@@ -210,25 +196,6 @@ def _script_of_checkout() -> str:
     if checkout is None or Path(sys.prefix).resolve() != (checkout / ".venv").resolve():
         return ""
     return f"{'python' if os.name == 'nt' else 'python3'} {quoted(str(checkout / 'scripts' / 'run.py'))}"
-
-
-def _folder_it_came_from() -> Path | None:
-    """The folder on this machine that edgespec was installed from, where it still is."""
-    from importlib import metadata
-    from urllib.parse import urlsplit
-    from urllib.request import url2pathname
-
-    if (checkout := _checkout()) is not None:
-        return checkout
-    try:
-        source = metadata.distribution("edgespec").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
-    url = urlsplit(json.loads(source)["url"]) if source else None
-    if url is None or url.scheme != "file":
-        return None
-    folder = Path(url2pathname(url.path))
-    return folder if (folder / "pyproject.toml").is_file() else None
 
 
 def _pip(command: str) -> str:

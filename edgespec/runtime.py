@@ -221,7 +221,7 @@ class Model(Closing):
         constraint = self._constraint(chosen, prompt_ids.size)
         request = Request(
             prompt_ids,
-            Sampler(sampling, self.target.vocabulary.size, chosen.noise_offset, constraint),
+            Sampler(sampling, self.target.vocabulary.size, constraint),
             chosen,
             chosen.drafter or self.options.drafter,
             chosen.verify or self.options.verify,

@@ -148,6 +148,19 @@ def lfm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Gemma 3 whose window is 16 tokens long, float32."""
+    pytest.importorskip("gguf", reason="makes the model with the package gguf: scripts/run.py install export")
+    from edgespec.export.gguf.convert import convert
+    from tiny_checkpoints import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("windowed")
+    source = write_checkpoint(folder / "source", "gemma3", sliding_window=16, max_position_embeddings=512)
+    convert(source, folder / "windowed.gguf", "f32")
+    return folder / "windowed.gguf"
+
+
+@pytest.fixture(scope="session")
 def lfm2moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with routed experts behind the first layer."""
     shape = HybridShape(hidden=512, experts=(6, 3, 32))

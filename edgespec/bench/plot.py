@@ -17,7 +17,6 @@ _COLOURS = {"model": "#0072B2", "ngram": "#E69F00", "suffix": "#009E73", "none":
 _OTHERS = ("#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _VERDICTS = {"gains": "#009E73", "even": "#999999", "loses": "#D55E00", "unknown": "#BBBBBB"}
 _DPI = 110
-_LEAST_PASSES = 4  # with fewer the values are noise
 
 
 def check_picture(option: str, path: Path) -> None:
@@ -88,13 +87,6 @@ def _lengths(axes: Any, report: Report) -> None:
 
 def _cost(axes: Any, report: Report) -> None:
     curve = {int(width): 1000 * seconds for width, seconds in report["cost_curve"].items()}
-    passes = {int(width): one for width, one in report["observed_passes"].items() if one["num_passes"] >= _LEAST_PASSES}
-    axes.plot(list(curve), list(curve.values()), marker="o", color=_colour("model"), label="cost model")
-    times = [1000 * one["median_s"] for one in passes.values()]
-    axes.scatter(list(passes), times, color=_colour("suffix"), label="median of this run's passes", zorder=3)
-    if report["standard_pass_s"]:
-        plain = 1000 * report["standard_pass_s"]
-        axes.axhline(plain, color="black", linewidth=1, linestyle="--", label="a token of plain decoding")
+    axes.plot(list(curve), list(curve.values()), marker="o", color=_colour("model"))
     axes.set(title="Cost of a target pass", xlabel="tokens in one pass", ylabel="milliseconds")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any, Literal
 
 from edgespec import __version__
@@ -163,22 +163,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The loaded models, and the settings that all generations share."""
+    """The loaded model, and the settings that all generations share."""
 
-    speculative: Model
-    standard: Model
+    model: Model
     sampling: Sampling
     options: GenerateOptions
 
-    @property
-    def _baseline(self) -> str:
-        if self.standard is not self.speculative:
-            return "plain decoding by a second copy of the target without reproducible mode, which would slow it down"
-        return "plain decoding by the same model"
-
     def describe(self) -> dict[str, Any]:
         """All settings that affect the result, as JSON."""
-        model, facts = self.speculative, self.speculative.target.facts
+        model, facts = self.model, self.model.target.facts
         return {
             "model": model.pair.name,
             "engine": facts.name,
@@ -190,7 +183,6 @@ class Setup:
             "max_slowdown": model.options.max_slowdown,
             "verify": model.options.verify,
             "reproducible": model.reproducible,
-            "baseline": self._baseline,
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
@@ -210,9 +202,7 @@ def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, in
         by_domain[task.prompt.domain].append(trials[task.key])
         by_prompt[task.prompt.digest].append(trials[task.key])
     total = Summary(trials[task.key] for task in done)
-    runs = total.speculative.runs
-    records = [record for run in runs for record in run.rounds]
-    prompts = {task.prompt.digest: task for task in done}
+    records = [record for run in total.speculative.runs for record in run.rounds]
     outcomes = [_is_identical(found) for found in by_prompt.values()]
     return {
         "format": FORMAT,
@@ -221,62 +211,19 @@ def report_of(setup: Setup, tasks: Sequence[Task], trials: Mapping[tuple[str, in
         "complete": len(done) == len(tasks),
         "num_trials": len(done),
         "num_planned_trials": len(tasks),
-        "num_prompts": len(prompts),
+        "num_prompts": len(by_prompt),
         "num_identical": sum(outcomes),
-        "num_as_standard": sum(trial.speculative.token_digest == trial.standard.token_digest for trial in total.trials),
-        "padded_plain_speedup": _padded_speedup(total.trials),
         "total": total.to_json(),
         "domains": {name: Summary(found).to_json() for name, found in by_domain.items()},
-        "drafters": drafter_shares(runs),
         "accepted_lengths": accepted_lengths(records),
-        "cost_curve": {str(width): s for width, s in enumerate(setup.speculative.cost_curve.table()) if width},
-        "observed_passes": observed_passes(records),
-        "standard_pass_s": median_pass_s(total.standard),
-        "draft_token_s": {name: cost.token_s for name, cost in setup.speculative.draft_costs.items()},
-        "memory": _memory(setup, total),
-        "prompts": [_prompt_object(task, by_prompt[digest]) for digest, task in prompts.items()],
+        "cost_curve": {str(width): s for width, s in enumerate(setup.model.cost_curve.table()) if width},
+        "draft_token_s": {name: cost.token_s for name, cost in setup.model.draft_costs.items()},
     }
 
 
 def _is_identical(trials: Sequence[Trial]) -> bool:
-    """Whether all speculative runs have the tokens of plain decoding in the same mode."""
-    plain = [trial.plain for trial in trials if trial.plain is not None] or [trial.standard for trial in trials]
-    return {trial.speculative.token_digest for trial in trials} == {run.token_digest for run in plain}
-
-
-def _padded_speedup(trials: Sequence[Trial]) -> float | None:
-    """Speed of plain decoding in reproducible mode / that of the standard; None if the standard has the same mode."""
-    pairs = [(trial.plain, trial.standard) for trial in trials if trial.plain is not None]
-    plain, standard = (Side(runs).pooled_rate for runs in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return plain / standard if standard else None
-
-
-def _memory(setup: Setup, total: Summary) -> dict[str, int | None]:
-    facts = setup.speculative.target.facts
-    return {
-        "target_weight_bytes": facts.weight_bytes,
-        "target_kv_bytes": facts.kv_bytes_per_token * facts.context_length,
-        "drafters_bytes": setup.speculative.drafter_bytes,
-        "peak_rss_bytes": max(run.stats.peak_rss_bytes for run in total.speculative.runs),
-        "num_target_copies": 1 if setup.standard is setup.speculative else 2,
-    }
-
-
-def _prompt_object(task: Task, trials: Sequence[Trial]) -> dict[str, Any]:
-    first = trials[0]
-    return {
-        "domain": task.prompt.domain,
-        "text": task.prompt.text,
-        "num_turns": len(task.prompt.turns),
-        "temperature": task.sampling.temperature,
-        "num_prompt_tokens": len(task.prompt_ids),
-        "finish_reason": first.speculative.stats.finish_reason,
-        "identical": _is_identical(trials),
-        **Summary(trials).to_json(),
-    }
-
-
-# -- statistics of rounds
+    """Whether all runs have the same tokens."""
+    return len({run.token_digest for trial in trials for run in (trial.speculative, trial.standard)}) == 1
 
 
 def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]]:
@@ -285,43 +232,6 @@ def accepted_lengths(records: Iterable[RoundRecord]) -> dict[str, dict[str, int]
     for record in records:
         found[record.drafter or "none"][record.accepted_tokens] += 1
     return {name: {str(n): count for n, count in sorted(counts.items())} for name, counts in sorted(found.items())}
-
-
-def observed_passes(records: Iterable[RoundRecord]) -> dict[str, dict[str, float]]:
-    """Median seconds and number of target passes, by width."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for record in records:
-        found[record.width].append(record.verify_s)
-    return {str(width): {"median_s": median(found[width]), "num_passes": len(found[width])} for width in sorted(found)}
-
-
-def drafter_shares(runs: Iterable[Measurement]) -> dict[str, dict[str, float | int | None]]:
-    """By drafter: rounds, drafted and accepted tokens, acceptance rate, and its share of all emitted tokens."""
-    rounds, drafted, accepted = Counter[str](), Counter[str](), Counter[str]()
-    num_tokens = 0
-    for run in runs:
-        num_tokens += run.stats.new_tokens
-        for record in run.rounds:
-            if record.drafter is not None:
-                rounds[record.drafter] += 1
-                drafted[record.drafter] += record.drafted_tokens
-                accepted[record.drafter] += record.accepted_tokens
-    return {
-        name: {
-            "rounds": rounds[name],
-            "drafted_tokens": drafted[name],
-            "accepted_tokens": accepted[name],
-            "acceptance_rate": accepted[name] / drafted[name] if drafted[name] else None,
-            "share_of_tokens": accepted[name] / num_tokens if num_tokens else None,
-        }
-        for name in sorted(rounds)
-    }
-
-
-def median_pass_s(side: Side) -> float | None:
-    """Median seconds of a target pass, prefill excluded."""
-    found = [record.verify_s for run in side.runs for record in run.rounds]
-    return median(found) if found else None
 
 
 def _ratio(above: float, below: float) -> float | None:
@@ -333,7 +243,6 @@ def _ratio(above: float, below: float) -> float | None:
 HEADER = ("domain", "runs", "plain", "spec", "speedup (quartiles)", "whole", "accepted", "per pass", "")
 _WIDTHS = (15, 4, 7, 7, 20, 6, 8, 8, 0)
 UNKNOWN = "-"
-_LEAST_PASSES = 8  # with fewer, medians are not shown
 
 
 def table_lines(report: Report) -> Iterator[str]:
@@ -394,33 +303,14 @@ def verdict_line(report: Report) -> str:
 
 
 def reason_lines(report: Report) -> Iterator[str]:
-    """One line each: baseline, equality of texts, time by phase, cost of passes, drafters, memory."""
-    yield f"baseline: {report['baseline']}"
+    """One line each: noise, equality of texts, time by phase."""
     if noise := report["total"]["noise"]:
         yield (
             f"noise: plain decoding, run twice, reached {noise['median']:.2f}x of itself (quartiles "
             f"{noise['q1']:.2f}-{noise['q3']:.2f}): smaller differences say nothing"
         )
-    if report["padded_plain_speedup"] is not None:
-        yield (
-            f"reproducible mode without speculation: {report['padded_plain_speedup']:.2f}x; "
-            "--no-reproducible disables it"
-        )
     yield equality(report)
     yield f"time of speculation: {_time_split(report['total']['speculative']['time'])}"
-    if report["standard_pass_s"]:
-        yield f"a target pass by width: {_cost(report)}"
-    if not report["drafters"]:
-        yield "nothing was drafted: no draft was expected to save time"
-    for name, found in report["drafters"].items():
-        share, rate = shown(found["share_of_tokens"], "{:.0%}"), shown(found["acceptance_rate"], "{:.0%}")
-        yield f"drafter {name}: {share} of all tokens, {rate} of its drafts accepted"
-    memory = report["memory"]
-    copies = " (two copies of the target are loaded)" if memory["num_target_copies"] > 1 else ""
-    yield (
-        f"memory: target {_mb(memory['target_weight_bytes'])} and cache {_mb(memory['target_kv_bytes'])}, drafters "
-        f"{_mb(memory['drafters_bytes'])}, peak of this process {_mb(memory['peak_rss_bytes'])}{copies}"
-    )
 
 
 def equality(report: Report) -> str:
@@ -440,18 +330,6 @@ def _time_split(times: Mapping[str, float]) -> str:
         "overhead_s": "other",
     }
     return ", ".join(f"{text} {times[name] / whole:.0%}" for name, text in names.items())
-
-
-def _cost(report: Report) -> str:
-    base, passes = report["standard_pass_s"], report["observed_passes"]
-    common = {width: one["median_s"] for width, one in passes.items() if one["num_passes"] >= _LEAST_PASSES}
-    ratios = ", ".join(f"{width}: {seconds / base:.2f}" for width, seconds in common.items())
-    drafts = "".join(f"; a token of drafter {n}: {s / base:.3f}" for n, s in report["draft_token_s"].items())
-    return f"{ratios or UNKNOWN} of plain decoding's {1000 * base:.2f} ms{drafts}"
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.0f} MB"
 
 
 def row(cells: Sequence[str], widths: Sequence[int] = _WIDTHS) -> str:

@@ -1,7 +1,6 @@
 """Times plain and speculative decoding of prompts, in alternating order, with empty caches and after a warm-up.
 
-The baseline is plain decoding at its fastest: where reproducible mode pads single-token passes, it is a second copy of
-the target without that mode. It is timed twice for each prompt: what it differs from itself is noise.
+The baseline is plain decoding by the same model, timed twice for each prompt: what it differs from itself is noise.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from edgespec.bench.prompts import BenchPrompt
-from edgespec.config.options import GenerateOptions, Sampling, keywords_of
+from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.reports import RoundRecord, Stats, TokenEvent
-from edgespec.runtime import Model, load
+from edgespec.runtime import Model
 
 _WARM_UP_TOKENS = 16
 OnToken = Callable[[str, TokenEvent, float], None]
@@ -53,9 +52,8 @@ class Measurement:
 class Trial:
     """One prompt decoded with and without speculation. `prompt`: its digest; `repeat` counts from 0.
 
-    `standard`: the baseline for speed. `plain`: plain decoding by the model that speculates, which must give the same
-    tokens; None if that model is the standard, and in repeats, which must equal the first. `again`: the standard once
-    more, which shows the noise; None in repeats. `order`: of the runs.
+    `standard`: plain decoding, which must give the same tokens. `again`: once more, which shows the noise; None in
+    repeats. `order`: of the runs.
     """
 
     prompt: str
@@ -63,7 +61,6 @@ class Trial:
     order: tuple[str, ...]
     standard: Measurement
     speculative: Measurement
-    plain: Measurement | None = None
     again: Measurement | None = None
 
     @property
@@ -86,19 +83,6 @@ class Trial:
         return other.stats.tokens_per_second / self.standard.stats.tokens_per_second
 
 
-def needs_second_model(model: Model) -> bool:
-    """Whether the mode of `model` slows down plain decoding."""
-    pinned = model.target.facts.pinned_class
-    return pinned is not None and pinned[0] > 1
-
-
-def load_standard(model: Model) -> Model:
-    """The baseline model: `model` itself, or its target loaded again without reproducible mode."""
-    if not needs_second_model(model):
-        return model
-    return load(**{**keywords_of(model.options), "reproducible": False, "drafter": "none"})
-
-
 def tasks_of(
     prompts: Sequence[BenchPrompt], encode: Callable[[BenchPrompt], list[int]], sampling: Sampling, repeat: int
 ) -> list[Task]:
@@ -112,7 +96,7 @@ def tasks_of(
 
 
 class Runner:
-    """Runs tasks. `speculative` and `standard` may be one model; `is_over` is called between generations.
+    """Runs tasks; `is_over` is called between generations.
 
     `on_token(side, event, seconds)` is called for every token of a trial, in seconds of its run's own clock, which
     begins with the prompt and stands still during the call.
@@ -120,13 +104,12 @@ class Runner:
 
     def __init__(
         self,
-        speculative: Model,
-        standard: Model,
+        model: Model,
         options: GenerateOptions,
         is_over: Callable[[], bool] = lambda: False,
         on_token: OnToken = lambda side, event, at_s: None,
     ) -> None:
-        self._speculative, self._standard = speculative, standard
+        self._model = model
         self._options = dataclasses.replace(options, logprobs=False)
         self._plain = dataclasses.replace(self._options, drafter="none")
         self._is_over, self._on_token = is_over, on_token
@@ -142,24 +125,22 @@ class Runner:
             yield trial
 
     def _warm_up(self, task: Task) -> None:
-        for model, options in ((self._standard, self._plain), (self._speculative, self._options)):
-            measure(model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
+        for options in (self._plain, self._options):
+            measure(self._model, dataclasses.replace(options, max_tokens=_WARM_UP_TOKENS), task)
 
     def _trial(self, task: Task) -> Trial | None:
-        sides = {"standard": (self._standard, self._plain), "speculative": (self._speculative, self._options)}
+        sides = {"standard": self._plain, "speculative": self._options}
         if task.repeat == 0:
-            sides["again"] = self._standard, self._plain
-            if self._standard is not self._speculative:
-                sides["plain"] = self._speculative, self._plain
+            sides["again"] = self._plain
         turn = (task.index + task.repeat) % len(sides)
         order = (*sides, *sides)[turn : turn + len(sides)]
         done: dict[str, Measurement] = {}
         for side in order:
-            measured = None if self._is_over() else measure(*sides[side], task, side, self._on_token)
+            measured = None if self._is_over() else measure(self._model, sides[side], task, side, self._on_token)
             if measured is None:
                 return None
             done[side] = measured
-        return Trial(*task.key, order, done["standard"], done["speculative"], done.get("plain"), done.get("again"))
+        return Trial(*task.key, order, done["standard"], done["speculative"], done.get("again"))
 
 
 def measure(

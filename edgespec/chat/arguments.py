@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from edgespec.chat.marks import begun
-from edgespec.chat.messages import finite, no_constant
+from edgespec.chat.messages import JSON
 
 if TYPE_CHECKING:
     from edgespec.chat.tools import ToolCall
@@ -59,18 +59,13 @@ def dumped(value: object) -> str:
     return text
 
 
-def _float(text: str) -> float:
-    return float(finite(text))  # without its spelling, which the text of a call keeps
-
-
-_JSON = json.JSONDecoder(parse_constant=no_constant, parse_float=_float)
 _WITH_LINE_ENDS = json.JSONDecoder(strict=False)
 
 
 def loaded(text: str) -> Any:
     """The JSON value that `text` is; raises ValueError if it is none."""
     try:
-        return _JSON.decode(text)
+        return JSON.decode(text)
     except RecursionError as exc:
         raise ValueError("nested too deeply") from exc
 
@@ -129,7 +124,7 @@ class ValueReader:
             return self._up_to(self._quote, at + len(self._quote))
         with suppress(ValueError, RecursionError):
             if self._is_json:
-                end = _JSON.raw_decode(text, at)[1]
+                end = JSON.raw_decode(text, at)[1]
                 return text[at:end], end
         begin = text[at : at + 1]
         if depth > _MOST_DEPTH:

@@ -13,62 +13,39 @@ from edgespec.platform.files import read_text, write_atomically
 
 _FORMAT, _VERSION = "edgespec-conversation", 1
 _REASONING = "reasoning_content"  # field of an answer, as chat templates call it
-_DROPPED = "dropped"  # of a file: messages before `messages` that the context had no room for
-_NOISE_END = "noise_end"  # field of an answer: position after its last token, plus the noise offset in use
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A system prompt and the messages since.
-
-    Also records up to which position the noise of the seed is used, including answers that were dropped to fit the
-    context, but not answers that were undone or are generated again.
-    """
+    """A system prompt and the messages since."""
 
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
-    _dropped_end: int = 0  # end of the noise used by dropped answers
-    _dropped: list[Message] = field(default_factory=list)  # no longer shown to the model, but kept in files
 
     @property
     def messages(self) -> list[Message]:
         """System prompt and turns, as `Model.chat` takes them."""
-        return [{key: value for key, value in message.items() if key != _NOISE_END} for message in self._kept]
-
-    @property
-    def _kept(self) -> list[Message]:
-        """The messages including their noise positions."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.turns
 
-    def noise_offset(self, prompt_tokens: int) -> int:
-        """`GenerateOptions.noise_offset` for a prompt of `prompt_tokens` tokens, such that no noise is used twice.
-
-        0 as long as no turns were dropped: positions then never repeat.
-        """
-        used: int = max(self._dropped_end, *(turn.get(_NOISE_END, 0) for turn in self.turns), 0)
-        return used - prompt_tokens if used > prompt_tokens else 0
-
     def copy(self) -> Conversation:
         """Another conversation with the same messages."""
-        return replace(self, turns=list(self.turns), _dropped=list(self._dropped))
+        return replace(self, turns=list(self.turns))
 
     @property
     def num_exchanges(self) -> int:
-        """Number of user messages, those that no longer fit the context included."""
-        return sum(turn["role"] == "user" for turn in self._dropped + self.turns)
+        """Number of user messages."""
+        return sum(turn["role"] == "user" for turn in self.turns)
 
     def ask(self, text: str) -> None:
         """Add a user message."""
         self.turns.append({"role": "user", "content": text})
 
-    def answer(self, text: str, noise_end: int = 0, reasoning: str = "") -> None:
-        """Add an answer. `noise_end`: number of tokens of prompt and answer plus the noise offset in use.
-
-        `reasoning`: what the model wrote before it, which later prompts hold only where the chat template asks for it.
+    def answer(self, text: str, reasoning: str = "") -> None:
+        """Add an answer. `reasoning`: what the model wrote before it, which later prompts hold only where the chat
+        template asks for it.
         """
-        others = ({_NOISE_END: noise_end} if noise_end else {}) | ({_REASONING: reasoning} if reasoning else {})
-        self.turns.append({"role": "assistant", "content": text} | others)
+        self.turns.append({"role": "assistant", "content": text} | ({_REASONING: reasoning} if reasoning else {}))
 
     @property
     def last_answer(self) -> str:
@@ -76,16 +53,14 @@ class Conversation:
         last = self.turns[-1] if self.turns else {"role": "user"}
         return str(last["content"]) if last["role"] == "assistant" and not last.get("tool_calls") else ""
 
-    def continue_answer(self, text: str, noise_end: int = 0) -> None:
-        """Add `text` to the answer at the end. `noise_end`: as in `answer`."""
+    def continue_answer(self, text: str) -> None:
+        """Add `text` to the answer at the end."""
         last = self.turns[-1]
-        self.turns[-1] = last | {"content": last["content"] + text} | ({_NOISE_END: noise_end} if noise_end else {})
+        self.turns[-1] = last | {"content": last["content"] + text}
 
     def clear(self) -> None:
-        """Remove all turns but keep the system prompt. The noise restarts, as in a new conversation."""
+        """Remove all turns but keep the system prompt."""
         self.turns.clear()
-        self._dropped.clear()
-        self._dropped_end = 0
 
     def undo(self) -> str | None:
         """Remove the last user message and the answers to it; returns its text, or None if there is none."""
@@ -112,19 +87,12 @@ class Conversation:
         questions = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
         if len(questions) < 2:
             return False
-        dropped_end = max(turn.get(_NOISE_END, 0) for turn in self.turns[: questions[1]])
-        self._dropped_end = max(self._dropped_end, dropped_end)
-        self._dropped += self.turns[: questions[1]]
         del self.turns[: questions[1]]
         return True
 
     def save(self, path: Path) -> None:
         """Write atomically as JSON. Raises StateError if the file cannot be written."""
-        content = {"format": _FORMAT, "version": _VERSION, "messages": self._kept}
-        if self._dropped_end:
-            content["dropped_" + _NOISE_END] = self._dropped_end
-        if self._dropped:
-            content[_DROPPED] = self._dropped
+        content = {"format": _FORMAT, "version": _VERSION, "messages": self.messages}
         text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
         write_atomically(path, text, parents=True, private=True)
 
@@ -139,12 +107,9 @@ class Conversation:
             raise StateError(f"{path} is not a saved conversation: {exc}") from exc
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise StateError(f"{path} is not a conversation saved by this version of edgespec; /save writes one")
-        messages, dropped = _messages(path, content.get("messages")), _messages(path, content.get(_DROPPED, []))
+        messages = _messages(path, content.get("messages"))
         has_system = bool(messages) and messages[0]["role"] == "system"
-        dropped_end = content.get("dropped_" + _NOISE_END, 0)
-        if not all(_is_count(end) for end in (dropped_end, *(turn.get(_NOISE_END, 0) for turn in dropped + messages))):
-            raise StateError(f"{path} has a {_NOISE_END} that is not a whole number of at least 0: delete that entry")
-        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:], dropped_end, dropped)
+        return Conversation(messages[0]["content"] if has_system else None, messages[has_system:])
 
 
 def _messages(path: Path, found: object) -> list[Message]:
@@ -155,10 +120,6 @@ def _messages(path: Path, found: object) -> list[Message]:
         return checked_messages(found) if found else []
     except PromptError as exc:
         raise StateError(f"{path} has a message that is not valid: {exc}") from exc
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def fit_context(
@@ -183,5 +144,5 @@ def fit_context(
             f"the message alone makes a prompt of {num_tokens} tokens but the context holds only {context_length}, "
             "answer included: shorten it, or start with a larger --ctx-size"
         )
-    conversation.turns, conversation._dropped, conversation._dropped_end = kept.turns, kept._dropped, kept._dropped_end
+    conversation.turns = kept.turns
     return dropped

@@ -4,9 +4,6 @@ What a conversation holds from earlier turns is evidence and no input to validat
 request. Broken tool arguments, results without a text, refusals, and parts that no text model reads are shown as far as
 they have a text. Only a question that still waits for its answer must be readable.
 
-Numbers in JSON (`1e2` is not `100.0`) and tool arguments that are no JSON object are shown as they were written:
-templates would respell the one and quote the other, so they get stand-ins, which are replaced in what they render.
-
 Some templates take other forms of the same messages: content as parts, arguments as text, ids of calls of nine letters
 and digits, which is Mistral's own form ("Tool call IDs should be alphanumeric strings with length 9!").
 """
@@ -17,136 +14,47 @@ import hashlib
 import json
 import math
 import re
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from edgespec.errors import CapabilityError, PromptError, shown
+from edgespec.errors import PromptError, shown
 
-MAX_DEPTH = 64  # levels of arguments that templates can show
-_NONCE, _DIGITS = f"written{secrets.token_hex(8)}", f"{10**6 + secrets.randbelow(9 * 10**6)}"
-_NUMBER = re.compile(rf"1\.{_DIGITS}\d{{5}}7e-250")  # 14 digits, which Python writes as they are
-_TEXT = re.compile(rf'"{_NONCE}(\d+)z"|{_NONCE}(\d+)z')
+_MOST_DEPTH = 64  # levels of arguments that templates can show
 
 
-class Spelled(float):
-    """A number that Python would write in another way than its `text`."""
-
-    def __new__(cls, text: str) -> Spelled:
-        found = super().__new__(cls, text)
-        found.text = text
-        return found
-
-    text: str
-
-    def __repr__(self) -> str:
-        return str(self.text)
-
-
-class Unread(str):
-    """The arguments of a tool call as they were written, which are no JSON object."""
-
-    __slots__ = ()
-
-
-def no_constant(name: str) -> NoReturn:
-    """For `parse_constant`: NaN and Infinity are no JSON."""
-    raise ValueError(f"{name} is no JSON")
-
-
-def finite(text: str) -> float:
-    """For `parse_float`: a number that is none to JSON is refused."""
+def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("a number is too large")
-    return value if repr(value) == text else Spelled(text)
+    return value
 
 
-def _whole_number(text: str) -> int | float:
-    return Spelled(text) if text == "-0" else int(text)
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key comes twice")
-    return found
+JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+"""Reads what is JSON, which Python's own infinite numbers are not."""
 
 
-_EXACT = json.JSONDecoder(
-    parse_float=finite, parse_int=_whole_number, parse_constant=no_constant, object_pairs_hook=_without_repeats
-)
-
-
-def read_arguments(given: Any) -> Mapping[str, Any] | Unread:
-    """The arguments of an earlier tool call: an object where they are one that can be shown whole, else as written."""
+def read_arguments(given: Any) -> Mapping[str, Any]:
+    """The arguments of an earlier tool call; what is no object that can be shown is one argument, as it was written."""
     if given is None or (isinstance(given, str) and not given.strip()):
         return {}
     if isinstance(given, Mapping):
         return given
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:
-        value = _EXACT.decode(text)
+        value = JSON.decode(text)
         json.dumps(value, ensure_ascii=False).encode()  # not of half a surrogate pair, which an escape can write
     except (ValueError, RecursionError):
-        return Unread(text)
-    return value if isinstance(value, dict) and not _is_deep(value) else Unread(text)
+        value = None
+    return value if isinstance(value, dict) and not _is_deep(value) else {"arguments": text}
 
 
-def _is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+def _is_deep(value: Any, levels: int = _MOST_DEPTH) -> bool:
     below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels == 0 or any(_is_deep(each, levels - 1) for each in below)
-
-
-class _StandIns:
-    """Those of one value. `names`: of the texts, in their order."""
-
-    def __init__(self, wrap: Callable[[str], Any]) -> None:
-        self._wrap = wrap
-        self.names, self.texts, self.numbers = list[str](), list[str](), dict[str, str]()
-
-    def put(self, value: Any) -> Any:
-        if isinstance(value, Unread):
-            self.names.append(f"{_NONCE}{len(self.texts)}z")
-            self.texts.append(str(value))
-            return self._wrap(self.names[-1])
-        if isinstance(value, Spelled):
-            name = f"1.{_DIGITS}{len(self.numbers) % 10**5:05}7e-250"
-            self.numbers[name] = value.text
-            return float(name)
-        if isinstance(value, Mapping):
-            return {key: self.put(each) for key, each in value.items()}
-        return [self.put(each) for each in value] if isinstance(value, list | tuple) else value
-
-    def restore(self, text: str) -> str:
-        text = _NUMBER.sub(lambda found: self.numbers.get(found[0], found[0]), text) if self.numbers else text
-        return _TEXT.sub(lambda found: self.texts[int(found[1] or found[2])], text) if self.texts else text
-
-
-def as_written(value: Any, write: Callable[[Any], str]) -> str:
-    """What `write` makes of a value, with its numbers and its unread arguments in it as they are written.
-
-    Where it fails on arguments that are a text, or leaves them out, they become one argument. Raises its errors.
-    """
-    best, failure = None, None
-    for wrap in (str, lambda text: {"arguments": text}):
-        stand_ins = _StandIns(wrap)
-        shown = stand_ins.put(value)
-        try:
-            text = write(shown)
-        except (PromptError, CapabilityError) as exc:
-            if not stand_ins.texts:
-                raise
-            failure = failure or exc
-            continue
-        restored = stand_ins.restore(text)
-        if all(name in text for name in stand_ins.names):
-            return restored
-        best = best or restored
-    if best is None:
-        assert failure is not None
-        raise failure
-    return best
 
 
 Message = dict[str, Any]

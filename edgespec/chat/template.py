@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
 from edgespec.chat.marks import PRINTED_MARKS
-from edgespec.chat.messages import Message, as_written, checked_messages, wants_short_ids, with_short_ids
+from edgespec.chat.messages import Message, checked_messages, wants_short_ids, with_short_ids
 from edgespec.chat.tool_forms import with_tools
 from edgespec.contained import Containment, Overrun
 from edgespec.errors import CapabilityError, ConfigError, PromptError, shown
@@ -106,7 +105,7 @@ def render_chat(
     given: dict[str, Any] = {"tools": list(tools) if tools else None, "bos_token": bos_token, "eos_token": eos_token}
     given |= {"add_generation_prompt": add_generation_prompt}
     found = [_with_thinking(source, message) for message in checked_messages(messages)]
-    return as_written(found, partial(_render, source, given, arguments or {}))
+    return _render(source, given, arguments or {}, found)
 
 
 def _render(source: str, names: Mapping[str, Any], arguments: Mapping[str, Any], found: Sequence[Message]) -> str:

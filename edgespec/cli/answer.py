@@ -23,7 +23,7 @@ from edgespec.vocabulary import Vocabulary
 
 _WHOLE = re.compile(r"<tool_(call|response)>(.*?)</tool_\1>", re.DOTALL)
 _BEGUN = re.compile(r"<tool_(call|response)>((?!</tool_\1>).)*$|<[a-z_]{0,13}$", re.DOTALL)
-_FENCE, _TAB = "```", 8
+_FENCE, _PIECES = "```", re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class AnswerPrinter:
@@ -168,80 +168,41 @@ def _readable(found: re.Match[str]) -> str:
 class WordWrap:
     """Breaks lines between words instead of inside them, as text comes in; nothing that was printed is taken back.
 
-    A word in the middle of a line is held back until it ends or is known not to fit. Indented lines, tables and code
-    between fences stay as they are, so that code can be copied. Wide characters (CJK) need no space between them.
+    A word is held back until it ends. Indented lines, tables and code between fences stay as they are, so that code can
+    be copied. Wide characters (CJK), which need no space between them, are left to the terminal.
     """
 
     def __init__(self, columns: int | None = None) -> None:
         self._fixed = columns
         self._column = 0
-        self._gap = ""  # blanks since the last word
-        self._word = ""
+        self._gap = self._word = ""  # what is held back
         self._line = ""  # the first characters of the line
-        self._is_begun = False  # whether a part of the present word is printed, so that no line may end inside it
         self._is_code = False  # between fences
-        self._is_first = True  # in the first line, which a blank may begin that only parts it from the prompt
-        self._out: list[str] = []
 
     def push(self, text: str) -> str:
         """What can be printed now."""
-        for letter in text:
-            self._take(letter)
-        return self._drain()
+        return "".join(map(self._take, _PIECES.findall(text)))
 
     def end(self) -> str:
-        self._flush()
-        return self._drain()
+        """What was held back."""
+        columns = self._fixed or shutil.get_terminal_size().columns
+        gap, word, self._gap, self._word = self._gap, self._word, "", ""
+        self._line = (self._line + gap + word)[: len(_FENCE)]
+        is_text = not self._is_code and not self._line.startswith(("  ", "\t", "|"))
+        if is_text and word and self._column and self._column + len(gap) + cell_len(word) > columns:
+            self._column, gap = 0, "\n"
+        self._column = (self._column + len(gap.strip("\n")) + cell_len(word)) % (columns + 1)
+        return gap + word
 
-    def _take(self, letter: str) -> None:
-        if letter == "\n":
-            self._flush()
+    def _take(self, piece: str) -> str:
+        if piece == "\n":
+            held = self.end()
             self._is_code ^= self._line.startswith(_FENCE)
-            self._out.append(letter)
-            self._column, self._line, self._is_first = 0, "", False
-            return
-        if len(self._line) < len(_FENCE):
-            self._line += letter
-        is_parted = self._is_first and self._line[0] == " " != self._line[1:2]
-        if self._is_code or (self._line[0] in " \t|" and not is_parted):
-            self._flush()
-            self._emit(letter)
-        elif letter in " \t":
-            if self._word or self._is_begun:
-                self._flush()
-            self._gap += letter
-        else:
-            self._take_letter(letter)
-
-    def _take_letter(self, letter: str) -> None:
-        is_wide = cell_len(letter) > 1
-        if is_wide:
-            self._flush()
-        elif self._is_begun:
-            self._emit(letter)
-            return
-        self._word += letter
-        if self._column > 0 and self._column + cell_len(self._gap) + cell_len(self._word) > self._columns:
-            self._out.append("\n")
-            self._column, self._gap = 0, ""
-        if is_wide or self._column == 0:
-            self._flush()
-            self._is_begun = not is_wide
-
-    def _flush(self) -> None:
-        for letter in self._gap + self._word:
-            self._emit(letter)
-        self._gap = self._word = ""
-        self._is_begun = False
-
-    def _emit(self, letter: str) -> None:
-        self._out.append(letter)
-        self._column += _TAB - self._column % _TAB if letter == "\t" else cell_len(letter)
-
-    def _drain(self) -> str:
-        out, self._out = "".join(self._out), []
-        return out
-
-    @property
-    def _columns(self) -> int:
-        return self._fixed or shutil.get_terminal_size().columns
+            self._column, self._line = 0, ""
+            return held + piece
+        if piece.isspace():
+            held = self.end() if self._word else ""
+            self._gap += piece
+            return held
+        self._word += piece
+        return self.end() if cell_len(piece) > len(piece) else ""

@@ -22,7 +22,7 @@ from edgespec.bench.prompts import (
     with_synthetic,
 )
 from edgespec.bench.report import Report, Setup, report_of, shown, table_lines
-from edgespec.bench.runner import Runner, Task, Trial, load_standard, tasks_of
+from edgespec.bench.runner import Runner, Task, Trial, tasks_of
 from edgespec.bench.sweep import Sweep, fixed_choices, sweep_json, sweep_lines
 from edgespec.cli import FilePath
 from edgespec.cli.interrupt import stops
@@ -113,24 +113,18 @@ def _encode(session: Session, prompt: BenchPrompt) -> list[int]:
 def _bench(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
     model = session.model
     _ = model.cost_curve  # measured now: it is part of the report, and measuring empties the caches
-    with load_standard(model) as standard:
-        setup = Setup(model, standard, session.sampling, session.options)
-
-        def cancel() -> None:
-            model.cancel()
-            standard.cancel()
-
-        trials: dict[tuple[str, int], Trial] = {}
-        by_key = {task.key: task for task in tasks}
-        on_trial = progress(len(tasks))
-        with stops(cancel) as interruption:
-            for trial in Runner(model, standard, setup.options, lambda: interruption.happened).run(tasks):
-                trials[trial.key] = trial
-                on_trial(_trial_line(by_key[trial.key], trial))
-        if not trials:
-            note("interrupted before the first result")
-            return INTERRUPTED
-        _show(report_of(setup, tasks, trials), own)
+    setup = Setup(model, session.sampling, session.options)
+    trials: dict[tuple[str, int], Trial] = {}
+    by_key = {task.key: task for task in tasks}
+    on_trial = progress(len(tasks))
+    with stops(model.cancel) as interruption:
+        for trial in Runner(model, setup.options, lambda: interruption.happened).run(tasks):
+            trials[trial.key] = trial
+            on_trial(_trial_line(by_key[trial.key], trial))
+    if not trials:
+        note("interrupted before the first result")
+        return INTERRUPTED
+    _show(report_of(setup, tasks, trials), own)
     if interruption.happened:
         note(f"interrupted: {len(trials)} of {len(tasks)} runs are shown")
         return INTERRUPTED
@@ -162,7 +156,7 @@ def _sweep(session: Session, tasks: list[Task], own: dict[str, Any]) -> int:
         note("interrupted before the first result")
         return INTERRUPTED
     if own["as_json"]:
-        facts = Setup(model, model, session.sampling, session.options).describe()
+        facts = Setup(model, session.sampling, session.options).describe()
         swept = {"sweep": sweep_json(sweep)} if own["sweep"] else {}
         explained = {"explain": explain_json(sweep)} if own["explain"] else {}
         click.echo(json.dumps({**facts, **swept, **explained}, allow_nan=False))

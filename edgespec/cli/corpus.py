@@ -14,7 +14,9 @@ from edgespec.cli import FilePath, aligned, printable, say
 from edgespec.cli.terminal import note
 from edgespec.config.options import LoadOptions
 from edgespec.config.sources import resolve
-from edgespec.corpus.database import (
+from edgespec.corpus.learnt import LearntTexts
+from edgespec.corpus.store import DamagedError, vocabulary_key
+from edgespec.corpus.texts import (
     MAX_BUDGET_BYTES,
     Corpus,
     CorpusText,
@@ -22,8 +24,6 @@ from edgespec.corpus.database import (
     check_budget,
     check_name,
 )
-from edgespec.corpus.learnt import LearntTexts
-from edgespec.corpus.store import DamagedError, vocabulary_key
 from edgespec.drafters.spec import learnt_texts
 from edgespec.errors import ConfigError, StateError
 from edgespec.loading.opening import open_vocabulary
@@ -43,9 +43,9 @@ def command(context: click.Context) -> None:
     """Texts on this disk to draft from. They change the speed of an answer, never its words.
 
     There are two kinds, each stored per vocabulary in the folder `texts` of EDGESPEC_HOME or of your data folder:
-    what you add here (used by drafter suffix), and the answers of chat and generate with --learn
-    (used by drafter cache), the latest 262144 tokens of the last 180 days. Without --learn no answer is stored; prompts
-    never are. `edgespec corpus rm --learnt` deletes stored answers.
+    what you add here, and the answers of chat and generate with --learn, the latest 262144 tokens of the last 180 days.
+    Drafter suffix uses both. Without --learn no answer is stored; prompts never are. `edgespec corpus rm --learnt`
+    deletes stored answers.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -13,7 +13,6 @@ from tempfile import TemporaryFile
 
 from edgespec.chat.conversation import Conversation, fit_context
 from edgespec.cli.session import Session
-from edgespec.cli.stdin import typing_unseen
 from edgespec.cli.terminal import counted, detail, note, reply
 from edgespec.config.values import RANDOM_SEED
 from edgespec.errors import EdgespecError, StateError
@@ -67,16 +66,16 @@ class Chat:
         """Fit, generate, print, remember. `before`: what to return to when there is no answer; `prefix`: its begin."""
         try:
             self._make_room()
-            reasoning, text, noise_end = self._generate(prefix)
+            reasoning, text = self._generate(prefix)
         except BaseException:
             self.conversation = before
             raise
         if prefix:
-            self.conversation.continue_answer(text, noise_end)
+            self.conversation.continue_answer(text)
             if not text:
                 note("the answer was complete: the model adds nothing")
         elif text:
-            self.conversation.answer(text, noise_end, reasoning)
+            self.conversation.answer(text, reasoning)
         else:
             self.conversation = before
             note(f"no answer{' after the reasoning' if reasoning else ''}; the message is dropped")
@@ -93,20 +92,17 @@ class Chat:
             oldest = counted(dropped, "exchange")
             note(f"the context of {model.context_length} tokens is full: dropped the oldest {oldest}")
 
-    def _generate(self, prefix: str) -> tuple[str, str, int]:
-        """(the reasoning, the answer behind `prefix`, where its noise ended)."""
+    def _generate(self, prefix: str) -> tuple[str, str]:
+        """(the reasoning, the answer behind `prefix`)."""
         session = self.session
         prompt_ids = session.encode(self.conversation.messages)
-        offset = self.conversation.noise_offset(len(prompt_ids))
-        options = dataclasses.replace(session.options, noise_offset=offset, logprobs=False)
+        options = dataclasses.replace(session.options, logprobs=False)
         printer = session.printer(prompt_ids, prefix)
-        with typing_unseen():
-            answer = session.model.stream(prompt_ids, session.sampling, options)
-            self.last = answer.stats
-            is_stopped = printer.print_all(answer)
-        if is_stopped:
+        answer = session.model.stream(prompt_ids, session.sampling, options)
+        self.last = answer.stats
+        if printer.print_all(answer):
             note("stopped")
-        return *printer.parts, offset + len(prompt_ids) + self.last.new_tokens
+        return printer.parts
 
 
 class SavedChat:

@@ -1,4 +1,4 @@
-"""`edgespec doctor`: what is installed, what the machine has, what is missing and the command that gets it."""
+"""`edgespec doctor`: whether all is well, what runs models here, and the command that gets what is missing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +21,7 @@ from edgespec.cli import say, wrapped
 from edgespec.cli.terminal import counted
 from edgespec.engines.onnx import library as onnxruntime
 from edgespec.errors import CapabilityError, EdgespecError
-from edgespec.formats.manifest import ModelFile, read_pair
+from edgespec.formats.manifest import read_pair
 from edgespec.installation import (
     build_command,
     has_engine,
@@ -38,13 +39,12 @@ PROBE_TIMEOUT_S = 60
 # Backends of llama.cpp for GPUs, and what each is for.
 GPUS = {"vulkan": "any GPU", "cuda": "NVIDIA", "rocm": "AMD", "metal": "Apple Silicon"}
 NO_GPU = {"CPU", "BLAS", "RPC"}  # ggml's names of the other backends
-NOT_OF_COMMANDS = {"all", "lint", "peers", "test"}  # extras that no command needs
 
 
 @click.command(short_help="Show what is installed, what is missing and how to get it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> int:
-    """Show whether all is well, versions, engines, devices, models, and how to get what is missing.
+    """Show whether all is well, versions, engines, devices, and how to get what is missing.
 
     Exit code 1 when something does not work.
     """
@@ -59,32 +59,27 @@ def command(as_json: bool) -> int:
 def examine() -> dict[str, Any]:
     """Everything that doctor prints, as plain JSON values; sizes in bytes."""
     engines = {"llamacpp": _llamacpp(), "onnx": _onnxruntime()}
-    models, damaged = _models()
-    problems = list(damaged)
     # llama.cpp is an extra: where nobody installed it nothing is wrong.
-    problems += [found["reason"] for name, found in engines.items() if not found["available"] and found["installed"]]
+    problems = [found["reason"] for found in engines.values() if not found["available"] and found["installed"]]
+    problems += _damaged_models()
     if not any(found["available"] for found in engines.values()):
         problems.append(f"no engine works, so nothing can be run: {install_command()}")
-    elif not models and not damaged:
-        problems.append("no model was found: give a path, such as edgespec chat FILE.gguf")
-    if _version("onnxruntime") and _version("onnxruntime-gpu"):
+    if _is_installed("onnxruntime") and _is_installed("onnxruntime-gpu"):
         problems.append(
             "onnxruntime and onnxruntime-gpu overwrite each other's files: keep one. For the GPU: "
-            f"{swap_command('onnxruntime', 'onnxruntime-gpu')}. For the processor: "
-            f"{swap_command('onnxruntime-gpu', 'onnxruntime')}"
+            f"{swap_command('onnxruntime', 'onnxruntime-gpu')}"
         )
+    missing = [name for name in map(name_of, requirements().get("", ())) if not _is_installed(name)]
+    if missing and not (missing == ["onnxruntime"] and engines["onnx"]["available"]):  # another build of it
+        problems.append(f"packages are missing ({', '.join(missing)}): {install_command()}")
     return {
         "edgespec": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {"name": processor(), "logical_cores": os.cpu_count(), "physical_cores_usable": physical_cores()},
-        "memory_bytes": _memory_bytes(),
         "threads": default_threads(),
         "engines": engines,
         "kernels": _kernels(),
-        "packages": _packages(),
-        "extras": _extras(),
-        "models": models,
         "problems": problems,
     }
 
@@ -122,12 +117,8 @@ def _probe_llamacpp() -> dict[str, Any]:
 def _onnxruntime() -> dict[str, Any]:
     installed = has_engine("onnx")
     try:
-        found = {
-            "version": onnxruntime.version(),
-            "providers": onnxruntime.installed_providers(),
-            "unusable": onnxruntime.unusable_providers(),
-        }
-        return {"installed": installed, "available": True, **found}
+        version, providers = onnxruntime.version(), onnxruntime.installed_providers()
+        return {"installed": installed, "available": True, "version": version, "providers": providers}
     except CapabilityError as exc:
         return {"installed": installed, "available": False, "reason": str(exc)}
 
@@ -142,63 +133,21 @@ def _kernels() -> dict[str, str | None]:
     }
 
 
-def _models() -> tuple[list[dict[str, Any]], list[str]]:
-    """The models of the registry with the sizes of their files, and what is wrong with the others."""
-    found, problems = [], []
-    for name, folder in sorted(registered_folders().items()):
+def _damaged_models() -> Iterator[str]:
+    """What is wrong with models of the registry."""
+    for folder in registered_folders().values():
         try:
-            pair = read_pair(folder, check_hashes=False)
+            read_pair(folder, check_hashes=False)
         except EdgespecError as exc:
-            problems.append(str(exc))
-            continue
-        files = {role: _file(file) for role, file in pair.files.items()}
-        found.append({"name": name, "description": pair.description, "engines": pair.engines, "files": files})
-    return found, problems
+            yield str(exc)
 
 
-def _file(model: ModelFile) -> dict[str, Any]:
-    """A model's file, and the size of all that belongs to it; None where a part is missing."""
-    paths = [file.path for file in model.all_files]
-    sizes = [path.stat().st_size if path.exists() else None for path in paths]
-    return {"path": str(model.path), "bytes": None if None in sizes else sum(filter(None, sizes))}
-
-
-def _memory_bytes() -> int | None:
-    """Physical memory; None where psutil is missing: doctor also runs where requirements are."""
+def _is_installed(package: str) -> bool:
     try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.virtual_memory().total)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
+        metadata.version(package)
     except metadata.PackageNotFoundError:
-        return None
-
-
-def _packages() -> dict[str, str | None]:
-    """Versions of edgespec's own requirements; another build of ONNX Runtime than the usual one counts as it."""
-    found = {name: _version(name) for name in map(name_of, requirements().get("", ()))}
-    if found.get("onnxruntime", "") is None and has_engine("onnx"):
-        del found["onnxruntime"]
-        found |= {name: _version(name) for name in metadata.packages_distributions()["onnxruntime"]}
-    return found
-
-
-def _extras() -> dict[str, dict[str, Any]]:
-    """For every extra of a command what it lacks, and the command that installs it into this environment."""
-    wanted = {
-        extra: dict.fromkeys(map(name_of, texts))
-        for extra, texts in requirements().items()
-        if extra and extra not in NOT_OF_COMMANDS
-    }
-    return {
-        extra: {"missing": [name for name in names if _version(name) is None], "install": install_command(extra)}
-        for extra, names in wanted.items()
-    }
+        return False
+    return True
 
 
 def _say(text: str, commands: str = "") -> None:
@@ -229,31 +178,16 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def _print(report: dict[str, Any]) -> None:
-    memory = report["memory_bytes"]
     click.secho(wrapped(verdict(report), sys.stdout), bold=True)
     for problem in report["problems"]:
         click.secho(wrapped(f"problem: {problem}", sys.stdout), fg="red")
     _say(f"edgespec {report['edgespec']}, Python {report['python']}, {report['platform']}")
-    _say(
-        f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}"
-        + (f", {memory / 2**30:.1f} GiB memory" if memory else "")
-    )
-    own, llama, onnx = report["kernels"], report["engines"]["llamacpp"], report["engines"]["onnx"]
+    _say(f"processor: {report['cpu']['name']}, {report['threads']} threads used of {report['cpu']['logical_cores']}")
+    own, onnx = report["kernels"], report["engines"]["onnx"]
     _say("kernels: " + (f"{own['instructions']}, {own['library']}" if own["library"] else f"none: {own['reason']}"))
-    _print_llamacpp(llama)
+    _print_llamacpp(report["engines"]["llamacpp"])
     found = f"{onnx['version']}; providers: {', '.join(onnx['providers'])}" if onnx["available"] else onnx["reason"]
     _say(f"engine onnx: {found}")
-    for provider, reason in onnx.get("unusable", {}).items():
-        _say(f"provider {provider} cannot be used: {reason}")
-    missing = [package for package, version in report["packages"].items() if not version]
-    _say(f"packages: {'MISSING ' + ', '.join(missing) if missing else 'complete'}")
-    for extra, entry in report["extras"].items():
-        if entry["missing"]:
-            instead = " (instead of onnxruntime)" if extra == "gpu" else ""
-            _say(f"extra {extra}: lacks {', '.join(entry['missing'])}{instead}:", entry["install"])
-    for model in report["models"]:
-        sizes = [f"{role} {_size(file)}" for role, file in model["files"].items()]
-        _say(f"model {model['name']} ({', '.join(model['engines'])}): {', '.join(sizes)}")
 
 
 def _print_llamacpp(llama: dict[str, Any]) -> None:
@@ -288,10 +222,6 @@ def gpu_backend() -> str:
     if Path("/dev/kfd").exists():
         return "rocm"
     return "vulkan" if sys.platform == "win32" or any(Path("/dev/dri").glob("renderD*")) else ""
-
-
-def _size(file: dict[str, Any]) -> str:
-    return "MISSING" if file["bytes"] is None else f"{file['bytes'] / 1e6:.1f} MB"
 
 
 # -- the llama.cpp library

@@ -54,8 +54,8 @@ COMMANDS = {**_EVERYDAY, **_MORE}
 ALIASES = {"generate": "run", "list": "ls", "remove": "rm", "pair": "drafts"}
 _IN_MODELS = ("ls", "show", "add", "rm")  # short commands that share a module
 _RAISE_LIMITS = "Raise its limits (ulimit -v, ulimit -d), or close other programs"
-# What writing to a pipe that nobody reads any more fails with on Windows.
-_READER_GONE = (errno.EINVAL,) if os.name == "nt" else ()
+# What writing to a pipe that nobody reads any more fails with.
+_READER_GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
 _NO_MEMORY = f"this process needs more memory than it may have. {_RAISE_LIMITS}"
 _ANSWERS = "edgespec run MODEL 'TEXT' answers one prompt"
 _EPILOG = """\b
@@ -126,18 +126,16 @@ class CommandGroup(click.Group):
             code = _report(describe(exc), BAD_INPUT)
         except EdgespecError as exc:
             code = _report(as_typed(exc), exit_code(exc))
-        except BrokenPipeError:
-            code = BROKEN_PIPE
         except SystemExit as exc:
             if not isinstance(exc.__context__, BrokenPipeError):
                 raise
             code = BROKEN_PIPE  # rich, which prints the tables, leaves with 1
         except OSError as exc:
-            if exc.errno in _READER_GONE and exc.filename is None:
-                _let_go_of_output()
-                sys.exit(BROKEN_PIPE)
             said = f"{exc.filename or 'output'}: {exc.strerror or exc}"
-            code = _report(_NO_MEMORY if exc.errno == errno.ENOMEM else said, FAILED)
+            if exc.errno in _READER_GONE and exc.filename is None:
+                code = BROKEN_PIPE
+            else:
+                code = _report(_NO_MEMORY if exc.errno == errno.ENOMEM else said, FAILED)
         except MemoryError:  # nothing may be imported here
             code = _report(_NO_MEMORY, FAILED)
         except Exception as exc:
@@ -198,7 +196,8 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    _complete_streams()
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        sys.exit("error: a standard stream is closed: give it /dev/null")
     cli.main()
     raise AssertionError("the group's main leaves the process")
 
@@ -253,29 +252,6 @@ def _let_go_of_output() -> None:
         except (OSError, ValueError):
             with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def _complete_streams() -> None:
-    """Fill in the streams that the caller closed (`<&-`, `2>&-`): a file opened later would take their place.
-
-    Without an output there is nothing to run for: that is an error, and ends the process.
-    """
-    has_output = sys.stdout is not None
-    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, mode)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-    if sys.stdin is None:
-        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    if not has_output:
-        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
-        sys.exit(_report("standard output is closed: give it a file, or > /dev/null", FAILED))
 
 
 def _make_streams_tolerant() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +39,6 @@ from edgespec.memory.fit import chosen_context
 from edgespec.memory.plan import Room, planned
 
 _FITS = {True: "yes", False: "no", None: "?"}
-_LEAST_TEXT = 24  # columns; descriptions are left out where a terminal has fewer for them
 
 
 @click.command("ls", short_help="List models.")
@@ -67,23 +63,10 @@ def ls(everything: bool, as_json: bool) -> int:
 
 
 def _show_list(models: Sequence[Listed]) -> None:
-    """A line per model; only descriptions are cut where a terminal is narrow, and what is wrong is said below then."""
-    rows = [("name", "size", "fits", "state", "draft")]
-    rows += [(each.name, _size(each), _FITS[each.fits], each.state, each.draft) for each in models]
-    lines = aligned(rows, right=(1,))
-    width = max(map(len, lines)) + 2
-    left = max(shutil.get_terminal_size().columns - width, 0) if sys.stdout.isatty() else sys.maxsize
-    for line, description in zip(lines, ("", *(each.description for each in models)), strict=True):
-        text = f"{line.ljust(width)}{_cut(printable(description), left)}".rstrip()
-        click.echo(click.style(text, bold=True) if line == lines[0] else text)
-    for each in models:
-        if each.state in ("damaged", "unfinished") and len(each.description) > left:
-            say(f"{each.name} is {each.state}: {each.description}")
-
-
-def _cut(text: str, columns: int) -> str:
-    """As many words of `text` as fit, with dots for the others; nothing where that would say nothing."""
-    return textwrap.shorten(text, columns, placeholder="...") if columns >= _LEAST_TEXT else ""
+    rows = [("name", "size", "fits", "state", "draft", "")]
+    rows += [(m.name, _size(m), _FITS[m.fits], m.state, m.draft, printable(m.description)) for m in models]
+    for number, line in enumerate(aligned(rows, right=(1,))):
+        click.echo(line if number else click.style(line, bold=True))
 
 
 @click.command("show", short_help="Show what a model is, can do and takes.")

@@ -26,7 +26,7 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
         self._setting, self.name = setting, setting.kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._setting.parse(value, f"--{self._setting.key}") if isinstance(value, str) else value
+        return self._setting.read(value, f"--{self._setting.key}") if isinstance(value, str) else value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if self._setting.kind in ("path", "contents"):
@@ -159,7 +159,9 @@ class SettingOption(GroupedOption):
         super().__init__(declarations, group=setting.group, is_basic=setting.is_basic, **attributes)
         self.setting = setting
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        if self.hidden:
+            return None
         is_whole = shows_all(ctx)
         flags = [flag for flag in self.opts if is_whole or flag == f"--{self.setting.key}" or not flag.startswith("--")]
         if self.setting.kind == "switch":
@@ -200,20 +202,12 @@ class SettingsCommand(click.Command):
         is_whole = shows_all(ctx)
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for param in self.get_params(ctx):
-            if (
-                not isinstance(param, click.Option)
-                or param.hidden
-                or not (is_whole or getattr(param, "is_basic", True))
-            ):
-                continue
-            record = param.get_help_record(ctx)
-            if record is not None:
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None  # None of hidden ones, too
+            if record is not None and (is_whole or getattr(param, "is_basic", True)):
                 sections[OTHER if "--help" in param.opts else getattr(param, "group", OWN)].append(record)
-        rows = [row for section in sections.values() for row in section]
-        width = max(len(flags) for flags, _ in rows if len(flags) <= _WIDEST_FLAGS)
         formatter.write_paragraph()
         for name, section in sections.items():
             if section:  # without the empty line that click puts before each: all of it should fit on a screen
                 formatter.write(f"{_TITLES.get(name, name)}:\n")
                 with formatter.indentation():
-                    formatter.write_dl([(flags.ljust(width), text) for flags, text in section], col_max=width)
+                    formatter.write_dl(section, col_max=_WIDEST_FLAGS)

@@ -7,7 +7,6 @@ side runs alone: the plain one comes first, and is shown again beside the other 
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from bisect import bisect_right
@@ -35,7 +34,7 @@ from edgespec.cli import FilePath, printable
 from edgespec.cli.interrupt import Interruption, stops
 from edgespec.cli.main import FAILED, INTERRUPTED
 from edgespec.cli.options import SettingsCommand, require_speculation, resolve_settings, settings_options
-from edgespec.cli.run import encode_prompt, read_prompt, stats_object
+from edgespec.cli.run import encode_prompt, read_prompt
 from edgespec.cli.session import Session, open_session, show_configuration
 from edgespec.cli.terminal import note
 from edgespec.config.options import PRINTING, REMEMBERING, STRUCTURE
@@ -45,9 +44,8 @@ from edgespec.reports import TokenEvent
 
 DEFAULT_TOKENS = 128
 FRAMES_PER_SECOND = 12
-COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta", "cache": "blue"}
+COLOURS = {"model": "cyan", "ngram": "yellow", "suffix": "magenta"}
 OTHER_COLOUR = "green"
-SIDE_BY_SIDE = 64  # columns from which two panels stand beside each other
 SVG_COLUMNS = 96
 _FRAME_LINES, _FRAME_COLUMNS = 2, 4  # what a panel's border takes
 HOW = "each side runs alone, so that neither slows the other; the left one ran first and is replayed by the same clock"
@@ -56,15 +54,9 @@ HOW = "each side runs alone, so that neither slows the other; the left one ran f
 @click.command(cls=SettingsCommand, short_help="Plain and speculative decoding of one prompt, side by side.")
 @settings_options("load", "generate", "sampling", "session", leave_out=(*STRUCTURE, *PRINTING, *REMEMBERING))
 @click.option("-p", "--prompt", metavar="TEXT|-", help="The prompt; - reads it from standard input.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the race.")
 @click.option("--svg", "picture", type=FilePath(), metavar="FILE", help="Draw the finish as an image.")
 def command(
-    model_name: str | None,
-    config_file: Path | None,
-    prompt: str | None,
-    as_json: bool,
-    picture: Path | None,
-    **given: Any,
+    model_name: str | None, config_file: Path | None, prompt: str | None, picture: Path | None, **given: Any
 ) -> int:
     """Decode one prompt plainly and with speculation, side by side, and say why one of them is faster.
 
@@ -83,12 +75,12 @@ def command(
         show_configuration(session)
         if model.target.facts.can_speculate:
             _ = model.cost_curve, model.draft_costs  # measured before, or recalled
-        return _race(session, task, as_json=as_json, picture=picture)
+        return _race(session, task, picture)
 
 
-def _race(session: Session, task: Task, *, as_json: bool, picture: Path | None) -> int:
+def _race(session: Session, task: Task, picture: Path | None) -> int:
     console, model = Console(highlight=False), session.model
-    is_live = sys.stdout.isatty() and not as_json and not console.is_dumb_terminal
+    is_live = sys.stdout.isatty() and not console.is_dumb_terminal
     laps = {"standard": Lap("plain"), "speculative": Lap("speculative")}
     head = f"{model.pair.name} on {model.target.facts.name}, seed {session.sampling.seed}"
     live = Live(console=console, screen=True, auto_refresh=False) if is_live else None
@@ -102,21 +94,19 @@ def _race(session: Session, task: Task, *, as_json: bool, picture: Path | None) 
                 laps[side].marks.append(Mark(event, at_s))
                 screen.show(side, at_s)
 
-        runner = Runner(model, model, session.options, lambda: interruption.happened, on_token)
+        runner = Runner(model, session.options, lambda: interruption.happened, on_token)
         trial = next(iter(runner.run([task])), None)
         if trial is not None:
-            for side, measured in (("standard", trial.standard), ("speculative", trial.speculative)):
-                laps[side].rate = measured.stats.tokens_per_second
+            for lap in laps.values():
+                lap.is_done = True
             screen.replay(interruption)
     if trial is None:
         note("stopped before the end, so there is no result")
         return INTERRUPTED
-    setup = Setup(model, model, session.sampling, session.options)
+    setup = Setup(model, session.sampling, session.options)
     report = report_of(setup, [task], {trial.key: trial})
     lines = result_lines(session, trial, report)
-    if as_json:
-        click.echo(json.dumps(_as_object(laps, trial, report, lines), allow_nan=False))
-    elif is_live:
+    if is_live:
         console.print(panels(list(laps.values()), float("inf"), console))
         for number, line in enumerate(lines):
             console.print(Text(line, style="bold" if not number else ""))
@@ -154,25 +144,6 @@ def result_lines(session: Session, trial: Trial, report: Report) -> list[str]:
     return lines
 
 
-def _as_object(laps: dict[str, Lap], trial: Trial, report: Report, lines: list[str]) -> dict[str, Any]:
-    """The benchmark's report of this one trial, and both sides token by token."""
-    sides = {"plain": (laps["standard"], trial.standard), "speculative": (laps["speculative"], trial.speculative)}
-    return (
-        report
-        | {
-            name: {
-                "text": lap.text,
-                "token_ids": [mark.event.token_id for mark in lap.marks],
-                "drafters": [mark.event.drafter for mark in lap.marks],
-                "at_s": [mark.at_s for mark in lap.marks],
-                "stats": stats_object(measured.stats),
-            }
-            for name, (lap, measured) in sides.items()
-        }
-        | {"explanation": lines}
-    )
-
-
 def _print_plainly(laps: dict[str, Lap], lines: list[str]) -> None:
     """Both texts, once where they are the same, then the result."""
     plain, drafted = laps.values()
@@ -199,11 +170,11 @@ class Mark:
 
 @dataclass(slots=True)
 class Lap:
-    """One side as it was recorded; grows while it runs. `rate`: tokens per second, known at the end."""
+    """One side as it was recorded; grows while it runs."""
 
     name: str
     marks: list[Mark] = field(default_factory=list)
-    rate: float = 0.0
+    is_done: bool = False
 
     @property
     def text(self) -> str:
@@ -220,8 +191,7 @@ class Lap:
         marks = self.seen_at(clock_s)
         if len(marks) < 2:
             return ""
-        seconds = marks[-1].at_s - marks[0].at_s
-        rate = self.rate if self.rate and len(marks) == len(self.marks) else (len(marks) - 1) / max(seconds, 1e-9)
+        rate = (len(marks) - 1) / max(marks[-1].at_s - marks[0].at_s, 1e-9)
         return f"{rate:.1f} tokens/s, {len(marks)} in {marks[-1].at_s:.2f} s"
 
 
@@ -239,8 +209,8 @@ class _Screen:
         console = self._live.console
         edge = [Text(line, style="dim", overflow="fold") for line in (self._head, HOW)]
         rows = console.height - sum(len(text.wrap(console, console.width)) for text in edge) - 1
-        lines = max((rows if console.width >= SIDE_BY_SIDE else rows // 2) - _FRAME_LINES, 1)
-        self._live.update(Group(edge[0], panels(shown, clock_s, console, lines), edge[1]), refresh=True)
+        drawn = panels(shown, clock_s, console, max(rows - _FRAME_LINES, 1))
+        self._live.update(Group(edge[0], drawn, edge[1]), refresh=True)
         self._drawn_s = perf_counter()
 
     def replay(self, interruption: Interruption) -> None:
@@ -257,8 +227,7 @@ class _Screen:
 
 def panels(laps: Sequence[Lap], clock_s: float, console: Console, lines: int = 0) -> RenderableType:
     """Both sides at that moment, each with the last `lines` of its text (0: all of it), and what the colours mean."""
-    is_wide = console.width >= SIDE_BY_SIDE and len(laps) > 1
-    columns = max((console.width // 2 if is_wide else console.width) - _FRAME_COLUMNS, 1)
+    columns = max(console.width // len(laps) - _FRAME_COLUMNS, 1)
     texts = [coloured(lap.seen_at(clock_s)).wrap(console, columns) for lap in laps]
     lines = lines or max(1, *map(len, texts))
     drawn = [
@@ -266,13 +235,11 @@ def panels(laps: Sequence[Lap], clock_s: float, console: Console, lines: int = 0
             Text("\n").join(wrapped[-lines:]),
             title=lap.name,
             subtitle=lap.figures(clock_s),
-            border_style="green" if lap.rate and clock_s >= lap.end_s else "dim",
+            border_style="green" if lap.is_done and clock_s >= lap.end_s else "dim",
             height=lines + _FRAME_LINES,
         )
         for lap, wrapped in zip(laps, texts, strict=True)
     ]
-    if not is_wide:
-        return Group(*drawn, legend(laps[-1].seen_at(clock_s)))
     grid = Table.grid(expand=True)
     for _ in drawn:
         grid.add_column(ratio=1)

@@ -31,16 +31,6 @@ _CHANGEABLE_LATER = ("drafter", "draft_length", "verify")
 _SHOWN_CHARACTERS = 200  # of a message that is taken back
 _SHOWN_TURNS = 20  # messages of a loaded conversation that are printed
 _ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
-# What other chats call them, and what looks like another command of ours.
-_MEANT = {
-    **dict.fromkeys(("/settings", "/config", "/options", "/params", "/parameters"), "/show"),
-    **dict.fromkeys(("/reset", "/new"), "/clear"),
-    **dict.fromkeys(("/file", "/attach", "/add"), "/read"),
-    **dict.fromkeys(("/retry", "/again", "/redo"), "/regen"),
-    **dict.fromkeys(("/more", "/go-on", "/resume"), "/continue"),
-    "/system-prompt": "/system",
-    **dict.fromkeys(("/switch", "/models", "/list"), "/model"),
-}
 
 
 class Command(NamedTuple):
@@ -68,8 +58,6 @@ def run_slash(chat: Chat, line: str) -> bool:
 
 
 def _nearest(name: str) -> str:
-    if name in _MEANT:
-        return f"; did you mean '{_MEANT[name]}'?"
     setting = BY_KEY.get(name[1:].replace("-", "_"))
     if setting is not None and (setting.part != "load" or setting.name in _CHANGEABLE_LATER):
         return f"; did you mean '/set {setting.key} VALUE'?"
@@ -154,7 +142,7 @@ def _set(chat: Chat, argument: str) -> None:
     if not name or not text.strip():
         raise ConfigError("/set needs a name and a value, such as: /set temp 0.5 (/unset takes a setting back)")
     setting = find(CALLED.get(name.lower().replace("_", "-"), name), "/set")
-    value = setting.parse(text.strip(), f"/set {setting.key}")
+    value = setting.read(text.strip(), f"/set {setting.key}")
     if setting.name == "seed" and value == RANDOM_SEED:
         _unset(chat, name)
         return

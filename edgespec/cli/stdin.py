@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+import select
 import stat
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 
 FENCE = '"""'
 _COMMAND = re.compile(r"/[^/\s]*(\s|$)")  # and not the path of a file
-FIRST_BYTE_S, PATIENCE_S = 10.0, 1.0
-_INSTEAD = "< /dev/null answers without it"
+FIRST_BYTE_S = 10.0
 _HINT = "Type a message. /help lists commands, Ctrl-D leaves"  # in the first empty prompt
 
 
@@ -40,25 +37,6 @@ class ReadLine(Protocol):
 def is_interactive() -> bool:
     """Whether a person types and looks on."""
     return sys.stdin.isatty() and sys.stdout.isatty()
-
-
-@contextmanager
-def typing_unseen() -> Iterator[None]:
-    """Within the block, what is typed in a terminal does not appear in what is printed; the next prompt shows it."""
-    if not is_interactive() or sys.platform == "win32":
-        yield
-        return
-    import termios
-
-    terminal = sys.stdin.fileno()
-    usual = termios.tcgetattr(terminal)
-    unseen = usual.copy()
-    unseen[3] &= ~termios.ECHO
-    try:
-        termios.tcsetattr(terminal, termios.TCSANOW, unseen)
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, usual)
 
 
 def line_reader(commands: Sequence[str]) -> ReadLine:
@@ -152,85 +130,47 @@ def open_history(path: Path) -> History:
     """The lines typed in earlier chats, in a file readable for its owner only; in memory where it cannot be used."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    class SafeHistory(FileHistory):
-        """A file that can no longer be written, as on a full disk, costs the line in it and nothing else."""
-
-        def store_string(self, string: str) -> None:
-            with contextlib.suppress(OSError):
-                super().store_string(string)
-
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600))
     except OSError as exc:
         note(f"note: input history is off: {path}: {exc.strerror}")
         return InMemoryHistory()
-    return SafeHistory(str(path))
+    return FileHistory(str(path))
 
 
 # -- text for `generate`, on standard input
 #
 # With -p nobody has said that there is such text, so only a file or a pipe is read, as `program < FILE` and `other |
 # program` make them: a terminal, /dev/null and a socket (what Node.js gives its children) are not. A pipe may also be
-# one that a supervisor never writes to and never closes. So the first byte is waited for as long as a program before
-# this one usually needs for it, and what is done is said both ways: nothing is dropped silently, and nothing hangs.
+# one that a supervisor never writes to and never closes, so its first byte is waited for only so long.
 
 
 def whole_input() -> str:
     """All of standard input. Raises PromptError for what is no text."""
-    return _decoded(sys.stdin.buffer.read())
+    data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise PromptError(f"standard input has more than {MAX_TEXT_BYTES >> 20} MiB: give less text")
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as exc:
+        raise PromptError(f"standard input is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc
 
 
 def text_behind() -> str:
     """What a file or a pipe on standard input holds; empty where there is neither. Raises PromptError."""
     try:
         descriptor = sys.stdin.fileno()
-        found = os.fstat(descriptor)
+        mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError):  # closed, or no file at all
         return ""
-    if stat.S_ISREG(found.st_mode):
-        data = sys.stdin.buffer.read() if found.st_size <= MAX_TEXT_BYTES else _too_long()
-    elif stat.S_ISFIFO(found.st_mode):
-        data = _of_pipe(descriptor)
-    else:
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
         return ""
-    text = _decoded(data)
+    if os.name != "nt" and not select.select([descriptor], [], [], FIRST_BYTE_S)[0]:
+        note(f"no data on standard input in {FIRST_BYTE_S:.0f} s: answering without it (< /dev/null does at once)")
+        return ""
+    text = whole_input()
     if not text.strip():
         return ""
     note(f"standard input: {counted(len(text), 'character')} behind the prompt")
     return text
-
-
-def _of_pipe(descriptor: int) -> bytes:
-    """All that comes, if the first of it comes in time; read in a thread, as Windows cannot wait for a pipe."""
-    found, has_begun = bytearray(), threading.Event()
-
-    def read() -> None:
-        try:
-            while len(found) <= MAX_TEXT_BYTES and (chunk := os.read(descriptor, 1 << 16)):
-                found.extend(chunk)
-                has_begun.set()
-        finally:
-            has_begun.set()
-
-    reader = threading.Thread(target=read, name="standard-input", daemon=True)
-    reader.start()
-    if not has_begun.wait(PATIENCE_S):
-        note(f"waiting for standard input, a pipe without data so far ({_INSTEAD})")
-        if not has_begun.wait(FIRST_BYTE_S - PATIENCE_S):
-            note(f"no data on standard input in {FIRST_BYTE_S:.0f} s: answering without it ({_INSTEAD} at once)")
-            return b""
-    while reader.is_alive():
-        reader.join(0.2)  # with a limit, so that Ctrl-C comes through on Windows
-    return bytes(found) if len(found) <= MAX_TEXT_BYTES else _too_long()
-
-
-def _too_long() -> NoReturn:
-    raise PromptError(f"standard input has more than {MAX_TEXT_BYTES >> 20} MiB: give less text")
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig").removesuffix("\n")
-    except UnicodeDecodeError as exc:
-        raise PromptError(f"standard input is not UTF-8 text: {exc.reason} at byte {exc.start}") from exc

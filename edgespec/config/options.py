@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 from edgespec.config.table import Section, check_values, settings_of
 from edgespec.config.values import (
     MAX_COUNT,
+    MAX_DRAFT_LENGTH,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PARALLEL,
     MAX_TOP_LOGPROBS,
@@ -36,7 +37,6 @@ from edgespec.config.values import (
     TensorOverrides,
     as_context_length,
     as_devices,
-    as_draft_length,
     as_given,
     as_model,
     as_schema,
@@ -81,15 +81,12 @@ class LoadKeywords(TypedDict, total=False):
     draft_gpu_layers: int | None
     device: str | None
     draft_device: str | None
-    kv_offload: bool
     cpu_moe_layers: int | None
     override_tensor: str | None
     rpc: str | None
     provider: ProviderName
     cache_type_k: CacheType | None
     cache_type_v: CacheType | None
-    draft_cache_type_k: CacheType | None
-    draft_cache_type_v: CacheType | None
     memory: str | int | None
     drafter: DrafterName
     draft_length: DraftLength
@@ -149,7 +146,6 @@ class LoadOptions:
         "-c --ctx-size N|auto|max",
         "Context in tokens; max or 0: the model's own; auto: what fits [the model's, at most 4096]",
         basic=True,
-        kind="context",
         check=as_context_length,
     )
     draft_context_length: int | None = _model(
@@ -186,7 +182,6 @@ class LoadOptions:
     draft_device: str | None = _hardware(
         None, "-devd --device-draft NAMES", "GGUF: devices of the draft model [as --device]", check=as_devices
     )
-    kv_offload: bool = _hardware(True, "--kv-offload", "GGUF: KV cache on the device of its layers")
     cpu_moe_layers: int | None = _hardware(
         None,
         "-ncmoe --n-cpu-moe",
@@ -205,18 +200,11 @@ class LoadOptions:
     provider: ProviderName = _hardware("auto", "--provider", "ONNX: device")
     cache_type_k: CacheType | None = _hardware(None, "-ctk --cache-type-k", "Type of cached keys [f16, ONNX f32]")
     cache_type_v: CacheType | None = _hardware(None, "-ctv --cache-type-v", "Type of cached values [f16, ONNX f32]")
-    draft_cache_type_k: CacheType | None = _hardware(
-        None, "-ctkd --cache-type-k-draft", "Type of the draft model's cached keys [f16, ONNX f32]"
-    )
-    draft_cache_type_v: CacheType | None = _hardware(
-        None, "-ctvd --cache-type-v-draft", "Type of the draft model's cached values [f16, ONNX f32]"
-    )
     memory: str | int | None = _hardware(
         None,
         "--memory 6GiB|80%|auto",
         "Memory budget: a size, a share of the free memory, or auto [all free memory]",
         basic=True,
-        kind="size",
         check=as_given(parse_budget),
     )
     drafter: DrafterName = _speculation("auto", "--drafter", "How tokens are drafted; none: not at all", basic=True)
@@ -225,7 +213,7 @@ class LoadOptions:
         "--draft-length --num-draft-tokens --draft-max N|auto",
         "Draft tokens per step",
         basic=True,
-        check=as_draft_length,
+        check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)),
     )
     draft_temperature: float = _speculation(
         1.0,
@@ -315,11 +303,6 @@ class LoadOptions:
         if self.draft_device is not None:
             return -1 if self.draft_devices else 0
         return 0 if self.rpc is not None else self.target_gpu_layers
-
-
-def keywords_of(options: LoadOptions) -> dict[str, Any]:
-    """The keywords with which `edgespec.load` makes these options again."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 _limited = partial(from_to, error=SamplingError)
@@ -423,9 +406,6 @@ class GenerateOptions:
     strings that end the answer and are not part of it. `logprobs`: return each token's natural log probability under
     the raw softmax, before temperature, bias, penalties and truncation; `top_logprobs`: number of most likely tokens to
     return the same for. `max_wait_s`: seconds to wait for another generation to end; 0: do not wait; None: no limit.
-    `noise_offset`: sample position i with the random numbers of position i + `noise_offset`. Set it when the oldest
-    turns of a conversation were dropped, else a new answer may get the random numbers of an old one and repeat it;
-    `edgespec.chat.conversation.Conversation.noise_offset` computes it.
 
     Structured output, one of: `json_schema`: the answer is JSON that matches it, a dict or JSON text; `grammar`: a Lark
     or GBNF grammar that the answer follows; `regex`: a regular expression that the whole answer matches.
@@ -450,14 +430,13 @@ class GenerateOptions:
     )
     ignore_eos: bool = _answer(False, "--ignore-eos", "Continue after end-of-text tokens")
     drafter: DrafterName | None = _answer(None)
-    draft_length: DraftLength | None = _answer(None, check=as_draft_length)
+    draft_length: DraftLength | None = _answer(None, check=at_least(0, most=MAX_DRAFT_LENGTH, words=("auto",)))
     verify: RuleName | None = _answer(None)
     logprobs: bool = _answer(True)
     top_logprobs: int = _answer(0, check=whole)
     max_wait_s: float | None = _answer(
         None, check=from_to(0, _MAX_WAIT_S, f"from 0 to {_MAX_WAIT_S} seconds, or None for no limit")
     )
-    noise_offset: int = _answer(0, check=at_least(0))
     json_schema: Mapping[str, Any] | str | None = _answer(
         None,
         "--json-schema FILE|JSON",

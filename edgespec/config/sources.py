@@ -73,22 +73,13 @@ def resolve(
         for name, value, source in layer:
             if value is not None and value != ():
                 values[name], sources[name] = value, source
-    _require_text(values, sources)
+    for name, text in values.items():
+        try:
+            ("" if name in _NAMED else "".join(text) if isinstance(text, tuple) else str(text)).encode()
+        except UnicodeEncodeError as exc:  # bytes that Python could not decode; paths may have such names
+            where = f"--{find(name, '').key}, from {sources[name]},"
+            raise ConfigError(f"{where} is not UTF-8 text: invalid byte behind {exc.start} characters") from exc
     return Settings(values, sources)
-
-
-def _require_text(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Raises ConfigError for a text with bytes that Python could not decode; paths may have such names."""
-    for setting in SETTINGS:
-        if setting.kind not in ("text", "texts", "contents") or setting.name in _NAMED:
-            continue
-        given = values.get(setting.name, ())
-        for text in (given,) if isinstance(given, str) else given if isinstance(given, tuple) else ():
-            try:
-                text.encode()
-            except UnicodeEncodeError as exc:
-                where = f"--{setting.key}, from {sources[setting.name]},"
-                raise ConfigError(f"{where} is not UTF-8 text: invalid byte behind {exc.start} characters") from exc
 
 
 def _config_file(environ: Mapping[str, str]) -> Path | None:
@@ -110,7 +101,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
             raise ConfigError(f"unknown environment variable {variable}{_nearest_variable(key)}")
         if not text and setting.kind not in ("text", "texts", "contents"):
             continue  # as good as unset
-        found.append((setting.name, setting.parse(text, variable), variable))
+        found.append((setting.name, setting.read(text, variable), variable))
     return found
 
 
@@ -134,9 +125,7 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
         if setting.name in seen:
             raise ConfigError(f"{path}: {key!r} and {seen[setting.name]!r} are the same setting; keep one")
         seen[setting.name] = key
-        found.append(
-            (setting.name, setting.from_toml(_placed(setting, value, path.parent), f"{path}: {key}"), str(path))
-        )
+        found.append((setting.name, setting.read(_placed(setting, value, path.parent), f"{path}: {key}"), str(path)))
     return found
 
 

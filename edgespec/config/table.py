@@ -7,6 +7,7 @@ checks of Python's keywords are all read from there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -21,21 +22,16 @@ from edgespec.platform.files import expanded, read_text
 
 Part = Literal["load", "sampling", "generate", "session", "serve"]
 Group = Literal["Model", "Speculation", "Sampling", "Answer", "Output", "Hardware", "Options"]
-Kind = Literal["text", "path", "integer", "number", "switch", "texts", "length", "context", "size", "contents"]
+Kind = Literal["text", "path", "integer", "number", "switch", "texts", "word", "contents"]
 _KINDS: dict[Any, Kind] = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}
 _CHECKS: dict[Kind, Check] = {"switch": as_switch, "path": as_path, "text": as_text, "contents": as_text}
-# What a config file may hold, and how messages call it.
+# What a config file may hold beside texts, and how messages call it.
 _FORMS: dict[Kind, tuple[tuple[type, ...], str]] = {
     "integer": ((int,), "a whole number"),
     "number": ((int, float), "a number"),
     "switch": ((bool,), "true or false"),
-    "text": ((str,), "a text"),
-    "path": ((str,), "a text"),
-    "texts": ((str, list), "a text or a list of texts"),
-    "length": ((int, str), "a whole number or auto"),
-    "context": ((int, str), "a whole number, auto or max"),
-    "size": ((int, str), "a number of bytes, or a text such as '6GiB', '80%' or 'auto'"),
-    "contents": ((str,), "a text"),
+    "texts": ((list,), "a text or a list of texts"),
+    "word": ((int,), "a whole number or a text"),
 }
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 Value = TypeVar("Value")
@@ -107,19 +103,24 @@ class Setting:
         long_flags = [flag[2:] for flag in self.flags if flag.startswith("--")]
         return tuple(dict.fromkeys(key.replace("-", "_") for key in (*long_flags, self.name)))
 
-    def parse(self, text: str, source: str) -> Any:
-        """The value that `text` spells. Raises ConfigError naming `source`."""
-        if self.kind in ("length", "context") and text == "auto":
-            return text
-        if self.kind == "context" and text == "max":
-            return 0
+    def read(self, value: Any, source: str) -> Any:
+        """A text, or a value of a TOML file, as the right Python value. Raises ConfigError naming `source`."""
+        if isinstance(value, str):
+            return self._spelled(value, source)
+        types, form = _FORMS.get(self.kind, ((), "a text"))
+        is_listed = not isinstance(value, list) or all(isinstance(each, str) for each in value)
+        if type(value) not in types or not is_listed:  # exactly: to isinstance, a bool is an int
+            raise ConfigError(f"{source}: {value!r} has the wrong type; expected {form}")
+        return tuple(value) if isinstance(value, list) else float(value) if self.kind == "number" else value
+
+    def _spelled(self, text: str, source: str) -> Any:
         try:
-            if self.kind in ("integer", "length", "context"):
-                return int(text)
-            if self.kind == "number":
-                return float(text)
+            if self.kind in ("integer", "number"):
+                return int(text) if self.kind == "integer" else float(text)
         except ValueError:
             raise ConfigError(f"{source}: {text!r} is not {_FORMS[self.kind][1]}") from None
+        if self.kind == "word":
+            return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text  # which the field's check looks at
         if self.kind == "switch":
             if text.lower() not in _SWITCHES:
                 raise ConfigError(f"{source}: {text!r} is neither on nor off; allowed: {', '.join(_SWITCHES)}")
@@ -129,22 +130,6 @@ class Setting:
         if self.kind == "contents":
             return _contents(text, source, is_json=self.name == "json_schema")
         return self._chosen(text, source)
-
-    def from_toml(self, value: Any, source: str) -> Any:
-        """`value` of a TOML file as the right Python value. Raises ConfigError naming `source`."""
-        types, form = _FORMS[self.kind]
-        if type(value) not in types:  # exactly: to isinstance, a bool is an int
-            raise ConfigError(f"{source}: {value!r} has the wrong type; expected {form}")
-        if self.kind == "texts":
-            texts = (value,) if isinstance(value, str) else tuple(value)
-            if not all(isinstance(text, str) for text in texts):
-                raise ConfigError(f"{source}: every element must be a string, got {value!r}")
-            return texts
-        if self.kind == "number":
-            return float(value)
-        if self.kind in ("length", "context", "contents"):
-            return self.parse(str(value), source)
-        return self._chosen(value, source) if isinstance(value, str) else value
 
     def _chosen(self, text: str, source: str) -> str | Path:
         if self.choices and text not in self.choices:
@@ -171,9 +156,9 @@ def _kind_of(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
     types = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     types = tuple(each for each in types if each is not type(None))
     words = tuple(word for each in types if get_origin(each) is Literal for word in get_args(each))
-    if words:
-        return ("text", words) if len(types) == 1 else ("length", ())
-    return _KINDS.get(types[0], "texts"), ()
+    if len(types) > 1 and int in types:
+        return "word", ()
+    return ("text", words) if words else (_KINDS.get(types[0], "texts"), ())
 
 
 def check_values(options: object) -> None:

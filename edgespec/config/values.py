@@ -33,7 +33,6 @@ DrafterName = Literal[
     "mtp",
     "ngram",
     "suffix",
-    "cache",
     "lookahead",
 ]
 DraftLength = int | Literal["auto"]
@@ -159,6 +158,8 @@ def at_least(least: int, hint: str = "", *, most: int = MAX_COUNT, words: tuple[
     def check(name: str, value: object) -> object:
         if isinstance(value, str) and value in words:
             return value
+        if words and not isinstance(value, int):
+            raise ConfigError(f"{name} must be {' or '.join(words)} or a whole number, got {shown(value)}")
         number = whole(name, value)
         if number < least:
             raise ConfigError(f"{name} must be at least {least}, got {shown(number)}{hint and f'; {hint}'}")
@@ -190,18 +191,9 @@ def from_to(
     return check
 
 
-def as_draft_length(name: str, value: object) -> object:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (isinstance(value, str) and value == "auto") and not (is_whole and value in range(MAX_DRAFT_LENGTH + 1)):
-        raise ConfigError(f"{name} must be auto or 0..{MAX_DRAFT_LENGTH}, got {shown(value)}")
-    return value
-
-
 def as_context_length(name: str, value: object) -> object:
-    if isinstance(value, str):
-        if value != "auto":
-            raise ConfigError(f"{name} must be a number, 0 for the model's own, or auto, got {shown(value)}")
-        return value
+    if isinstance(value, str) and value in ("auto", "max"):
+        return value if value == "auto" else 0
     if whole(name, value) == 0:
         return value
     return at_least(16, "0 or max is the model's own, auto the largest that fits into memory")(name, value)
@@ -238,17 +230,14 @@ CPU = "CPU"  # as llama.cpp names it
 def tensor_overrides(text: object) -> TensorOverrides:
     """The pairs of `REGEX=DEVICE[,REGEX=DEVICE...]`. Raises ConfigError."""
     form = r"give REGEX=DEVICE[,REGEX=DEVICE...], for example exps=CPU or blk\.[0-7]\.ffn=CPU"
-    found = []
-    for part in str(text).split(",") if isinstance(text, str) else [""]:
-        pattern, equals, device = (each.strip() for each in part.partition("="))
-        if not (pattern and equals and device):
-            raise ConfigError(f"override-tensor {shown(text)} does not say which tensors go where: {form}")
-        try:
-            re.compile(pattern)
-        except re.error as exc:
-            raise ConfigError(f"override-tensor: {shown(pattern)} is no regular expression ({exc}); {form}") from None
-        found.append((pattern, device))
-    return tuple(found)
+    parts = [part.partition("=") for part in str(text).split(",")]
+    found = tuple((pattern.strip(), device.strip()) for pattern, _, device in parts)
+    try:
+        if isinstance(text, str) and all(pattern and device and re.compile(pattern) for pattern, device in found):
+            return found
+    except re.error as exc:
+        form = f"no regular expression ({exc}); {form}"
+    raise ConfigError(f"override-tensor {shown(text)} does not say which tensors go where: {form}")
 
 
 def experts_on_cpu(layers: int) -> TensorOverrides:
@@ -265,7 +254,7 @@ def device_of(tensor: str, overrides: TensorOverrides) -> str:
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}{rest}": 1024**power for power, letter in enumerate("kmgt", 1) for rest in ("", "ib")}
-_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-z]*|%)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*|%)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,24 +276,21 @@ def parse_budget(given: object) -> MemoryBudget:
 
     G and GiB are 1024^3 bytes, GB is 1000^3. Raises ConfigError.
     """
-    allowed = "allowed: auto, a share of the free memory such as 80%, or a size such as 6GiB, 6G or 512MB"
-    if isinstance(given, int) and not isinstance(given, bool):
-        if given < 1:
-            raise ConfigError(f"memory must be at least 1 byte, got {shown(given)}; {allowed}")
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
         return MemoryBudget(given)
-    if isinstance(given, str) and given.strip().lower() == "auto":
+    text = given.strip().lower() if isinstance(given, str) else ""
+    if text == "auto":
         return MemoryBudget()
-    found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
-    if found is None:
-        raise ConfigError(f"memory {shown(given)} is not a size; {allowed}")
-    number, unit = float(found[1]), found[2].lower()
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise ConfigError(f"memory {shown(given)} is not a share from 1% to 100%; {allowed}")
-        return MemoryBudget(share=number / 100)
-    if unit not in _UNITS or number * _UNITS[unit] < 1:
-        raise ConfigError(f"memory {shown(given)} is not a size; {allowed}")
-    return MemoryBudget(int(number * _UNITS[unit]))
+    if found := _SIZE.fullmatch(text):
+        number, unit = float(found[1]), found[2]
+        if unit == "%" and 0 < number <= 100:
+            return MemoryBudget(share=number / 100)
+        if number * _UNITS.get(unit, 0) >= 1:
+            return MemoryBudget(int(number * _UNITS[unit]))
+    raise ConfigError(
+        f"memory {shown(given)} is not a size; allowed: auto, a share of the free memory such as 80%, or a size such "
+        "as 6GiB, 6G or 512MB"
+    )
 
 
 def as_size(num_bytes: float) -> str:
@@ -316,33 +302,19 @@ def as_size(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 1 << 10 else f"{num_bytes:.0f} bytes"
 
 
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_FORM = "give HOST:PORT[,HOST:PORT...], for example 192.168.1.20:50052"
+_ENDPOINT = re.compile(r"([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?):([0-9]{1,6})")
 
 
 def parse_endpoints(text: object) -> tuple[str, ...]:
     """`HOST:PORT[,HOST:PORT...]` as a tuple, in its order. Raises ConfigError."""
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"rpc {shown(text)} does not name a server: {_FORM}")
-    found = tuple(_parse_endpoint(part.strip()) for part in text.split(","))
-    repeated = {endpoint for endpoint in found if found.count(endpoint) > 1}
-    if repeated:
-        raise ConfigError(f"rpc lists {min(repeated)} twice: list each server once")
-    if len(found) > MAX_SERVERS:
-        raise ConfigError(f"rpc lists {len(found)} servers; llama.cpp accepts at most {MAX_SERVERS}")
+    parts = [_ENDPOINT.fullmatch(part.strip()) for part in str(text).split(",")]
+    found = tuple(f"{part[1]}:{int(part[2])}" for part in parts if part and 1 <= int(part[2]) <= 65535)
+    if not isinstance(text, str) or len(found) < len(parts) or len({*found}) < len(found) or len(found) > MAX_SERVERS:
+        raise ConfigError(
+            f"rpc {shown(text)} is no list of servers: give HOST:PORT[,HOST:PORT...], for example 192.168.1.20:50052, "
+            f"at most {MAX_SERVERS}, each once; llama.cpp reaches them over IPv4 only"
+        )
     return found
-
-
-def _parse_endpoint(text: str) -> str:
-    """One `HOST:PORT`. Raises ConfigError; for an IPv6 address too, since llama.cpp connects by IPv4 only."""
-    host, colon, port = text.rpartition(":")
-    if ":" in host:
-        raise ConfigError(f"rpc {shown(text)}: llama.cpp reaches RPC servers over IPv4 only; {_FORM}")
-    if not colon or not _HOST.fullmatch(host):
-        raise ConfigError(f"rpc {shown(text)} is not an address: {_FORM}")
-    if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ConfigError(f"rpc {shown(text)}: the port must be a whole number from 1 to 65535; {_FORM}")
-    return f"{host}:{int(port)}"
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

@@ -18,9 +18,9 @@ from edgespec.control.cost import BEND
 from edgespec.control.costs import ModelCosts, cost_key
 from edgespec.control.threads import ThreadControl
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.predicted import FORCED, PREDICTION, ForcedDrafter, PredictedDrafter
-from edgespec.drafters.spec import FALLBACK, SPECS, automatic, check_makeable, learnt_texts, made
+from edgespec.drafters.spec import AUTOMATIC, FALLBACK, SPECS, check_makeable, learnt_texts, made
+from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import ModelPair
@@ -160,11 +160,7 @@ class DrafterPool:
         """
         wide_s, plain_s = self.costs.curve.at(1 + BEND), self.costs.curve.at(1)
         has_cheap_rows = self._target.engine.most_branches > 0 and wide_s < (1 + BEND * c.CHEAP_ROW) * plain_s
-        return [
-            name
-            for name in automatic(self._options)
-            if (has_cheap_rows or SPECS[name].cost != "rows") and self._can_have(name)
-        ]
+        return [name for name in AUTOMATIC if (has_cheap_rows or SPECS[name].cost != "rows") and self._can_have(name)]
 
     def _can_have(self, name: DrafterName) -> bool:
         """Whether the drafter was opened, or can be made of what was."""
@@ -207,9 +203,9 @@ class DrafterPool:
     def learn(self, answer_ids: TokenIds) -> None:
         """An answer [n] is complete: keep it for later ones where the options say so."""
         if self._learnt is not None and answer_ids.size:
-            cache = self.drafters.get("cache")
-            if isinstance(cache, CacheDrafter):
-                cache.learn(answer_ids)
+            suffix = self.drafters.get("suffix")
+            if isinstance(suffix, SuffixDrafter):
+                suffix.learn(answer_ids)
             self._learnt.add(answer_ids)
 
     def keep(self) -> None:

@@ -8,7 +8,7 @@ bytes per token; a suffix automaton takes about 100.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -119,6 +119,29 @@ class SuffixIndex:
         begin = self._order[span.low] + span.length
         found = self._ids[begin : begin + count].tolist()
         return found[: found.index(END_OF_TEXT)] if END_OF_TEXT in found else found
+
+
+class AnswerIndex:
+    """Answers of this process to draft from: the index of the latest `most_tokens` of them, made anew with each one."""
+
+    def __init__(self, most_tokens: int = 1 << 15) -> None:
+        self.index: SuffixIndex | None = None
+        self._most, self._answers = most_tokens, list[TokenIds]()
+
+    def add(self, answer_ids: TokenIds) -> None:
+        self._answers.append(answer_ids[-self._most :])
+        while sum(ids.size for ids in self._answers) > self._most:
+            del self._answers[0]
+        self.index = SuffixIndex.of(joined(self._answers))
+
+    def clear(self) -> None:
+        self.index, self._answers = None, []
+
+
+def joined(documents: Iterable[TokenIds]) -> TokenIds:
+    """All documents as one array [n], each followed by END_OF_TEXT."""
+    end = np.array([END_OF_TEXT], np.int32)
+    return np.concatenate([part for ids in documents for part in (ids, end)] or [np.empty(0, np.int32)])
 
 
 def sorted_places(token_ids: TokenIds) -> NDArray[np.int32]:

@@ -1,7 +1,7 @@
 """Earlier answers, stored so that later answers can be drafted from them. Prompts are not stored.
 
-One row per answer; the oldest are deleted by total size and by age. The data only saves time, so a damaged file is
-replaced, and a file that cannot be written is ignored.
+All answers of a vocabulary are one file; the oldest are dropped by total size and by age. The data only saves time, so
+a damaged file is replaced, and a file that cannot be written is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from edgespec.corpus.store import DamagedError, bytes_of, digest_of, ids_of, reading, remove, texts_folder, writing
+import numpy as np
+
+from edgespec.corpus.store import DamagedError, checked_ids, read_arrays, remove, texts_folder, write_arrays
 from edgespec.errors import StateError
 from edgespec.platform.files import exists
 from edgespec.types import TokenIds
@@ -22,13 +24,6 @@ MAX_TOKENS = 1 << 18  # of all stored answers
 MAX_ANSWER_TOKENS = 1 << 14
 MAX_AGE_S = 180 * 24 * 3600.0
 _LEAST_TOKENS = 4  # shorter answers are not stored
-_TIMEOUT_S = 2.0
-_SCHEMA = "CREATE TABLE answers (digest BLOB PRIMARY KEY, made REAL, tokens INTEGER, ids BLOB)"
-# SQLite stores any type in any column; rows that another program wrote must not evict answers.
-_FOREIGN = """DELETE FROM answers WHERE typeof(made) != 'real' OR typeof(tokens) != 'integer'
-    OR tokens NOT BETWEEN 0 AND ?"""
-_EVICT = """DELETE FROM answers WHERE made < ? OR digest IN (SELECT digest FROM (
-    SELECT digest, total(tokens) OVER (ORDER BY made DESC, digest) AS newer FROM answers) WHERE newer > ?)"""
 
 
 class Kept(NamedTuple):
@@ -39,7 +34,7 @@ class Kept(NamedTuple):
 
 
 class LearntTexts:
-    """Stored answers of one vocabulary: `key` as `vocabulary_key` gives it, `size` ids. `path`: the database file."""
+    """Stored answers of one vocabulary: `key` as `vocabulary_key` gives it, `size` ids. `path`: the file."""
 
     def __init__(
         self,
@@ -49,73 +44,54 @@ class LearntTexts:
         max_age_s: float = MAX_AGE_S,
         folder: Path | None = None,
     ) -> None:
-        self.path = (folder or texts_folder()) / f"learnt-{key}.sqlite"
+        self.path = (folder or texts_folder()) / f"learnt-{key}.npz"
         self._size, self._max_tokens, self._max_age_s = size, max_tokens, max_age_s
 
     def read(self) -> list[TokenIds]:
-        """All stored answers (each [n]), oldest first; empty if the file cannot be read."""
-        if not exists(self.path):
-            return []
-        try:
-            with reading(self.path, _SCHEMA, timeout_s=_TIMEOUT_S) as database:
-                rows = database.execute("SELECT digest, ids FROM answers ORDER BY made DESC, digest").fetchall()
-        except DamagedError as exc:
-            self._replace_damaged(exc)
-            return []
-        except StateError as exc:
-            logger.warning("earlier answers are not used for drafting: %s", exc)
-            return []
-        answers = [ids for digest, blob in rows if (ids := self._checked(digest, blob)) is not None]
-        if len(answers) < len(rows):
-            logger.warning("%d earlier answers in %s are damaged and are not used", len(rows) - len(answers), self.path)
-        sizes = accumulate(ids.size for ids in answers)
-        return [ids for ids, size in zip(answers, sizes, strict=True) if size <= self._max_tokens][::-1]
+        """All stored answers (each [n]), oldest first; empty if the file cannot be read, which is logged."""
+        return [ids for _, ids in self._stored()]
 
     def add(self, token_ids: TokenIds) -> None:
         """Store an answer [n]; storing it again renews its age. Failures are logged, never raised."""
-        token_ids = token_ids[:MAX_ANSWER_TOKENS]
+        token_ids, now = token_ids[:MAX_ANSWER_TOKENS].astype(np.int32), time.time()
         if token_ids.size < _LEAST_TOKENS:
             return
         if not exists(self.path):
             logger.info("learning from answers: on, file %s (edgespec corpus rm --learnt deletes it)", self.path)
+        known = [
+            (made_s, ids)
+            for made_s, ids in self._stored()
+            if made_s >= now - self._max_age_s and not np.array_equal(ids, token_ids)
+        ]
+        newest_first = [(now, token_ids), *reversed(known)]
+        sizes = accumulate(ids.size for _, ids in newest_first)
+        kept = [each for each, size in zip(newest_first, sizes, strict=True) if size <= self._max_tokens][::-1]
+        made, parts = np.array([made_s for made_s, _ in kept], np.float64), [ids for _, ids in kept]
+        sizes_kept, ids = np.array([part.size for part in parts], np.int32), np.concatenate(parts or [token_ids[:0]])
         try:
-            self._write(token_ids)
-        except DamagedError as exc:
-            self._replace_damaged(exc)
+            write_arrays(self.path, durable=False, made=made, sizes=sizes_kept, ids=ids)
         except StateError as exc:
             logger.warning("this answer was not stored: %s", exc)
 
     def kept(self) -> Kept:
-        """Number of answers and tokens in the file. Raises StateError if it cannot be read."""
-        if not exists(self.path):
-            return Kept(0, 0)
-        with reading(self.path, _SCHEMA) as database:
-            query = "SELECT count(*), CAST(total(CAST(tokens AS INTEGER)) AS INTEGER) FROM answers"
-            return Kept(*database.execute(query).fetchone())
+        """Number of answers and tokens in the file."""
+        stored = self._stored()
+        return Kept(len(stored), sum(ids.size for _, ids in stored))
 
     def clear(self) -> bool:
         """Delete all answers; returns False if there were none. Raises StateError."""
         return remove(self.path)
 
-    def _write(self, token_ids: TokenIds) -> None:
-        blob, now = bytes_of(token_ids), time.time()
-        with writing(self.path, _SCHEMA, timeout_s=_TIMEOUT_S, durable=False) as database:
-            row = (digest_of(blob), now, token_ids.size, blob)
-            database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
-            database.execute(_FOREIGN, (MAX_ANSWER_TOKENS,))
-            database.execute(_EVICT, (now - self._max_age_s, self._max_tokens))
-
-    def _checked(self, digest: object, blob: object) -> TokenIds | None:
-        if not isinstance(blob, bytes) or digest != digest_of(blob):
-            return None
+    def _stored(self) -> list[tuple[float, TokenIds]]:
+        """(when it was made, in seconds since 1970; its ids [n]) of each answer, the oldest first."""
+        if not exists(self.path):
+            return []
         try:
-            return ids_of(blob, 0, self._size)
-        except DamagedError:
-            return None
-
-    def _replace_damaged(self, reason: DamagedError) -> None:
-        logger.warning("%s; it is replaced by a new file", reason)
-        try:
-            remove(self.path)
+            made, sizes, stored = read_arrays(self.path, "made", "sizes", "ids")
+            ids = checked_ids(self.path, stored, 0, self._size)
+            if made.shape != sizes.shape or sizes.ndim != 1 or sizes.sum() != ids.size:
+                raise DamagedError(f"{self.path} is damaged: its answers have other sizes")
         except StateError as exc:
-            logger.warning("%s", exc)
+            logger.warning("earlier answers are not used for drafting: %s", exc)
+            return []
+        return list(zip(made.tolist(), np.split(ids, np.cumsum(sizes)[:-1]), strict=True)) if made.size else []

@@ -1,29 +1,29 @@
-"""SQLite files for texts: one per vocabulary and kind, in the user's data folder, readable by the user only.
+"""Files of texts as token ids: .npz archives in the user's data folder, readable by the user only.
 
-SQLite handles concurrent processes, processes killed while writing, and full disks. Every operation opens its own
-connection, so any thread may call.
+Each is written whole and atomically, so that processes, kills and full disks leave the old file or the new one; the
+archive's own checksums tell damage.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import sqlite3
-from collections.abc import Iterator
+import io
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.errors import StateError
-from edgespec.platform.files import exists, user_folder
+from edgespec.formats.head_file import UNREADABLE_NPZ
+from edgespec.platform.files import user_folder, write_atomically
 from edgespec.types import TokenIds
 from edgespec.vocabulary import Vocabulary
 
-FORMAT = 1
-
 
 class DamagedError(StateError):
-    """The file is not a database, or not one of edgespec's."""
+    """The file is not one of edgespec's, or not as it was written."""
 
 
 def texts_folder() -> Path:
@@ -40,108 +40,39 @@ def vocabulary_key(vocabulary: Vocabulary) -> str:
     return digest.hexdigest()[:20]
 
 
-def digest_of(*parts: bytes) -> bytes:
-    """A checksum that detects damaged or exchanged contents."""
-    return hashlib.sha256(b"\0".join(parts)).digest()[:16]
+def write_arrays(path: Path, *, durable: bool = True, **arrays: NDArray[Any]) -> None:
+    """Replace `path`. `durable`: as in `write_atomically`. Raises StateError."""
+    contents = io.BytesIO()
+    np.savez(contents, allow_pickle=False, **arrays)
+    write_atomically(path, contents.getvalue(), parents=True, private=True, durable=durable)
 
 
-def ids_of(blob: bytes, least: int, size: int) -> TokenIds:
-    """Token ids [n] from bytes. Raises DamagedError unless all are within `least`..size - 1."""
-    if len(blob) % 4:
-        raise DamagedError(f"{len(blob)} bytes are not an array of token ids")
-    ids = np.frombuffer(blob, "<i4").astype(np.int32)
-    if ids.size and not (ids.min() >= least and ids.max() < size):
-        raise DamagedError(f"a token id is outside {least}..{size - 1}")
-    return ids
-
-
-def bytes_of(token_ids: TokenIds) -> bytes:
-    return token_ids.astype("<i4").tobytes()
-
-
-@contextlib.contextmanager
-def writing(path: Path, schema: str, *, timeout_s: float = 10.0, durable: bool = True) -> Iterator[sqlite3.Connection]:
-    """A write transaction on the database `path`, created with `schema` if it is new; other writers wait.
-
-    `durable`: wait for the disk, so that the data survives a power failure. Raises DamagedError, and StateError if the
-    file cannot be opened or written, or stays locked for `timeout_s`.
-    """
-    with _translated(path):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.touch(mode=0o600)
-        with contextlib.closing(sqlite3.connect(path, timeout=timeout_s, isolation_level=None)) as connection:
-            connection.text_factory = _as_text
-            if not durable:
-                connection.execute("PRAGMA synchronous=OFF")
-            connection.execute("PRAGMA secure_delete=ON")
-            connection.execute("BEGIN IMMEDIATE")
-            if not _has_tables(connection, path):
-                _create(connection, schema)
-            yield connection
-            connection.execute("COMMIT")  # closing without it rolls back
-
-
-@contextlib.contextmanager
-def reading(path: Path, schema: str, *, timeout_s: float = 10.0) -> Iterator[sqlite3.Connection]:
-    """A read transaction on the database `path`, which may be write-protected. Raises the errors of `writing`.
-
-    Opened for writing if possible, because SQLite must first roll back what a killed process left incomplete.
-    """
-    with _translated(path), contextlib.ExitStack() as open_ones:
-        connection = _connect(open_ones, f"{path.absolute().as_uri()}?mode=rw", timeout_s)
-        connection.execute("BEGIN")
-        if not _has_tables(connection, path):  # another process is creating it
-            connection = _connect(open_ones, "file::memory:", timeout_s)
-            _create(connection, schema)
-        yield connection
-
-
-def _connect(open_ones: contextlib.ExitStack, uri: str, timeout_s: float) -> sqlite3.Connection:
-    connection = sqlite3.connect(uri, timeout=timeout_s, isolation_level=None, uri=True)
-    connection.text_factory = _as_text
-    return open_ones.enter_context(contextlib.closing(connection))
-
-
-def _as_text(contents: bytes) -> str:
-    """Text from the database; bytes that are not UTF-8 (not written by edgespec) are replaced."""
-    return contents.decode("utf-8", errors="replace")
-
-
-@contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
+    """The arrays of these `names`. Raises DamagedError, and StateError for a file that cannot be opened."""
     try:
-        yield
-    except sqlite3.OperationalError as exc:
-        raise StateError(f"{path} cannot be used: {exc}. Check the disk space and the folder's permissions") from exc
-    except (sqlite3.Error, UnicodeDecodeError) as exc:  # sqlite3 raises the latter for its message about damaged text
-        raise DamagedError(f"{path} is damaged: {exc}") from exc
-    except OSError as exc:
-        raise StateError(f"{path} cannot be used: {exc.strerror}. Make its folder writable") from exc
+        with zipfile.ZipFile(path) as stored:  # numpy reads what it was given before it looks at the checksum
+            return [np.lib.format.read_array(io.BytesIO(stored.read(f"{name}.npy"))) for name in names]
+    except PermissionError as exc:
+        raise StateError(f"{path} cannot be used: {exc.strerror}. Make its folder readable") from exc
+    except UNREADABLE_NPZ as exc:
+        raise DamagedError(f"{path} is damaged, delete it: {exc}") from exc
 
 
-def _has_tables(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has content; raises StateError if it has another format."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if version != FORMAT and (version or num_tables):
-        raise StateError(
-            f"{path} has format {version} and this version of edgespec reads {FORMAT}: use the version that wrote it"
-        )
-    return bool(num_tables)
-
-
-def _create(connection: sqlite3.Connection, schema: str) -> None:
-    for statement in schema.split(";"):
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version={FORMAT}")
+def checked_ids(path: Path, token_ids: NDArray[Any], least: int, size: int) -> TokenIds:
+    """The token ids [n] that `path` holds. Raises DamagedError unless all are within `least`..size - 1."""
+    if token_ids.dtype != np.int32 or token_ids.ndim != 1:
+        raise DamagedError(f"{path} is damaged, delete it: it holds no list of token ids")
+    if token_ids.size and not (token_ids.min() >= least and token_ids.max() < size):
+        raise DamagedError(f"{path} is damaged, delete it: a token id is outside {least}..{size - 1}")
+    return token_ids
 
 
 def remove(path: Path) -> bool:
-    """Delete a database and its journal; returns False if there was none. Raises StateError."""
-    existed = exists(path)
+    """Delete a file; returns False if there was none. Raises StateError."""
     try:
-        for file in (path, path.with_name(path.name + "-journal")):
-            file.unlink(missing_ok=True)
+        path.unlink()
+    except FileNotFoundError:
+        return False
     except OSError as exc:
         raise StateError(f"{path} cannot be deleted: {exc.strerror}; delete it by hand") from exc
-    return existed
+    return True

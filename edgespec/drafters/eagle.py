@@ -129,14 +129,14 @@ class EagleDrafter(StateDrafter):
             for row, node in enumerate(waiting):
                 sees[row, [places[each] for each in growth.path(node)]] = True
             depths = np.array([node.depth for node in nodes])
-            embedded = self.embed(np.array([node.candidate.token_id for node in nodes], np.int32))
+            embedded = self.embed(np.array([node.token_id for node in nodes], np.int32))
             above = np.stack([states[node.parent] for node in nodes])
             new = NewPairs(above, embedded, self._end + depths, sees, len(nodes))
             found, scores_found = self._read(new)
             states.update(zip(waiting, found, strict=True))
             return scores_found
 
-        return self.tree(request, candidates_for(request, request.sampler, like_chains=True), scores, scores_of)
+        return self.tree(request, candidates_for(request, request.sampler), scores, scores_of)
 
     def _catch_up(self, token_ids: TokenIds, features: Array, room: int) -> tuple[Array, Array]:
         """Read the pairs that were committed since the last draft, and some earlier ones; see that `room` more fit.

@@ -1,19 +1,17 @@
 """How a model's rows of logits become a draft: a chain drawn token by token, or a tree grown best first.
 
 A tree grows by the probability that a whole path is accepted (EAGLE-2, arXiv 2406.16858, section 4): a node is added
-while that pays for its row. Under a rule that samples the target's own tokens the children of a node are the first of
-the race that the target will run with the same noise (Kool et al. 2019, arXiv 1903.06059: Gumbel top-k); under a rule
-that compares distributions they are drawn without replacement with noise of the draft's own, and carry the
-distributions they were drawn from.
+while that pays for its row. The children of a node are the first of the race that the target will run with the same
+noise (Kool et al. 2019, arXiv 1903.06059: Gumbel top-k). Rules that compare distributions take chains only.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,135 +106,57 @@ def score_of(confidence: float) -> float:
 
 # Fitted to the demo pair, in dialogues; the controller calibrates probabilities while it runs.
 DISAGREEMENT, _AGREED = 0.6, 0.98  # typical difference of the target's logits; largest probability of acceptance
-_FIRST, _LATER = 0.5, 0.3  # probability of acceptance of a drawn token of probability 0 as first child; as a later one
 _KNOWN = 24  # likeliest tokens that are ranked when the sampler itself would look at one only
-_NODES_PER_DEPTH = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A child: `probability` of acceptance given its parent, `evidence` of that, `distribution` it was drawn from."""
+class Candidates(NamedTuple):
+    """The children of a node, in the order in which they are tried.
 
-    token_id: int
-    probability: float
-    evidence: Evidence = ()
-    distribution: Distribution | None = None
-
-
-class Candidates(ABC):
-    """The children of one node, in the order in which they are tried; there are `count` at most."""
-
-    count: int
-
-    @abstractmethod
-    def reach(self, attempt: int) -> float:
-        """The probability that child `attempt` is accepted if the node is, before the child is known."""
-
-    @abstractmethod
-    def take(self, attempt: int) -> Candidate:
-        """Child `attempt`; they are taken in order."""
-
-
-class Raced(Candidates):
-    """Children for rules that pick the target's token by a race with known noise, or greedily."""
-
-    def __init__(
-        self,
-        token_ids: TokenIds,
-        scores: NDArray[np.float64],
-        chained: Evidence | None = None,
-        disagreement: float = DISAGREEMENT,
-    ) -> None:
-        """`scores` [n], descending: perturbed logits; their differences are what the target's must overcome.
-
-        `chained`: evidence of a first child where chains are drafted too; `disagreement`: how far the target's logits
-        mostly differ from these.
-        """
-        self._token_ids, self.count, self._chained = token_ids, token_ids.size, chained
-        weights = np.exp((scores - scores[0]) / disagreement)
-        self._probs = _AGREED * weights / weights.sum()
-
-    def reach(self, attempt: int) -> float:
-        return float(self._probs[attempt])
-
-    def take(self, attempt: int) -> Candidate:
-        probability = self.reach(attempt)
-        evidence = _half_odds(probability), -min(attempt, 2.0)
-        return Candidate(int(self._token_ids[attempt]), probability, _beside(self._chained, evidence, attempt))
-
-
-class Drawn(Candidates):
-    """Children drawn without replacement, for rules that compare what a token was drawn from with the target.
-
-    A child's probability before it is drawn may depend on the distribution and on the children before it.
+    `token_ids` [n]; `probs` [n] of acceptance where the node is accepted; `first`: the evidence of the first one, which
+    is that of a chain's token.
     """
 
-    def __init__(self, drawn: Distribution, chained: Evidence | None = None) -> None:
-        """`drawn` [n]: the tokens in the order in which they come, with their probabilities."""
-        self._drawn, self.count, self._chained = drawn, drawn.token_ids.size, chained
-        self._refused = 1.0  # the probability that the target refuses all that were taken
+    token_ids: TokenIds
+    probs: NDArray[np.float64]
+    first: Evidence
 
-    def reach(self, attempt: int) -> float:
-        probs = self._drawn.probs
-        return self._refused * (_LATER if attempt else _FIRST + (1.0 - _FIRST) * float(probs @ probs))
-
-    def take(self, attempt: int) -> Candidate:
-        token_ids, probs = self._drawn.token_ids[attempt:], self._drawn.probs[attempt:]
-        left = Distribution(token_ids, probs / probs.sum())
-        prob = float(left.probs[0])
-        accepted = _LATER if attempt else _FIRST + (1.0 - _FIRST) * prob
-        probability = min(self._refused * accepted, _AGREED)
-        self._refused *= 1.0 - accepted
-        evidence = _half_odds(probability), max(math.log(prob), -4.0), -min(attempt, 2.0)
-        return Candidate(int(token_ids[0]), probability, _beside(self._chained, evidence, attempt), left)
+    def evidence(self, attempt: int) -> Evidence:
+        """That of child `attempt`: of a later one in columns of its own."""
+        if not attempt:
+            return self.first
+        prob = float(self.probs[attempt])
+        odds = max(math.log(prob / (1.0 - prob)), -6.0) / 2.0
+        return (0.0,) * len(self.first) + (1.0, odds, -min(attempt, 2.0))
 
 
-def _half_odds(probability: float) -> float:
-    return max(math.log(probability / (1.0 - probability)), -6.0) / 2.0
+MakeCandidates = Callable[[Logits, TokenIds], Candidates]
+"""(a node's row of logits [vocabulary], the tokens [m] of its path) -> its children."""
 
 
-def _beside(chained: Evidence | None, own: Evidence, attempt: int) -> Evidence:
-    """The evidence of a child where chains are drafted too: `chained` of a first one, other columns of a later one."""
-    if chained is None:
-        return own
-    return (0.0,) * len(chained) + (1.0, *own) if attempt else chained
+def candidates_for(request: DraftRequest, sampler: Sampler, *, disagreement: float = DISAGREEMENT) -> MakeCandidates:
+    """What makes the children of a node: the first tokens of the race that the target will run there.
 
-
-MakeCandidates = Callable[[Logits, int, int, TokenIds], Candidates]
-
-
-def candidates_for(
-    request: DraftRequest, sampler: Sampler, *, like_chains: bool = False, disagreement: float = DISAGREEMENT
-) -> MakeCandidates:
-    """What makes the children of a node out of the draft's row of logits [vocabulary].
-
-    They are drawn with the settings of `sampler`, the draft's. The other arguments of the returned function are the
-    children's depth, the node's number, and the tokens [m] of its path. `like_chains`: the evidence of first children
-    is that of a chain's tokens, for drafters that draft both; `disagreement`: as Raced's.
+    They are drawn with the settings of `sampler`, the draft's. `disagreement`: how far the target's logits mostly
+    differ from the draft's.
     """
     text_ids = request.token_ids
 
-    def make(logits: Logits, depth: int, node: int, path_ids: TokenIds) -> Candidates:
+    def make(logits: Logits, path_ids: TokenIds) -> Candidates:
         uses_history = sampler.uses_history and path_ids.size > 0
         history = np.concatenate((text_ids, path_ids)) if uses_history else text_ids
-        temperature, position = sampler.sampling.temperature, text_ids.size + depth
+        temperature = sampler.sampling.temperature
         if temperature == 0:
             known = sampler.likeliest(logits, history, _KNOWN)
             possible = known.probs > 0  # a draft with another vocabulary lacks some
-            chained = evidence_of(logits, 1.0, math.inf) if like_chains else None
-            return Raced(known.token_ids[possible], np.log(known.probs[possible]), chained, disagreement)
-        distribution = sampler.distribution(logits, history)
-        stream, index = Stream.TARGET, 0
-        if request.needs_distributions:
-            # Draws of one position that were looked at before must not come again, neither in this tree nor in a
-            # later round, nor those of a chain: what was drafted and accepted so far depends on them.
-            stream, index = Stream.DRAFT, (request.num_drafted + depth + 1) * _NODES_PER_DEPTH + node + 1
-        ranked, times = sampler.ranked(distribution, position, stream, index)
-        lead = math.log(times[1] / times[0]) if times.size > 1 else math.inf
-        chained = evidence_of(logits, float(ranked.probs[0]), lead) if like_chains else None
-        if request.needs_distributions:
-            return Drawn(ranked, chained)
-        return Raced(ranked.token_ids, -temperature * np.log(times), chained, disagreement)
+            token_ids, scores = known.token_ids[possible], np.log(known.probs[possible])
+            first = evidence_of(logits, 1.0, math.inf)
+        else:
+            ranked, times = sampler.ranked(sampler.distribution(logits, history), text_ids.size + path_ids.size)
+            token_ids, scores = ranked.token_ids, -temperature * np.log(times)
+            lead = math.log(times[1] / times[0]) if times.size > 1 else math.inf
+            first = evidence_of(logits, float(ranked.probs[0]), lead)
+        weights = np.exp((scores - scores[0]) / disagreement)  # scores differ by what the target's must overcome
+        return Candidates(token_ids, _AGREED * weights / weights.sum(), first)
 
     return make
 
@@ -248,12 +168,17 @@ _MOST_CHILDREN, _LOOKED_AT = 8, 8
 
 @dataclass(slots=True)
 class Node:
-    """A node of the growing tree; `value` is the probability that its whole path is accepted."""
+    """A node of the growing tree: a child with `prob` of acceptance given its parent, and the `evidence` of that.
+
+    `value`: the probability that its whole path is accepted.
+    """
 
     parent: int
     depth: int
     value: float
-    candidate: Candidate
+    token_id: int = 0
+    prob: float = 1.0
+    evidence: Evidence = ()
     candidates: Candidates | None = None  # of its children, once it is scored
     children: list[int] = field(default_factory=list)
 
@@ -263,11 +188,9 @@ class Growth:
     """The tree so far and the places where it may grow, the most probable first.
 
     A place is the next child of a node, or the scoring of a node, valued at the upper bound of its first child.
-    Decisions depend only on tokens that are in the tree already, never on the one that is added next: the rejection
-    rule needs that (ALGORITHMS: whether a sampled token is added must not depend on which token it is).
     """
 
-    make: Callable[[Logits, int, int, TokenIds], Candidates]  # (row, depth, node, path's tokens)
+    make: MakeCandidates
     most: int
     branches: int
     most_children: int
@@ -276,12 +199,9 @@ class Growth:
     deepest: int | None = None  # the longest path; None: only `most` limits it
     nodes: list[Node] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
-    _root: Node = field(init=False)
+    _root: Node = field(default_factory=lambda: Node(ROOT, -1, 1.0))
     _places: list[tuple[float, int, int]] = field(default_factory=list)  # (-value, when added, node)
     _added: int = 0
-
-    def __post_init__(self) -> None:
-        self._root = Node(ROOT, -1, 1.0, Candidate(0, 1.0))
 
     def at(self, node: int) -> Node:
         return self._root if node == ROOT else self.nodes[node]
@@ -296,12 +216,12 @@ class Growth:
     def open(self, node: int, logits: Logits) -> None:
         """`node` has been scored: its row of logits [vocabulary] gives its children."""
         here = self.at(node)
-        ids = np.array([self.nodes[each].candidate.token_id for each in self.path(node)], np.int32)
+        ids = np.array([self.nodes[each].token_id for each in self.path(node)], np.int32)
         try:
-            here.candidates = self.make(logits, here.depth + 1, node, ids)
+            here.candidates = self.make(logits, ids)
         except NoTokenLeft:  # the drafter knows no token that a grammar allows there
             return
-        self._place(node, here.value * here.candidates.reach(0))
+        self._place(node, here.value * float(here.candidates.probs[0]))
 
     def grow(self, end_ids: frozenset[int]) -> bool:
         """Add nodes while the best place is known; True when `waiting` nodes must be scored first, False at the end."""
@@ -319,19 +239,19 @@ class Growth:
 
     def _take(self, parent: int, end_ids: frozenset[int]) -> None:
         above = self.at(parent)
-        assert above.candidates is not None
-        if above.children:
-            if not self.branches:
-                return
-            self.branches -= 1
-        candidate = above.candidates.take(len(above.children))
+        found, attempt = above.candidates, len(above.children)
+        assert found is not None
+        if attempt and not self.branches:
+            return
+        self.branches -= attempt > 0
+        prob, token_id = float(found.probs[attempt]), int(found.token_ids[attempt])
         above.children.append(len(self.nodes))
-        self.nodes.append(Node(parent, above.depth + 1, above.value * candidate.probability, candidate))
-        may_go_on = self.deepest is None or above.depth + 2 < self.deepest
-        if may_go_on and candidate.token_id not in end_ids:
-            self._place(len(self.nodes) - 1, self.nodes[-1].value)
-        if len(above.children) < min(self.most_children, above.candidates.count):
-            self._place(parent, above.value * above.candidates.reach(len(above.children)))
+        new = Node(parent, above.depth + 1, above.value * prob, token_id, prob, found.evidence(attempt))
+        self.nodes.append(new)
+        if (self.deepest is None or new.depth + 1 < self.deepest) and token_id not in end_ids:
+            self._place(len(self.nodes) - 1, new.value)
+        if attempt + 1 < min(self.most_children, found.token_ids.size):
+            self._place(parent, above.value * float(found.probs[attempt + 1]))
 
     def _others_to_score(self) -> list[int]:
         """Further nodes that may be needed soon: scoring a few at once costs little more than one."""
@@ -359,14 +279,13 @@ class Growth:
         in_main = set(main)
         order = [*main, *(node for node in range(len(self.nodes)) if node not in in_main)]
         new = {node: place for place, node in enumerate(order)} | {ROOT: NO_PARENT}
-        candidates = [self.nodes[node].candidate for node in order]
-        sampled = [each.distribution for each in candidates if each.distribution is not None]
+        nodes = [self.nodes[node] for node in order]
         return Draft(
-            np.array([each.token_id for each in candidates], np.int32),
-            np.array([new[self.nodes[node].parent] for node in order], np.int32),
-            np.array([each.probability for each in candidates], np.float32),
-            tuple(sampled) if sampled else None,
-            tuple(each.evidence for each in candidates),
+            np.array([node.token_id for node in nodes], np.int32),
+            np.array([new[node.parent] for node in nodes], np.int32),
+            np.array([node.prob for node in nodes], np.float32),
+            None,
+            tuple(node.evidence for node in nodes),
         )
 
 

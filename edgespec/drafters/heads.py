@@ -159,13 +159,13 @@ class Eagle3Drafter(HeadDrafter):
             read = sorted({each for node in asked for each in growth.path(node)})
             rows = {node: row for row, node in enumerate(read)} | {ROOT: NO_PARENT}
             nodes = [growth.nodes[node] for node in read]
-            token_ids = np.array([node.candidate.token_id for node in nodes], np.int32)
+            token_ids = np.array([node.token_id for node in nodes], np.int32)
             above, parents = np.stack([states[node.parent] for node in nodes]), [rows[node.parent] for node in nodes]
             found, after = self._head.branch(token_ids, above, parents, [rows[node] for node in asked])
             states.update(zip(asked, after, strict=True))
             return [found[asked.index(node)] for node in growth.waiting]
 
-        make = candidates_for(request, request.sampler, like_chains=True)
+        make = candidates_for(request, request.sampler)
         return grown(request, make, self._head.facts.end_ids, logits, rows_of)
 
     def num_uncached(self, token_ids: TokenIds) -> int:

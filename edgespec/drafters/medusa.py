@@ -86,14 +86,14 @@ class MedusaDrafter(StateDrafter):
 
 def _candidates_for(request: DraftRequest) -> MakeCandidates:
     """The candidates of any tree, but made only once per depth where all its nodes share them."""
-    make = candidates_for(request, request.sampler, like_chains=True, disagreement=_DISAGREEMENT)
-    if request.needs_distributions or request.sampler.uses_history:
+    make = candidates_for(request, request.sampler, disagreement=_DISAGREEMENT)
+    if request.sampler.uses_history:
         return make
     known: dict[int, Candidates] = {}
 
-    def make_once(logits: Logits, depth: int, node: int, path_ids: TokenIds) -> Candidates:
-        if depth not in known:
-            known[depth] = make(logits, depth, node, path_ids)
-        return known[depth]
+    def make_once(logits: Logits, path_ids: TokenIds) -> Candidates:
+        if path_ids.size not in known:
+            known[path_ids.size] = make(logits, path_ids)
+        return known[path_ids.size]
 
     return make_once

@@ -36,16 +36,12 @@ def make_ngram(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> 
 
 
 def make_suffix(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
+    from edgespec.corpus.index import SuffixIndex, joined
     from edgespec.drafters.suffix import SuffixDrafter
 
-    found = user_corpus(vocabulary) if options.corpus else None
-    return SuffixDrafter(corpora=[] if found is None else [found])
-
-
-def make_cache(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
-    from edgespec.drafters.cache import CacheDrafter
-
-    return CacheDrafter(vocabulary.size, learnt_texts(vocabulary).read() if options.recall else ())
+    earlier = learnt_texts(vocabulary).read() if options.recall else []
+    found = [user_corpus(vocabulary) if options.corpus else None, SuffixIndex.of(joined(earlier)) if earlier else None]
+    return SuffixDrafter(corpora=[index for index in found if index is not None])
 
 
 def make_lookahead(options: LoadOptions, vocabulary: Vocabulary, opened: Opened) -> Drafter:
@@ -73,15 +69,15 @@ def learnt_texts(vocabulary: Vocabulary) -> LearntTexts:
 
 def user_corpus(vocabulary: Vocabulary) -> SuffixIndex | None:
     """The user's corpus in `vocabulary`; None when there is none, or when it cannot be used, which is logged."""
-    from edgespec.corpus.database import Corpus
     from edgespec.corpus.store import texts_folder, vocabulary_key
+    from edgespec.corpus.texts import Corpus
 
     if not is_folder(texts_folder()):
         return None
     try:
         return Corpus(vocabulary_key(vocabulary), vocabulary.size).index()
     except StateError as exc:
-        logger.warning("%s", exc)
+        logger.warning("the corpus is not used: %s; edgespec corpus rm removes one text, or --all", exc)
         return None
 
 
@@ -137,7 +133,7 @@ class DrafterSpec:
     make: Make | None = None
     bytes_per_token: int = 0
     most_tokens: int = 1 << 17
-    in_auto: Literal["always", "with kept answers", "never"] = "always"
+    in_auto: bool = True
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -157,12 +153,9 @@ class DrafterSpec:
 
 # In the order in which `auto` considers them: of equal expectations the first one wins.
 SPECS: dict[DrafterName, DrafterSpec] = {
-    # In one text `suffix` finds what the other two find, and asking all three takes more than twice the time.
-    "ngram": DrafterSpec(cost="free", make=make_ngram, bytes_per_token=400, in_auto="never"),
+    # In one text `suffix` finds what `ngram` finds.
+    "ngram": DrafterSpec(cost="free", make=make_ngram, bytes_per_token=400, in_auto=False),
     "suffix": DrafterSpec(cost="free", make=make_suffix, bytes_per_token=600, most_tokens=1 << 16),
-    "cache": DrafterSpec(
-        cost="free", make=make_cache, bytes_per_token=750, most_tokens=1 << 15, in_auto="with kept answers"
-    ),
     "model": DrafterSpec((DRAFT,), "engine"),
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
     "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
@@ -177,10 +170,8 @@ SPECS: dict[DrafterName, DrafterSpec] = {
 FALLBACK: DrafterName = "ngram"  # with a fixed draft length and no draft; it needs nothing and works on any text
 
 
-def automatic(options: LoadOptions) -> list[DrafterName]:
-    """The drafters that `auto` may take, whether or not they were opened or can be made."""
-    wanted = {"always", "with kept answers"} if options.recall or options.learn else {"always"}
-    return [name for name, spec in SPECS.items() if spec.in_auto in wanted]
+AUTOMATIC = [name for name, spec in SPECS.items() if spec.in_auto]
+"""The drafters that `auto` may take, whether or not they were opened or can be made."""
 
 
 def check_makeable(name: DrafterName, opened: Mapping[DrafterName, Drafter], pair: str) -> None:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, Span, SuffixIndex
+from edgespec.corpus.index import DEPTH, END_OF_TEXT, LONGEST_MATCH, AnswerIndex, Span, SuffixIndex
 from edgespec.drafters.base import Drafter, DraftRequest
 from edgespec.drafters.ngram import FollowedText, looked_up
 from edgespec.types import EMPTY_DRAFT, Draft, Evidence, TokenIds
@@ -220,7 +220,7 @@ _NEARER = 2  # bonus in tokens for a match in the text: a corpus may be about so
 
 
 class SuffixDrafter(Drafter):
-    """Continues the text from its own earlier tokens and from `corpora`.
+    """Continues the text from its own earlier tokens, from `corpora`, and from `answers` of this process.
 
     At most `max_indexed` tokens of the text are indexed, the latest ones.
     """
@@ -228,20 +228,36 @@ class SuffixDrafter(Drafter):
     name = "suffix"
     is_free = True
 
-    def __init__(self, min_match: int = 1, max_indexed: int = 1 << 16, corpora: Sequence[SuffixIndex] = ()) -> None:
+    def __init__(
+        self,
+        min_match: int = 1,
+        max_indexed: int = 1 << 16,
+        corpora: Sequence[SuffixIndex] = (),
+        answers: AnswerIndex | None = None,
+    ) -> None:
         self._min_match, self._max_indexed = min_match, max_indexed
         self._text = FollowedText()
         self._automaton = SuffixAutomaton()
-        self._corpora = tuple(map(CorpusMatch, corpora))
+        self._lasting, self._answers = corpora, answers or AnswerIndex()
+        self._corpora = [CorpusMatch(index) for index in corpora]
 
     def another(self, sequence: int) -> Drafter | None:
-        """It searches the same corpora."""
-        return SuffixDrafter(self._min_match, self._max_indexed, [corpus.index for corpus in self._corpora])
+        """It searches the same corpora and answers."""
+        return SuffixDrafter(self._min_match, self._max_indexed, self._lasting, self._answers)
+
+    def learn(self, answer_ids: TokenIds) -> None:
+        """An answer [n] is complete; later texts may draft from it."""
+        self._answers.add(answer_ids)
 
     def begin(self, prompt_ids: TokenIds) -> None:
+        """An empty prompt also clears the answers of this process."""
         self._text.begin(prompt_ids)
         if not prompt_ids.size:
             self._clear()
+            self._answers.clear()
+        if self._corpora[len(self._lasting) :] or self._answers.index is not None:
+            found = (*self._lasting, self._answers.index)
+            self._corpora = [CorpusMatch(index) for index in found if index is not None]
 
     def draft(self, request: DraftRequest) -> Draft:
         """A copy of what followed the longest match, at most `_GROWTH` times as long as the match."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.growth import ROOT, Growth, candidates_for
+from edgespec.drafters.growth import CHAIN_PRIOR, ROOT, Growth, candidates_for
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import Passes, at_once, restored_on_failure
@@ -22,6 +22,7 @@ class TreeDrafter(Drafter):
     """Drafts with the engine and the cache of `model`, which owns them; a chain where trees are not possible."""
 
     name = "tree"
+    prior = CHAIN_PRIOR
 
     def __init__(self, model: ModelDrafter) -> None:
         self._model = model
@@ -56,7 +57,7 @@ class TreeDrafter(Drafter):
         index = {node: row for row, node in enumerate(rows)}
         nodes = [growth.nodes[node] for node in rows]
         logits = yield from self._model.cache.looking(
-            np.array([node.candidate.token_id for node in nodes], np.int32),
+            np.array([node.token_id for node in nodes], np.int32),
             np.array([index.get(node.parent, NO_PARENT) for node in nodes], np.int32),
             np.isin(rows, wanted),
         )

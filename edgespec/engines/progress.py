@@ -24,13 +24,6 @@ def reporting_to(on_progress: Progress | None) -> Iterator[None]:
         _listener.reset(before)
 
 
-def report(done: int, total: int, what: str) -> None:
-    """Tell the listener, if there is one, that `done` of `total` steps of `what` are done."""
-    listener = _listener.get()
-    if listener is not None:
-        listener(done, total, what)
-
-
 class Work:
     """Work of `total` steps, described as `what`: reported when it begins and after every step."""
 
@@ -44,4 +37,5 @@ class Work:
         self._report()
 
     def _report(self) -> None:
-        report(self.done, self.total, self.what)
+        if (listener := _listener.get()) is not None:
+            listener(self.done, self.total, self.what)

@@ -224,7 +224,7 @@ _engine: Engine | None = None
 
 def _load(path: Path, use: ModelUse, flag: Path) -> tuple[EngineFacts, str, int]:
     """Load the model at `path`, on the devices of the servers of `use`. Raises as `LlamaCppEngine.load`."""
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.llamacpp.library import library, listening
 
     global _engine

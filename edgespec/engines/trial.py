@@ -151,8 +151,8 @@ def _fault_of(path: Path) -> str | None:
 
 
 def _try_gguf(path: Path) -> str | None:
-    from edgespec.engines.llamacpp import LlamaCppEngine
     from edgespec.engines.llamacpp.embeddings import EncoderEngine
+    from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.llamacpp.heads import try_head
     from edgespec.engines.rows import fault_of
     from edgespec.types import Batch

@@ -105,7 +105,7 @@ class Comparison:
 def open_engine(wanted: Format, path: Path, context_length: int, threads: int | None) -> Engine:
     """Open a file in edgespec's engine with its most exact settings. Raises the errors of the engine's `load`."""
     if wanted == "gguf":
-        from edgespec.engines.llamacpp import LlamaCppEngine
+        from edgespec.engines.llamacpp.engine import LlamaCppEngine
 
         return LlamaCppEngine.load(
             path,

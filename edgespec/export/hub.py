@@ -17,7 +17,7 @@ from pathlib import Path
 from edgespec.config.options import Sampling
 from edgespec.config.values import is_number
 from edgespec.errors import DownloadError, ModelFileError, ModelNotFound, SamplingError
-from edgespec.loading.hub import Overloaded, cached, describe, endpoint, library, reason_of, transport_errors
+from edgespec.loading.hub import describe, endpoint, failures, library, reason_of
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -89,7 +89,7 @@ def hub_source(hub_id: str, revision: str) -> Source:
     """A model of the hub: fetches its small files, or uses the cached copy if the hub is not reachable."""
     try:
         found = describe(hub_id, revision)
-    except (DownloadError, Overloaded, ConnectionError) as error:
+    except (ModelNotFound, DownloadError) as error:
         return _cached_source(hub_id, revision, error)
     sizes = {name: file.bytes for name, file in found.files.items()}
     weights = {name: sizes[name] for name in _weight_names(f"{hub_id} at {endpoint()}", list(sizes))}
@@ -101,15 +101,15 @@ def hub_source(hub_id: str, revision: str) -> Source:
         return paths[0].parent
 
     folder = fetch(sorted(_matching(list(sizes), SMALL_FILES)))
-    missing = {name: size for name, size in weights.items() if cached(found, name) is None}
+    cached = {name: library().try_to_load_from_cache(hub_id, name, revision=found.commit) for name in weights}
+    missing = {name: size for name, size in weights.items() if not isinstance(cached[name], str)}
     return Source(hub_id.rpartition("/")[2], folder, weights, missing, "", fetch)
 
 
 def _fetched(hub_id: str, revision: str, name: str, commit: str) -> Path:
-    failures: tuple[type[Exception], ...] = (OSError, ValueError, *transport_errors())
     try:
         path = Path(library().hf_hub_download(hub_id, name, revision=revision, endpoint=endpoint()))
-    except failures as error:
+    except failures() as error:
         raise ModelNotFound(
             f"{name} of {hub_id} could not be fetched from {endpoint()} ({reason_of(error)}): run the same command "
             "again, finished files are kept"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -34,10 +35,11 @@ FREQUENT = "frequent"
 EMBEDDING = "embedding"
 # What numpy, zipfile and its decompressors raise on damaged bytes. Less obvious ones: RuntimeError, by zipfile, of an
 # archive marked as encrypted or, in a subclass, of a compression that it does not know; TypeError of a bare array,
-# which is no archive; AttributeError of an entry that is no array; MemoryError of a shape that cannot be.
+# which is no archive; AttributeError of an entry that is no array; MemoryError of a shape that cannot be; TokenError
+# and SyntaxError of its description.
 UNREADABLE_NPZ = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, TypeError, AttributeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
 )
 _LEAST_LIKENESS = 0.9  # mean cosine of the states of a quantised target to those of its original
 FORMAT = 1

@@ -24,7 +24,7 @@ from edgespec.errors import Cancelled, EdgespecError, EngineError
 from edgespec.generation.run_state import PassShare, Run
 from edgespec.reports import RoundRecord, TokenEvent
 from edgespec.sampling import Sampler
-from edgespec.sampling.acceptance import CHAINS_ONLY, COMPARING, ROOT, Rule, TargetAt
+from edgespec.sampling.acceptance import COMPARING, ROOT, Rule, TargetAt
 from edgespec.types import EMPTY_DRAFT, Distribution, Draft, Logits, TokenIds, Verdict
 
 Returned = TypeVar("Returned")
@@ -119,7 +119,7 @@ def _propose(run: Run, controller: Controller, context_ids: TokenIds, rule: Rule
         most,
         run.sampler,
         needs_distributions=rule in COMPARING,
-        max_branches=0 if rule in CHAINS_ONLY else target.engine.most_branches,
+        max_branches=0 if rule in COMPARING else target.engine.most_branches,
         features=target.features,
         layer_inputs=target.layer_inputs,
         predicted_ids=run.predicted_ids,

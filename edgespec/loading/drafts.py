@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from edgespec.drafters.mapped import MappedSequence, VocabularyMap, map_vocabulary
 from edgespec.engines.base import Engine
@@ -55,8 +55,7 @@ def difference(target: Vocabulary, draft: Vocabulary) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """How a draft's vocabulary compares with the target's. `why_not`: why it cannot draft; empty where it can."""
 
     text: str

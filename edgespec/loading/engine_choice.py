@@ -96,11 +96,7 @@ def _asked_of_llamacpp(options: LoadOptions, role: str) -> str:
     is_target = role == "target"
     layers = options.gpu_layers if is_target or options.draft_gpu_layers is None else options.draft_gpu_layers
     device = options.target_devices if is_target else options.draft_devices
-    kinds = (
-        (options.cache_type_k, options.cache_type_v)
-        if is_target
-        else (options.draft_cache_type_k, options.draft_cache_type_v)
-    )
+    kinds = (options.cache_type_k, options.cache_type_v) if is_target else (None, None)
     is_automatic = layers == "auto" or (layers is None and not options.reproducible and device is None)
     if has_gpu() if is_automatic else layers or device:
         return "its layers go to the GPU"

@@ -100,7 +100,7 @@ def open_own_layers(options: LoadOptions, target: Engine) -> MtpDrafter:
     """A drafter with the multi-token prediction layer of `target`, which was loaded with it. Raises CapabilityError."""
     if target.facts.name == "onnx":
         return MtpDrafter(_on_kernels(options, target), WINDOW)
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.engine import LlamaCppEngine
 
     assert isinstance(target, LlamaCppEngine)
     return MtpDrafter(target.load_mtp(context_length=options.draft_context_length), WINDOW)
@@ -117,7 +117,7 @@ def _on_kernels(options: LoadOptions, target: Engine, path: Path | None = None) 
 
 def open_head_file(options: LoadOptions, file: ModelFile, target: Engine) -> Drafter:
     """A drafter with a head in GGUF. Raises CapabilityError for a target that it cannot read."""
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.engine import LlamaCppEngine
 
     kind = head_kind_of(file.path)
     assert kind is not None  # the pair's requirements have asked

@@ -13,14 +13,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound
 from edgespec.formats.gguf.check import SPLIT_NAME
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-TRANSIENT = (408, 500, 502, 503, 504)
 _ADDRESS = re.compile(r"https?://[^/\s]")
 _TOKEN = "set HF_TOKEN to a token that may read it"
 
@@ -46,14 +44,6 @@ class HubRepo:
     is_package: bool = False
 
 
-class Overloaded(Exception):
-    """The hub asks to come back later (429). `wait_s`: when, in seconds; None: it does not say."""
-
-    def __init__(self, wait_s: float | None) -> None:
-        super().__init__(wait_s)
-        self.wait_s = wait_s
-
-
 def library() -> Any:  # a module whose HTTP library differs between releases
     """huggingface_hub, which takes 100 ms to import."""
     import huggingface_hub
@@ -75,7 +65,7 @@ def endpoint() -> str:
 
 
 def describe(repo: str, revision: str) -> HubRepo:
-    """What `repo` holds at `revision`. Raises ModelNotFound, DownloadError, Overloaded."""
+    """What `repo` holds at `revision`. Raises ModelNotFound, DownloadError."""
     hub = library()
     with hub_errors(repo, revision):
         api, timeout = hub.HfApi(endpoint=endpoint()), hub.constants.HF_HUB_ETAG_TIMEOUT
@@ -95,81 +85,33 @@ def address(repo: HubRepo, path: str) -> str:
     return str(library().hf_hub_url(repo.repo, path, revision=repo.commit, endpoint=endpoint()))
 
 
-def cached(repo: HubRepo, path: str) -> Path | None:
-    """The file in the hub's own cache on this machine, where an earlier download of any program left it."""
-    found = library().try_to_load_from_cache(repo.repo, path, revision=repo.commit)
-    return Path(found) if isinstance(found, str) else None
-
-
-@contextlib.contextmanager
-def open_stream(url: str, begin: int) -> Iterator[Any]:
-    """A response with the contents of `url` from byte `begin`; raises what `hub_errors` translates."""
-    hub = library()
-    headers = hub.utils.build_hf_headers() | {"Accept-Encoding": "identity"}
-    if begin:
-        headers["Range"] = f"bytes={begin}-"
-    timeout = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
-    with hub.utils.get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
-        if response.status_code != 416:  # what is there already is not the beginning of this file
-            if response.status_code >= 400:
-                response.read()
-            hub.utils.hf_raise_for_status(response)
-        yield response
-
-
 @contextlib.contextmanager
 def hub_errors(repo: str, revision: str = "") -> Iterator[None]:
-    """Raises what the hub answers as ModelNotFound, DownloadError or Overloaded that name `repo` and the fix.
-
-    ConnectionError stands for a failure that may pass: no network, a connection that broke, an overloaded server.
-    """
-    hub = library()
-    at, errors = endpoint(), hub.errors
-    missing = {
+    """Raises what goes wrong on the way to the hub as ModelNotFound or DownloadError that name `repo` and the fix."""
+    at, errors = endpoint(), library().errors
+    known: dict[type[Exception], str] = {
         errors.GatedRepoError: f"{repo} at {at} is gated: accept its terms on the hub's page, and {_TOKEN}",
         errors.RepositoryNotFoundError: f"{at} has no model {repo!r} that this user may read: check the spelling, or "
         f"{_TOKEN}",
         errors.RevisionNotFoundError: f"{repo} at {at} has no revision {revision!r}: see its branches on the hub",
-        errors.EntryNotFoundError: f"{repo} at {at} no longer has a file it listed: run the same command again",
+        errors.OfflineModeIsEnabled: f"{repo} is not on this machine and HF_HUB_OFFLINE forbids downloads: unset it, "
+        "or give a local file",
     }
     try:
         yield
-    except tuple(missing) as error:
-        raise ModelNotFound(next(text for kind, text in missing.items() if isinstance(error, kind))) from error
-    except errors.OfflineModeIsEnabled as error:
-        raise DownloadError(
-            f"{repo} is not on this machine and HF_HUB_OFFLINE forbids downloads: unset it, or give a local file"
-        ) from error
-    except errors.HfHubHTTPError as error:
-        raise _refusal(error, repo, at) from error
-    except transport_errors() as error:
-        raise ConnectionError(f"{at}: {reason_of(error)}") from error
-    except errors.HFValidationError as error:
-        raise ModelNotFound(f"{repo!r} is not a valid repository name ({reason_of(error)}): give ORG/NAME") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DownloadError(
-            f"{at} does not respond like a model hub ({reason_of(error)}): check HF_ENDPOINT, and whether this "
-            "network requires a login"
-        ) from error
+    except failures() as error:
+        other = (
+            f"{repo} could not be fetched from {at} ({reason_of(error)}): run the same command again to resume, or "
+            "check HF_ENDPOINT and HF_TOKEN"
+        )
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        as_ours = ModelNotFound if status in (401, 403, 404, 410) else DownloadError
+        raise as_ours(next((text for kind, text in known.items() if isinstance(error, kind)), other)) from error
 
 
-def _refusal(error: Any, repo: str, at: str) -> Exception:
-    status = error.response.status_code
-    if status == 429:
-        after = error.response.headers.get("Retry-After", "")
-        return Overloaded(float(after) if after.isdigit() else None)
-    if status in TRANSIENT:
-        return ConnectionError(f"{at} answers with status {status}")
-    if status in (401, 403):
-        return ModelNotFound(f"{at} refuses {repo} (status {status}): {_TOKEN}, or unset one that has expired")
-    if status in (404, 410):
-        return ModelNotFound(f"{at} does not have what is wanted of {repo} (status {status}): check name and revision")
-    return DownloadError(f"{at} refuses {repo} ({reason_of(error)}): run the same command again later")
-
-
-def transport_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library raises; its class differs between releases of huggingface_hub."""
-    return library().errors.HTTPError, ConnectionError
+def failures() -> tuple[type[Exception], ...]:
+    """What the library raises, its HTTP library too, whose class differs between releases, and for no hub's answers."""
+    return library().errors.HTTPError, OSError, ValueError, KeyError, TypeError
 
 
 def reason_of(error: BaseException) -> str:

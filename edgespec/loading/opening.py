@@ -5,8 +5,7 @@ Not what a load measures, or whether it succeeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,7 +23,7 @@ from edgespec.engines.trial import Trial
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, UsageError
 from edgespec.formats.gguf.check import check_gguf, gives_only_embeddings, model_files, require_language_model
 from edgespec.formats.gguf.header import keeping_headers, read_header
-from edgespec.formats.manifest import ModelFile, ModelPair, check_file
+from edgespec.formats.manifest import ModelFile, ModelPair
 from edgespec.loading.download import check_hash, was_hashed
 from edgespec.loading.drafts import draft_cache
 from edgespec.loading.engine_choice import with_engines
@@ -63,7 +62,7 @@ def _open_models(
     options: LoadOptions, pair: ModelPair, trial: Trial
 ) -> tuple[ModelPair, Engine, dict[DrafterName, Drafter]]:
     chosen = Chosen.of(options, pair)
-    weight_checks = _check_contents([pair.files[role] for role in chosen.roles])
+    _check_contents(pair.files[role] for role in chosen.roles)
     load_libraries(pair.files[role] for role in chosen.roles)  # while the child works
     heads = read_heads(options, pair, is_cut=chosen.is_cut)
     states = state_layers(heads.values()) if heads else None
@@ -74,8 +73,6 @@ def _open_models(
         for name in chosen.wanted:
             drafters |= _opened(name, options, chosen, target, drafters)
         drafters |= {each.manifest.kind: open_heads(each, path, target) for path, each in heads.items()}
-        for check in weight_checks:
-            check.result()
     except BaseException:
         for drafter in drafters.values():
             drafter.close()
@@ -168,27 +165,11 @@ def require_writer_file(file: ModelFile) -> None:
         require_language_model(file.path, header)
 
 
-def _check_contents(models: Sequence[ModelFile]) -> list[Future[None]]:
-    """Hash large files that the manifest describes, once.
-
-    A graph with damaged weights loads without an error, so only a checksum finds them. Weights of ONNX models, whose
-    contents cannot harm the process, are hashed while the models load: the results raise ModelFileError.
-    """
-    later: list[ModelFile] = []
-    for model in models:
-        for file in model.all_files:
-            if file.sha256 is not None and not file.is_verified and not was_hashed(file):
-                check_file(file, hashed=False)
-                if file.path.suffix == ".data":
-                    later.append(file)
-                else:
-                    check_hash(file)
-    if not later:
-        return []
-    thread = ThreadPoolExecutor(1, "edgespec-checksums")
-    checks = [thread.submit(check_hash, file) for file in later]
-    thread.shutdown(wait=False)
-    return checks
+def _check_contents(models: Iterable[ModelFile]) -> None:
+    """Hash large files that the manifest describes, once: a graph with damaged weights loads without an error."""
+    for file in (file for model in models for file in model.all_files):
+        if file.sha256 is not None and not file.is_verified and not was_hashed(file):
+            check_hash(file)
 
 
 def load_libraries(models: Iterable[ModelFile]) -> None:
@@ -247,7 +228,7 @@ def _open(options: LoadOptions, file: ModelFile, use: ModelUse) -> Engine:
         from edgespec.engines.llamacpp.embeddings import EncoderEngine
 
         return EncoderEngine.load(file.path, use)
-    from edgespec.engines.llamacpp import LlamaCppEngine
+    from edgespec.engines.llamacpp.engine import LlamaCppEngine
     from edgespec.engines.remote import RemoteEngine
 
     return (RemoteEngine if use.endpoints else LlamaCppEngine).load(file.path, use)

@@ -19,7 +19,6 @@ import tomli_w
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import (
     Busy,
-    CapabilityError,
     ConfigError,
     EdgespecError,
     ModelFileError,
@@ -59,10 +58,6 @@ def one_writer(name: str, on_wait: Callable[[], None] | None = None) -> Iterator
     lock = library().utils.WeakFileLock
     from filelock import Timeout  # what huggingface_hub locks with
 
-    if is_folder(folder) and name not in (same := [path.name for path in models_folder().iterdir()]):
-        # Windows and macOS take two spellings for one folder.
-        taken = next((each for each in same if each.lower() == name.lower()), name)
-        raise ConfigError(f"the name {name} is taken by {taken}: give another, or write it like that")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock(locks / f"{name}.lock", timeout=0.2))
@@ -91,22 +86,6 @@ def _entry(root: Path, file: ModelFile) -> dict[str, Any]:
     if file.parts:
         made["parts"] = [_entry(root, part) for part in file.parts]
     return made
-
-
-def replace_manifest(folder: Path, about: Mapping[str, Any], roles: Mapping[str, ModelFile]) -> None:
-    """`write_manifest`; removes the files that only the manifest before it names, and unfinished ones."""
-    before: set[Path] = set()
-    if is_file(folder / MANIFEST):
-        with contextlib.suppress(ModelFileError, CapabilityError):
-            old = read_pair(folder, check_hashes=False)
-            parts = (part.path for file in old.files.values() for part in file.all_files)
-            before = {path for path in parts if folder in path.parents}  # others are the user's own
-    write_manifest(folder, about, roles)
-    (folder / UNFINISHED).unlink(missing_ok=True)
-    kept = {part.path for file in roles.values() for part in file.all_files}
-    for path in (before - kept) | set(folder.rglob(f".*{PART}")):
-        with contextlib.suppress(OSError):  # in use on Windows
-            path.unlink()
 
 
 def add(path: Path, name: str = "", draft: Path | None = None) -> str:
@@ -184,7 +163,7 @@ def own_folders() -> dict[str, Path]:
 def _table_of(folder: Path) -> Mapping[str, Any] | None:
     """The manifest of a folder that `edgespec pull` or `add` made, empty where it is damaged or not there yet."""
     if not is_file(folder / MANIFEST):
-        return {} if is_file(folder / UNFINISHED) or any(folder.rglob(f".*{PART}")) else None
+        return {} if is_file(folder / UNFINISHED) else None
     try:
         table = read_table(folder / MANIFEST)
     except ModelFileError:  # a model that cannot be used is no loss

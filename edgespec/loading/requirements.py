@@ -161,30 +161,22 @@ def _asked_for(options: LoadOptions, pair: ModelPair, own: tuple[DrafterName, ..
 def _check(name: DrafterName, wanted: tuple[DrafterName, ...], pair: ModelPair, *, has_exit: bool) -> None:
     """Raises CapabilityError where a file is missing, the draft is of another kind, or the target on another engine."""
     needs, spec, target, own = _needs(name, pair), SPECS[name], pair.files["target"], _own_drafter(pair)
-    for need in needs:
-        if need is EXIT and not has_exit:
-            where = "" if target.engine == "onnx" else ", for a target in ONNX"
-            raise CapabilityError(
-                f"drafter {name!r} needs to know after which layer {pair.name!r} exits: give --exit-layer N{where}"
-            )
-        by_exit = need is DRAFT and "early-exit" in wanted  # the exit is the draft model
-        if not (need is EXIT or by_exit or need.role in pair.files):
-            raise CapabilityError(
-                f"drafter {name!r} needs {need.what} and {pair.name!r} has none: give {need.flags}, or use "
-                f"--drafter {FALLBACK}"
-            )
+    by_exit = "early-exit" in wanted  # the exit is the draft model
     has = next((HEAD_FILES[each] for each in own if each in HEAD_FILES), DRAFT)
-    if needs[0] is not EXIT and needs[0] is not has:
-        raise CapabilityError(
-            f"{pair.files['draft'].path.name} is {has.what} and drafter {name!r} needs {needs[0].what}: give one with "
-            f"{needs[0].flags}, or use --drafter {own[0]}"
-        )
-    if target.engine not in spec.engines:
-        raise CapabilityError(
-            f"{pair.files[needs[-1].role or 'target'].path.name} is {needs[-1].what}, which needs a target on "
-            f"{' or '.join(spec.engines)}, and this one runs on {target.engine}: use --engine {spec.engines[0]}, or "
-            "another drafter"
-        )
+    missing = [need for need in needs if not (has_exit if need is EXIT else need.role in pair.files)]
+    missing = [need for need in missing if not (need is DRAFT and by_exit)]
+    if not missing and needs[0] not in (EXIT, has):
+        missing = [needs[0]]
+    if not missing and target.engine in spec.engines:
+        return
+    need = missing[0] if missing else needs[-1]
+    draft = "no draft" if pair.draft is None else f"{pair.draft.name}, {has.what},"
+    engines = " or ".join(spec.engines)
+    raise CapabilityError(
+        f"drafter {name!r} needs {need.what} for a target on {engines}, and {pair.name!r} has {draft} and runs on "
+        f"{target.engine}: give {need.flags}{'' if missing else f', with --engine {spec.engines[0]}'}, or "
+        f"use --drafter {own[0] if own else FALLBACK}"
+    )
 
 
 def _own_drafter(pair: ModelPair) -> tuple[DrafterName, ...]:
@@ -267,8 +259,6 @@ def draft_use(options: LoadOptions, file: ModelFile, target_context: int) -> Mod
         _use(options, is_elsewhere=file.engine == "llamacpp" and layers != 0),
         context_length=options.draft_context_length,
         default_context=min(target_context + MAX_DRAFT_LENGTH, _MOST_DRAFT_CONTEXT),
-        cache_type_k=options.draft_cache_type_k,
-        cache_type_v=options.draft_cache_type_v,
         gpu_layers=layers,
         devices=options.draft_devices,
         reproducible=False,
@@ -287,6 +277,5 @@ def _use(options: LoadOptions, *, is_elsewhere: bool) -> ModelUse:
         threads=options.threads,
         max_sequences=options.sequences,
         max_branches=MAX_BRANCHES if shares_cells else 0,
-        kv_offload=options.kv_offload,
         provider=options.provider,
     )

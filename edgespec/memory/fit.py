@@ -1,10 +1,8 @@
 """Chooses the options of a pair so that it fits into memory: what is given up, in which order, and how to report it.
 
-Only options that the user did not give are changed. Of all choices that fit, the best in the order of `_rows` is taken,
-where the first difference decides: a context of 2048 tokens, the draft model, its context, the plain type of the cache,
-a longer context. So a larger budget never gets less of one of these unless it gets more of an earlier one. Fitting
-without paging comes before all of them. Without a budget only the draft is given up, as it cannot change a text. In
-reproducible mode the cache keeps its type: a text must not depend on whether there was room for a draft.
+Only options that the user did not give are changed. The first of `_setups` that fits is taken, else the first that at
+least works. Without a budget only the draft is given up, as it cannot change a text. In reproducible mode the cache
+keeps its type: a text must not depend on whether there was room for a draft.
 
 Before that, numbers take the place of `-c auto` and `-ngl auto`: of the latter as many layers of the target as the free
 memory of the GPU holds, then the draft if it fits beside them; of a mixture the experts stay behind first. What is on
@@ -15,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from edgespec.config.options import LoadOptions
@@ -33,16 +32,12 @@ from edgespec.memory.plan import Fit, Plan, Room, Verdict, planned
 
 COMFORTABLE_CONTEXT, LEAST_CONTEXT = 2048, 512
 MOST_SEQUENCES = 4  # that nobody asked for
-_DRAFT_CONTEXTS = (1024, 512)
-# What may be given up of one kind, the least of it first; None: nothing is.
-Choices = tuple["GivenUp | None", ...]
-_FLAGS = {"context_length": "-c", "draft_context_length": "-cd", "cache_type_k": "-ctk", "cache_type_v": "-ctv"}
-_SAID = ("context", "cache", "draft context", "draft")
+_FLAGS = {"context_length": "-c", "cache_type_k": "-ctk", "cache_type_v": "-ctv"}
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """One thing that was given up. `what`: context, cache, draft context or draft; `text`: for people.
+    """One thing that was given up. `what`: context, cache or draft; `text`: for people.
 
     `changes`: of LoadOptions.
     """
@@ -57,6 +52,9 @@ class GivenUp:
         return " ".join(f"{_FLAGS[name]} {value}" for name, value in self.changes.items()) or "--drafter ngram"
 
 
+_NO_DRAFT = GivenUp("draft", "no draft model (drafters that need none stay on)")
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """What to load: the options in effect, the pair, its plan and verdict, and what was given up."""
@@ -66,6 +64,11 @@ class Fitted:
     plan: Plan
     verdict: Verdict
     given_up: tuple[GivenUp, ...] = ()
+
+    @property
+    def flags(self) -> str:
+        """What asks for the same on the command line."""
+        return " ".join(each.flags for each in self.given_up)
 
     @property
     def note(self) -> str:
@@ -88,16 +91,16 @@ def fit(options: LoadOptions, pair: ModelPair, room: Room | None = None) -> Fitt
     """
     room = Room.now(options.memory) if room is None else room
     options = with_sequences(placed(chosen_context(options, pair, room), pair), pair, room)
-    whole = _fitted(options, pair, room, {})
+    whole = _fitted(options, pair, room)
     # Where nobody set a budget, weights may be read from their files again and again.
     wanted: tuple[Fit, ...] = ("fits",) if options.memory is not None else ("fits", "pages")
     if whole.verdict.fit in wanted:
         return whole
-    rows = _rows(whole)
-    allowed = rows if options.memory is not None else [row for row in rows if row[0].startswith("draft")]
-    found = _best(whole, allowed, room, wanted) or _best(whole, allowed, room, ("fits", "pages"))
+    tried = list(_tried(whole, room, _setups(whole)))
+    allowed = [each for each in tried if options.memory is not None or each.given_up in ((), (_NO_DRAFT,))]
+    found = _first(allowed, wanted) or _first(allowed, ("fits", "pages"))
     if found is None:
-        raise CapabilityError(_refusal(whole, rows, room))
+        raise CapabilityError(_refusal(whole, tried, room))
     return found
 
 
@@ -108,7 +111,7 @@ def with_sequences(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOpt
     if options.parallel != "auto":
         return options
     for count in range(MOST_SEQUENCES, 1, -1):
-        found = _fitted(replace(options, parallel=count), pair, room, {})
+        found = _fitted(replace(options, parallel=count), pair, room)
         if not all(model.footprint.grows for model in found.plan.models):
             break
         if found.verdict.fit == "fits":
@@ -116,92 +119,49 @@ def with_sequences(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOpt
     return replace(options, parallel=1)
 
 
-def _best(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room, wanted: tuple[Fit, ...]) -> Fitted | None:
-    """The best choice with a `wanted` verdict; None if not even the smallest has one.
-
-    Goes through the rows, and keeps the best of each with which the smallest of all later rows still fits.
-    """
-    steps = {what: choices[-1] for what, choices in reversed(rows)}
-    found = _fitted(whole.options, whole.pair, room, steps)
-    if found.verdict.fit not in wanted:
-        return None
-    for what, choices in rows:
-        for step in choices:
-            if step is steps[what]:
-                break
-            tried = _fitted(whole.options, whole.pair, room, {**steps, what: step})
-            if tried.verdict.fit in wanted:
-                steps[what], found = step, tried
-                break
-    return found
+def _first(tried: Iterable[Fitted], wanted: tuple[Fit, ...]) -> Fitted | None:
+    return next((each for each in tried if each.verdict.fit in wanted), None)
 
 
-def _fitted(options: LoadOptions, pair: ModelPair, room: Room, steps: Mapping[str, GivenUp | None]) -> Fitted:
-    given_up = [step for what in _SAID if (step := steps.get(what)) is not None]
-    if steps.get("draft") is not None:
-        given_up = [step for step in given_up if step.what != "draft context"]
-        options, pair = without_drafts(options, pair)
+def _tried(whole: Fitted, room: Room, setups: Iterable[tuple[GivenUp, ...]]) -> Iterator[Fitted]:
+    for given_up in setups:
+        with contextlib.suppress(EdgespecError):  # the model has no cache of that type
+            yield _fitted(whole.options, whole.pair, room, given_up)
+
+
+def _fitted(options: LoadOptions, pair: ModelPair, room: Room, given_up: tuple[GivenUp, ...] = ()) -> Fitted:
     for step in given_up:
         options = replace(options, **step.changes)
+        if step is _NO_DRAFT:
+            options, pair = without_drafts(options, pair)
     plan = planned(options, pair)
-    return Fitted(options, pair, plan, room.verdict(plan), tuple(given_up))
+    return Fitted(options, pair, plan, room.verdict(plan), given_up)
 
 
-def _rows(whole: Fitted) -> list[tuple[str, Choices]]:
-    """What may be given up, by kind; the kind that is kept longest comes first."""
+def _setups(whole: Fitted) -> Iterator[tuple[GivenUp, ...]]:
+    """What is given up together, the best setup first: what is kept longest is a context of 2048 tokens, then the draft
+    model, the plain type of the cache, and a longer context."""
     options, plan = whole.options, whole.plan
-    contexts: Choices = (None,)
-    size = plan.context_length // 2
-    while options.context_length is None and size >= LEAST_CONTEXT:
-        contexts = (*contexts, GivenUp("context", f"context {size}", {"context_length": size}))
-        size //= 2
-    comfortable = sum(step is not None and step.changes["context_length"] >= COMFORTABLE_CONTEXT for step in contexts)
-    draft = next((model for model in plan.models if model.role == "draft"), None)
-    drafts: Choices = (None,)
-    if len(plan.models) > 1 and options.drafter not in SPECS:
-        drafts = (None, GivenUp("draft", "no draft model (drafters that need none stay on)"))
-    draft_contexts: Choices = (None,)
-    if draft is not None and options.draft_context_length is None:
-        sizes = (size for size in _DRAFT_CONTEXTS if size < draft.footprint.context_length)
-        smaller = (GivenUp("draft context", f"draft context {n}", {"draft_context_length": n}) for n in sizes)
-        draft_contexts = (None, *smaller)
-    rows = [
-        ("context", contexts[comfortable:]),
-        ("draft", drafts),
-        ("draft context", draft_contexts),
-        ("cache", (None, *_cache_steps(whole))),
-        ("context", contexts[: comfortable + 1]),
-    ]
-    return [(what, found) for what, found in rows if len(found) > 1]
+    sizes = []
+    if options.context_length is None:
+        halves = (plan.context_length >> times for times in range(1, plan.context_length.bit_length()))
+        sizes = [size for size in halves if size >= LEAST_CONTEXT]
+    steps = [GivenUp("context", f"context {size}", {"context_length": size}) for size in sizes]
+    num_long = sum(size >= COMFORTABLE_CONTEXT for size in sizes)
+    contexts = [(None, *steps[:num_long]), *((step,) for step in steps[num_long:])]
+    drafts = (None, _NO_DRAFT) if len(plan.models) > 1 and options.drafter not in SPECS else (None,)
+    caches: tuple[GivenUp | None, ...] = (None,)
+    if not options.reproducible and options.cache_type_k is None and options.cache_type_v is None:
+        file = whole.pair.files["target"]
+        kind = "q8_0" if file.is_gguf or file.engine == "llamacpp" else "int8"  # ONNX Runtime's own
+        caches = (None, GivenUp("cache", f"KV cache {kind}", {"cache_type_k": kind, "cache_type_v": kind}))
+    for alike in contexts:
+        for draft, cache, context in product(drafts, caches, alike):
+            yield tuple(step for step in (context, cache, draft) if step is not None)
 
 
-def _cache_steps(whole: Fitted) -> Choices:
-    """Smaller types of the target's keys and values that the engine has for this model and that save memory.
-
-    llama.cpp first has the keys alone in q8_0, which costs no time. Values in q8_0 do, more with every cached token.
-    """
-    options = whole.options
-    if options.reproducible or options.cache_type_k is not None or options.cache_type_v is not None:
-        return ()
-    kinds: dict[str, tuple[str, ...]]
-    if whole.pair.files["target"].engine == "onnx":
-        kinds = {f"KV cache {kind}": (kind, kind) for kind in ("q8_0", "int8")}  # our kernels', its own
-    else:
-        kinds = {"keys in the cache q8_0": ("q8_0",), "KV cache q8_0": ("q8_0", "q8_0")}
-    found: list[GivenUp] = []
-    least = whole.plan.models[0].footprint.own
-    for text, types in kinds.items():
-        step = GivenUp("cache", text, dict(zip(("cache_type_k", "cache_type_v"), types, strict=False)))
-        with contextlib.suppress(EdgespecError):  # the model has no cache of that type
-            size = planned(replace(options, **step.changes), whole.pair).models[0].footprint.own
-            if size < least:
-                least = size
-                found.append(step)
-    return tuple(found)
-
-
-def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> str:
-    """What is needed and left, and the smallest that would fit."""
+def _refusal(whole: Fitted, tried: Sequence[Fitted], room: Room) -> str:
+    """What is needed and left, and what would fit, else the smallest that there is."""
     verdict = whole.verdict
     needs = (
         f"{whole.pair.name} needs about {as_size(verdict.needed_bytes)} more memory, {as_size(verdict.free_bytes)} is "
@@ -212,17 +172,13 @@ def _refusal(whole: Fitted, rows: Sequence[tuple[str, Choices]], room: Room) -> 
         size, budget = as_size(verdict.needed_bytes), as_size(verdict.free_bytes)
         needs = f"{whole.pair.name} needs about {size}, the budget is {budget}"
         remedy = "or a larger --memory"
-    smallest = _fitted(whole.options, whole.pair, room, {what: choices[-1] for what, choices in reversed(rows)})
-    given_up = smallest.given_up
-    flags = " ".join(each.flags for each in given_up)
-    size = as_size(smallest.verdict.needed_bytes)
-    if not given_up:
-        return f"{needs}. Use a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
-    if smallest.verdict.fit == "refused":
-        return f"{needs}. The smallest possible setup ({flags}) needs {size}: use a smaller model, {remedy}"
-    found = _best(whole, rows, room, ("fits",)) or _best(whole, rows, room, ("fits", "pages")) or smallest
-    flags = " ".join(each.flags for each in found.given_up)
-    return f"{needs}. This would fit: {flags} (--memory auto chooses it)"
+    found = _first(tried, ("fits",)) or _first(tried, ("pages",))
+    if found is not None:
+        return f"{needs}. This would fit: {found.flags} (--memory auto chooses it)"
+    smallest = min(tried, key=lambda each: each.plan.own_bytes)
+    least = as_size(smallest.verdict.needed_bytes)
+    said = f"The smallest possible setup ({smallest.flags}) needs {least}: use" if smallest.given_up else "Use"
+    return f"{needs}. {said} a smaller --ctx-size (auto: the largest that fits) or model, {remedy}"
 
 
 STEP = 512  # tokens between the contexts that "auto" chooses from, of which the first is the smallest
@@ -242,7 +198,7 @@ def chosen_context(options: LoadOptions, pair: ModelPair, room: Room) -> LoadOpt
         return replace(options, context_length=most)
 
     def is_too_large(size: int) -> bool:
-        return _fitted(replace(options, context_length=size), pair, room, {}).verdict.fit != "fits"
+        return _fitted(replace(options, context_length=size), pair, room).verdict.fit != "fits"
 
     sizes = [*range(STEP, most, STEP), most]
     num_fitting = bisect_left(sizes, True, key=is_too_large)

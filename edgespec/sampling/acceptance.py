@@ -53,28 +53,21 @@ def coupled(draft: Draft, target_at: TargetAt, choices: Choices, position: int) 
 
 
 def rejection(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
-    """Speculative sampling (Leviathan, arXiv 2211.17192, alg. 1; Chen, 2302.01318, alg. 2), extended to trees.
+    """Speculative sampling of a chain (Leviathan, arXiv 2211.17192, alg. 1; Chen, 2302.01318, alg. 2).
 
-    The children of a node are tried in the order in which they were drawn (SpecInfer, 2305.09781, alg. 2; Sequoia,
-    2402.12374, alg. 2). With r_1 = p, child i is accepted with probability min(1, r_i(x_i)/q_i(x_i)); if it is
-    rejected, r_(i+1) = max(r_i - q_i, 0), normalised. If no child is accepted, the next token is drawn from the last
-    r (from p below a leaf). q_i is the distribution of child i given the children before it: for children drawn
-    without replacement it excludes the earlier ones; for a deterministic proposal it is 1 at its token.
+    A token x drawn from q is accepted with probability min(1, p(x)/q(x)); where it is rejected, the next token is drawn
+    from max(p - q, 0), normalised, and behind the whole draft from p. A deterministic proposal has q = 1 at its token.
+    Raises CapabilityError for a tree with branches.
     """
-    node = ROOT
-    path: tuple[int, ...] = ()
-    while True:
-        remainder, accepted = target_at(node, path), None
-        for attempt, child in enumerate(draft.children_of(node)):
-            token_id, proposed = int(draft.token_ids[child]), _proposed(draft, child)
-            ratio = remainder.prob_of(token_id) / proposed.prob_of(token_id)
-            if choices.accept(ratio, position + len(path), attempt):
-                accepted = child
-                break
-            remainder = residual(remainder, proposed)
-        if accepted is None:
-            return Verdict(path, choices.pick(remainder, position + len(path), Stream.RESIDUAL))
-        node, path = accepted, (*path, accepted)
+    _check_chain(draft, "rejection")
+    for node in range(draft.num_tokens):
+        path = tuple(range(node))
+        target, proposed = target_at(node - 1, path), _proposed(draft, node)
+        token_id = int(draft.token_ids[node])
+        if not choices.accept(target.prob_of(token_id) / proposed.prob_of(token_id), position + node):
+            return Verdict(path, choices.pick(residual(target, proposed), position + node, Stream.RESIDUAL))
+    path, last = tuple(range(draft.num_tokens)), draft.num_tokens - 1
+    return Verdict(path, choices.pick(target_at(last, path), position + draft.num_tokens, Stream.RESIDUAL))
 
 
 def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) -> Verdict:
@@ -86,11 +79,7 @@ def block(draft: Draft, target_at: TargetAt, choices: Choices, position: int) ->
     max(p_i p - q, 0), normalised, or from p after the whole draft. The draft's length may depend on its tokens.
     Raises CapabilityError for a tree with branches: the residual of p after a sibling would depend on the block.
     """
-    if not draft.is_chain:
-        raise CapabilityError(
-            "--verify block needs a chain but was given a tree; use --verify coupled or rejection, or a drafter "
-            "that drafts chains"
-        )
+    _check_chain(draft, "block")
     reach: Any = 1
     target = target_at(ROOT, ())
     kept, remainder = 0, target
@@ -132,6 +121,13 @@ def typical(draft: Draft, target_at: TargetAt, choices: Choices, position: int) 
         node, path = -child, (*path, -child)
 
 
+def _check_chain(draft: Draft, rule: str) -> None:
+    if not draft.is_chain:
+        raise CapabilityError(
+            f"--verify {rule} needs a chain but was given a tree; use --verify coupled, or a drafter that drafts chains"
+        )
+
+
 def _proposed(draft: Draft, node: int) -> Distribution:
     return draft.distributions[node] if draft.distributions is not None else _certain(int(draft.token_ids[node]))
 
@@ -166,5 +162,4 @@ def _probs_at(distribution: Distribution, token_ids: TokenIds) -> NDArray[Any]:
 
 
 RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection, "block": block, "typical": typical}
-COMPARING = frozenset({rejection, block})  # rules that need the distribution from which each token was drafted
-CHAINS_ONLY = frozenset({block})
+COMPARING = frozenset({rejection, block})  # rules of chains that need the distribution that each token was drafted from

@@ -1,11 +1,8 @@
-"""Counter-based random numbers: every draw is a pure function of (seed, stream, position + offset, token id).
+"""Counter-based random numbers: every draw is a pure function of (seed, stream, position, token id).
 
 There is no state, so the order of draws does not matter: drafter and target see the same noise at the same position,
 a rejected draft consumes nothing, and a single token can be sampled again. The mixer is the finaliser of splitmix64
 (Steele, Lea & Flood, OOPSLA 2014), applied once per counter word.
-
-The offset is 0 unless a conversation lost its oldest turns. New text then has positions that older text had, and must
-not get the same noise.
 """
 
 from __future__ import annotations
@@ -40,14 +37,13 @@ def _mix(value: int) -> int:
 
 
 class Noise:
-    """Noise of one seed (any integer; its low 64 bits are used). `offset` is added to every position."""
+    """Noise of one seed (any integer; its low 64 bits are used)."""
 
-    def __init__(self, seed: int, offset: int = 0) -> None:
+    def __init__(self, seed: int) -> None:
         self._key = _mix(seed & _MASK)
-        self.offset = offset
 
     def _counter(self, stream: Stream, position: int, index: int) -> int:
-        counter = _mix(_mix(self._key ^ (int(stream) * _GOLDEN & _MASK)) ^ (position + self.offset))
+        counter = _mix(_mix(self._key ^ (int(stream) * _GOLDEN & _MASK)) ^ position)
         return _mix(counter ^ _mix(index)) if index else counter
 
     def uniform(self, stream: Stream, position: int, index: int = 0) -> float:

@@ -38,14 +38,11 @@ class NoTokenLeft(EngineError):
 class Sampler:
     """Turns logits rows into distributions and samples tokens from them, with the settings and noise of one generation.
 
-    `noise_offset`: added to positions before their noise is computed (`GenerateOptions.noise_offset`). `constraint`:
-    masks every row, that of the target and that of a draft alike; None: all tokens are allowed.
+    `constraint`: masks every row, that of the target and that of a draft alike; None: all tokens are allowed.
     Raises SamplingError if `logit_bias` names a token outside the vocabulary or forbids all tokens.
     """
 
-    def __init__(
-        self, sampling: Sampling, vocabulary_size: int, noise_offset: int = 0, constraint: Constraint | None = None
-    ) -> None:
+    def __init__(self, sampling: Sampling, vocabulary_size: int, constraint: Constraint | None = None) -> None:
         outside = [token_id for token_id in sampling.logit_bias if not 0 <= token_id < vocabulary_size]
         if outside:
             raise SamplingError(f"logit_bias names token {outside[0]}; the vocabulary has 0..{vocabulary_size - 1}")
@@ -55,7 +52,7 @@ class Sampler:
         self.vocabulary_size = vocabulary_size
         self.constraint = constraint
         self.seed = sampling.seed or 0  # `seeded` has replaced None
-        self.noise = Noise(self.seed, noise_offset)
+        self.noise = Noise(self.seed)
         self._scratch = np.empty(vocabulary_size, np.float32)  # allocating a row of 150k costs more than its exp
         self._ones = np.ones(vocabulary_size, np.float32)
         self._all_ids = np.arange(vocabulary_size, dtype=np.int32)
@@ -71,7 +68,7 @@ class Sampler:
     def at_temperature(self, temperature: float) -> Sampler:
         """The same settings, noise and constraint at another temperature."""
         sampling = replace(self.sampling, temperature=temperature)
-        return Sampler(sampling, self.vocabulary_size, self.noise.offset, self.constraint)
+        return Sampler(sampling, self.vocabulary_size, self.constraint)
 
     def permitted(self, draft: Draft, history: TokenIds) -> Draft:
         """`draft`, which follows all tokens `history` [n], without what the constraint forbids."""
@@ -126,15 +123,13 @@ class Sampler:
         with np.errstate(over="ignore"):  # inf for a token of hardly any probability, which then comes last
             return self.noise.exponential(stream, position, distribution.token_ids, index) / distribution.probs
 
-    def ranked(
-        self, distribution: Distribution, position: int, stream: Stream = Stream.TARGET, index: int = 0
-    ) -> tuple[Distribution, NDArray[np.float64]]:
+    def ranked(self, distribution: Distribution, position: int) -> tuple[Distribution, NDArray[np.float64]]:
         """The tokens of a distribution [n], ordered by noise / prob ascending, and these values [n].
 
         The first k are a sample of size k without replacement (Kool et al. 2019, arXiv 1903.06059, section 3).
         """
         token_ids, probs = distribution
-        times = self._times(distribution, position, stream, index)
+        times = self._times(distribution, position, Stream.TARGET, 0)
         order = times.argsort(kind="stable")
         return Distribution(token_ids[order], probs[order]), times[order]
 

@@ -296,6 +296,9 @@ def one_experts(rng: np.random.Generator) -> str:
         if rng.random() < 0.5 and (has_up or place != "up_bias"):
             weights[place] = rng.standard_normal(count * outputs - (rng.random() < 0.03)).astype(np.float32)
     inputs = ["x", "logits", *(place if place in weights else "" for place in places), *names]
+    if rng.random() < 0.3:
+        weights["preference"] = rng.standard_normal(count - (rng.random() < 0.05)).astype(np.float32)
+        inputs += [*[""] * (3 - len(names)), "", "preference"]
     rows = int(rng.choice([0, 1, 3, 60, 600]))
     given = {"x": random_x(rng, rows, size + (rng.random() < 0.03)), "logits": random_x(rng, rows, count)}
 

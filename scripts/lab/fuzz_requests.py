@@ -22,7 +22,7 @@ _MORE: tuple[Any, ...] = (
     *("\udcff", {1: math.inf}, {1: 2.0}, {5000: 1.0}, range(5), "auto", "none", ["a"], [{"role": "user"}], lambda: 1),
 )
 _LIKELY: dict[str, tuple[Any, ...]] = {
-    "drafter": ("none", "ngram", "suffix", "cache", "lookahead", "tree", "model", "medusa"),
+    "drafter": ("none", "ngram", "suffix", "lookahead", "tree", "model", "medusa"),
     "verify": ("coupled", "rejection", "block", "typical"),
     "draft_length": (0, 1, 5, 64, "auto"),
     "draft_temperature": (0.05, 20),

@@ -1,15 +1,14 @@
 """Compares the memory that edgespec plans with what a child process takes, or loads pairs under many budgets.
 
-    python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... [--only TEXT] [--most-s 900]
-    python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... --held-out 24 [--seed 1]
+    python scripts/lab/measure_memory.py models/demo=demo FOLDER=NAME ... [--cases 24] [--seed 1] [--most-s 900]
     python scripts/lab/measure_memory.py models/demo=demo ... --budgets 50 [--kinds budget group] [--engine NAME]
 
 Each child loads one combination, fills its context, drafts and chats; meanwhile its /proc/PID/smaps_rollup is read.
 Measured is the peak of its own pages, those of the process that renders its template included, and of those of files
 that are resident, counted in full although other processes may share them; PSS, which divides shared pages, stands
-beside it. A plan is right within 5% or 30 MB, and low when it is more than 3% under the measured peak. `--held-out N`
-draws N combinations at random from contexts, types of caches and drafters that the formulas were never corrected with,
-as evenly from each engine of each pair as N allows.
+beside it. A plan is right within 5% or 30 MB, and low when it is more than 3% under the measured peak. The combinations
+are drawn from contexts, types of caches and drafters that the formulas were never corrected with, as evenly from each
+engine of each pair as their number allows.
 
 With --budgets the children get as many budgets, from too small to plenty. Each must run and stay within its own, or
 refuse in one line before anything is loaded; one that the kernel ends, that fails in another way or that takes more is
@@ -48,10 +47,9 @@ from edgespec.memory.plan import Room
 RIGHT_SHARE, RIGHT_BYTES, LOW_SHARE = 0.05, 30_000_000, 0.03
 EVERY_S, CHILD_S, EMPTY_S = 0.02, 900.0, 5.0
 MIB = 1 << 20
-CONTEXTS = (512, 2048)
-# Of --held-out; of each cache the keys' and the values' type, and None for the plain one.
-OTHER_CONTEXTS = (768, 1024, 1536, 3000, 4096)
-OTHER_CACHES: dict[str, tuple[tuple[str | None, str | None], ...]] = {
+CONTEXTS = (768, 1024, 1536, 3000, 4096)
+# Of each cache the keys' and the values' type, and None for the plain one.
+CACHES: dict[str, tuple[tuple[str | None, str | None], ...]] = {
     "llamacpp": ((None, None), ("q8_0", "q8_0"), ("f32", "f32"), ("q8_0", "f16"), ("q4_0", "q4_0")),
     "onnx": ((None, None), ("int8", "int8")),
 }
@@ -167,19 +165,7 @@ class Case:
         return " ".join((self.name, *shown))
 
 
-def cases(pairs: dict[str, str]) -> Iterator[Case]:
-    for path, name in pairs.items():
-        engines = _engines(path)
-        for engine, context, is_small, drafter in itertools.product(engines, CONTEXTS, (False, True), ("none", "auto")):
-            options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
-            options["threads"] = 1  # on a busy machine more wait for each other; memory is the same
-            if is_small:
-                kind = "int8" if engine == "onnx" else "q8_0"
-                options |= {"cache_type_k": kind, "cache_type_v": kind}
-            yield Case(name, options)
-
-
-def held_out(pairs: dict[str, str], number: int, seed: int, most_context: int) -> Iterator[Case]:
+def cases(pairs: dict[str, str], number: int, seed: int, most_context: int) -> Iterator[Case]:
     """`number` cases, the engines of the pairs in turn."""
     draw = random.Random(seed)
     engines = [(path, engine) for path in pairs for engine in _engines(path)]
@@ -187,8 +173,8 @@ def held_out(pairs: dict[str, str], number: int, seed: int, most_context: int) -
     for path, engine in itertools.islice(itertools.cycle(engines), 50 * number):
         pair = resolve(path, engine=engine, check_hashes=False)
         drafters = ("none", "ngram", "lookahead") if pair.draft is None else ("none", "ngram", "model", "tree")
-        keys, values = draw.choice(OTHER_CACHES[engine])
-        contexts = [size for size in OTHER_CONTEXTS if size <= min(pair.context_length or size, most_context)]
+        keys, values = draw.choice(CACHES[engine])
+        contexts = [size for size in CONTEXTS if size <= min(pair.context_length or size, most_context)]
         context, drafter = draw.choice(contexts), draw.choice(drafters)
         options: dict[str, Any] = {"model": path, "engine": engine, "context_length": context, "drafter": drafter}
         options |= {"cache_type_k": keys, "cache_type_v": values} if keys else {}
@@ -223,10 +209,7 @@ def judged(planned: float, peak: float) -> str:
 def compare(given: argparse.Namespace, pairs: dict[str, str], end_s: float, home: str) -> Counter[str]:
     counts: Counter[str] = Counter()
     print(f"{'case':58} {'planned':>8} {'peak':>8} {'PSS':>8} {'own':>12} {'mapped':>12}  verdict (MB)")
-    chosen = held_out(pairs, given.held_out, given.seed, given.most_context) if given.held_out else cases(pairs)
-    for case in chosen:
-        if not all(word in str(case).split() for word in given.only.split()):
-            continue
+    for case in cases(pairs, given.cases, given.seed, given.most_context):
         found = "not run: out of time" if monotonic() > end_s else measured(case, home)
         if isinstance(found, str):
             counts["no figure"] += 1
@@ -362,10 +345,9 @@ def load_under(given: argparse.Namespace, pairs: dict[str, str], end_s: float, h
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", metavar="PATH=NAME")
-    parser.add_argument("--only", default="", help="cases whose description contains this")
-    parser.add_argument("--held-out", type=int, metavar="N")
+    parser.add_argument("--cases", type=int, default=24, help="combinations (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--most-context", type=int, default=OTHER_CONTEXTS[-1], help="of --held-out, in tokens")
+    parser.add_argument("--most-context", type=int, default=CONTEXTS[-1], help="of a combination, in tokens")
     parser.add_argument("--budgets", type=int, metavar="N")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of budgets")
     parser.add_argument("--engine", default="auto", help="of --budgets")

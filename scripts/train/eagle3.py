@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.eagle import LayersEagleDrafter
 from edgespec.engines.base import Engine
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.onnx.eagle import OnnxLayer
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import ConfigError, EdgespecError, ModelFileError

@@ -13,24 +13,19 @@ from typing import Any
 import pytest
 
 import command_line
-import edgespec
 from command_line import refusal
-from edgespec.bench.runner import needs_second_model
 
 KEYS = {
     *("format", "edgespec", "model", "engine", "device", "threads", "context_length", "drafter", "draft_length"),
-    *("max_slowdown", "verify", "reproducible", "baseline", "temperature", "top_k", "top_p", "min_p", "seed"),
+    *("max_slowdown", "verify", "reproducible", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("max_tokens", "ignore_eos", "complete", "num_trials", "num_planned_trials", "num_prompts", "num_identical"),
-    *("num_as_standard", "padded_plain_speedup", "total", "domains", "drafters", "memory", "prompts"),
-    *("accepted_lengths", "cost_curve", "observed_passes", "standard_pass_s"),
-    "draft_token_s",
+    *("total", "domains", "accepted_lengths", "cost_curve", "draft_token_s"),
 }
 FIGURES = {
     *("num_trials", "verdict", "speedup", "pooled_speedup", "whole_answer_speedup", "noise", "acceptance_rate"),
     *("mean_accepted_length", "standard", "speculative"),
 }
 SIDE = {"tokens_per_second", "pooled_tokens_per_second", "num_tokens", "time"}
-PROMPT = {"domain", "text", "num_turns", "temperature", "num_prompt_tokens", "finish_reason", "identical"}
 QUICK = ["-n", "10", "--repeat", "1", "--temp", "0"]
 
 
@@ -60,26 +55,10 @@ def test_json_is_one_object_with_exactly_the_promised_keys(pair, prompts):
     for figures in (found["total"], *found["domains"].values()):
         assert set(figures) == FIGURES
         assert set(figures["standard"]) == set(figures["speculative"]) == SIDE
-    assert all(set(prompt) == PROMPT | FIGURES for prompt in found["prompts"])
     assert found["complete"]
     assert found["num_identical"] == found["num_prompts"] == 2
     assert found["seed"] == 0
-    assert found["drafters"]["model"]["drafted_tokens"] > 0
-
-
-def test_the_standard_is_the_fastest_plain_decoding(prompts):
-    """The reproducible mode pads a lone token of the ONNX export where the kernel for one row differs."""
-    with edgespec.load("demo", engine="onnx", drafter="ngram", reproducible=True, threads=1) as model:
-        is_padded = needs_second_model(model)
-        assert is_padded == (model.target.facts.pinned_class[0] > 1)
-    arguments = ["demo", "--engine", "onnx", *QUICK, "--prompts", str(prompts), "--domain", "code"]
-    padded, free = (report(*arguments, mode) for mode in ("--reproducible", "--no-reproducible"))
-    assert padded["memory"]["num_target_copies"] == 1 + is_padded
-    assert ("second copy" in padded["baseline"]) == is_padded
-    assert (padded["padded_plain_speedup"] is not None) == is_padded
-    assert padded["num_identical"] == 1
-    assert free["memory"]["num_target_copies"] == 1
-    assert free["padded_plain_speedup"] is None
+    assert found["total"]["acceptance_rate"] is not None and "model" in found["accepted_lengths"]
 
 
 def test_the_table_and_the_notes(pair, prompts):
@@ -95,19 +74,6 @@ def test_the_table_and_the_notes(pair, prompts):
 def test_the_built_in_prompts_and_synthetic_domains(pair):
     found = report(*pair, *QUICK, "-n", "3", "--domain", "prose", "--domain", "random_text", "--per-domain", "1")
     assert set(found["domains"]) == {"prose", "random_text"}
-    again = report(*pair, *QUICK, "-n", "3", "--domain", "random_text", "--per-domain", "1")
-    other = report(*pair, *QUICK, "-n", "3", "--domain", "random_text", "--per-domain", "1", "--seed", "1")
-    texts = [one["prompts"][-1]["text"] for one in (found, again, other)]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_a_domain_of_the_users_own_stays_theirs(pair, tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"domain": "copying", "text": "say it again"}\n')
-    found = report(*pair, *QUICK, "-n", "2", "--prompts", str(path))
-    assert [prompt["text"] for prompt in found["prompts"]] == ["say it again"]
-    made = report(*pair, *QUICK, "-n", "2", "--prompts", str(path), "--domain", "high_entropy")
-    assert [(p["text"], p["temperature"]) for p in made["prompts"]] == [("say it again", 1.5)]
 
 
 def test_prompts_that_do_not_fit_are_reported(pair, tmp_path):

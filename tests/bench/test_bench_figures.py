@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.bench.report import (
-    Spread,
-    Summary,
-    accepted_lengths,
-    drafter_shares,
-    median_pass_s,
-    observed_passes,
-)
+from edgespec.bench.report import Spread, Summary, accepted_lengths
 from edgespec.bench.runner import Measurement, Trial
 from edgespec.reports import RoundRecord, Stats
 
@@ -92,22 +85,6 @@ def test_acceptance_is_of_all_runs_and_none_without_a_draft():
     assert Summary([trial(1.0, 1.0, drafted=0)]).acceptance_rate is None
 
 
-def run_of(*records: RoundRecord, prompt_tokens: int = 100, tokens: int = 20) -> Measurement:
-    return Measurement(Stats(prompt_tokens=prompt_tokens, new_tokens=tokens), "d", rounds=records)
-
-
-def test_lengths_shares_and_passes():
+def test_lengths_are_counted_by_drafter():
     records = (record(1, "model", (0.5, 0.5), 2), record(1, "model", (0.5,), 0), record(1, None, (), 0))
     assert accepted_lengths(records) == {"model": {"0": 1, "2": 1}, "none": {"0": 1}}
-    share = drafter_shares([run_of(*records, tokens=4)])["model"]
-    assert share == {
-        "rounds": 2,
-        "drafted_tokens": 3,
-        "accepted_tokens": 2,
-        "acceptance_rate": 2 / 3,
-        "share_of_tokens": 0.5,
-    }
-    passes = observed_passes([*records, records[0]])
-    assert passes["3"] == {"median_s": pytest.approx(0.03), "num_passes": 2}
-    assert list(passes) == ["1", "2", "3"]
-    assert median_pass_s(Summary([Trial("p", 0, (), run_of(*records), run_of())]).standard) == pytest.approx(0.02)

@@ -14,7 +14,7 @@ from bench_table import table_model
 from edgespec.bench.plot import check_plot, draw
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.report import Setup, report_of, table_lines
-from edgespec.bench.runner import Runner, Task, Trial, load_standard, needs_second_model, tasks_of
+from edgespec.bench.runner import Runner, Task, Trial, tasks_of
 from edgespec.config.options import GenerateOptions, Sampling
 from edgespec.errors import CapabilityError, ConfigError
 from edgespec.installation import install_command
@@ -37,11 +37,11 @@ def tasks(model: Model, repeat: int = 2, prompts: list[BenchPrompt] = PROMPTS) -
 
 
 def trials(model: Model, repeat: int = 2) -> dict[tuple[str, int], Trial]:
-    return {trial.key: trial for trial in Runner(model, model, OPTIONS).run(tasks(model, repeat))}
+    return {trial.key: trial for trial in Runner(model, OPTIONS).run(tasks(model, repeat))}
 
 
 def report(model: Model, repeat: int = 2) -> dict[str, Any]:
-    return report_of(Setup(model, model, SAMPLING, OPTIONS), tasks(model, repeat), trials(model, repeat))
+    return report_of(Setup(model, SAMPLING, OPTIONS), tasks(model, repeat), trials(model, repeat))
 
 
 # running
@@ -65,11 +65,6 @@ def test_both_modes_alternate_in_running_first(model):
     assert len(firsts) == 2 * len(PROMPTS)
 
 
-def test_a_model_without_padding_is_its_own_baseline(model):
-    assert not needs_second_model(model)
-    assert load_standard(model) is model
-
-
 def test_hot_prompts_are_sampled_hotter(model):
     prompt = BenchPrompt("high_entropy", ("abc",), is_hot=True)
     (task,) = tasks(model, 1, [prompt])
@@ -86,13 +81,13 @@ def test_stopping_between_generations_leaves_complete_trials(model):
         asked.append(None)
         return len(asked) > 9
 
-    found = list(Runner(model, model, OPTIONS, is_over).run(tasks(model)))
+    found = list(Runner(model, OPTIONS, is_over).run(tasks(model)))
     assert 0 < len(found) < 2 * len(PROMPTS)
     assert all(trial.standard.stats.new_tokens == OPTIONS.max_tokens for trial in found)
 
 
 def test_a_cancelled_generation_counts_for_nothing(model):
-    runner = Runner(model, model, OPTIONS)
+    runner = Runner(model, OPTIONS)
     iterator = runner.run(tasks(model))
     assert next(iterator).speculative.stats.finish_reason == "length"
     original, calls = model.target.forward, []
@@ -114,17 +109,10 @@ def test_the_report_is_strict_json_and_adds_up(model):
     found = json.loads(json.dumps(report(model), allow_nan=False))
     assert found["complete"]
     assert found["num_trials"] == sum(one["num_trials"] for one in found["domains"].values()) == 6
-    assert [one["num_trials"] for one in found["prompts"]] == [2, 2, 2]
     assert found["num_identical"] == found["num_prompts"] == 3
-    assert found["num_as_standard"] == 6
-    assert found["padded_plain_speedup"] is None
     total = found["total"]
     assert total["standard"]["num_tokens"] == total["speculative"]["num_tokens"] == 6 * 24
-    assert total["acceptance_rate"] == pytest.approx(found["drafters"]["model"]["acceptance_rate"])
-    rounds = sum(sum(counts.values()) for counts in found["accepted_lengths"].values())
-    assert rounds == sum(one["num_passes"] for one in found["observed_passes"].values())
-    assert found["memory"]["num_target_copies"] == 1
-    assert found["memory"]["drafters_bytes"] > 0
+    assert set(found["accepted_lengths"]) <= {"model", "none"} and 0 < total["acceptance_rate"] <= 1
 
 
 def test_different_tokens_are_reported(model):
@@ -132,7 +120,7 @@ def test_different_tokens_are_reported(model):
     key, trial = next(iter(done.items()))
     wrong = dataclasses.replace(trial.speculative, token_digest="other")
     done[key] = dataclasses.replace(trial, speculative=wrong)
-    found = report_of(Setup(model, model, SAMPLING, OPTIONS), tasks(model, 1), done)
+    found = report_of(Setup(model, SAMPLING, OPTIONS), tasks(model, 1), done)
     assert found["num_identical"] == 2
     assert "texts: DIFFERENT from plain decoding, 2 of 3 prompts" in list(table_lines(found))
 
@@ -141,10 +129,10 @@ def test_flat_pass_costs_give_a_speedup(tmp_path):
     """Passes that cost the same at any width: speculation must gain, whoever decides."""
     prompts = [BenchPrompt("letters", ("abcdef"[i:] + "abc",)) for i in range(5)]
     with table_model(tmp_path, pass_s=0.004) as model:
-        setup = Setup(model, model, SAMPLING, GenerateOptions(max_tokens=48))
+        setup = Setup(model, SAMPLING, GenerateOptions(max_tokens=48))
         due = tasks(model, 1, prompts)
         _ = model.cost_curve  # measured, as the command does before it begins
-        found = report_of(setup, due, {t.key: t for t in Runner(model, model, setup.options).run(due)})
+        found = report_of(setup, due, {t.key: t for t in Runner(model, setup.options).run(due)})
     assert found["total"]["verdict"] == "gains"
     assert any(line.startswith("speculation is faster") for line in table_lines(found))
     assert found["num_identical"] == len(prompts)
@@ -158,7 +146,7 @@ def test_the_picture_is_drawn_from_any_report(model, tmp_path):
     whole, path = report(model), tmp_path / "all.png"
     draw(whole, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    empty = whole | {"domains": {}, "accepted_lengths": {}, "observed_passes": {}, "standard_pass_s": None}
+    empty = whole | {"domains": {}, "accepted_lengths": {}}
     draw(empty, tmp_path / "empty.png")
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import lzma
 import random
-import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -24,8 +21,6 @@ from edgespec.config.options import Sampling
 from edgespec.errors import PromptError
 from edgespec.loading.sample_prompts import PROMPTS
 from table_engine import LetterVocabulary
-from trainlib import demo_texts as corpus
-from trainlib import public_data
 
 VOCABULARY = LetterVocabulary(12, end_id=11)
 
@@ -72,39 +67,6 @@ def test_bad_prompt_files_name_the_line(tmp_path, contents, said):
     path.write_bytes(contents)
     with pytest.raises(PromptError, match=said):
         sources.read_prompts(path)
-
-
-def write_lines(path: Path, records: list[object]) -> None:
-    with lzma.open(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def test_data_gives_held_out_prompts_of_every_domain(corpus_folder):
-    records = [{"category": "qa", "turns": ["Who?"]}, {"category": "stem", "turns": ["Why?", "And then?"]}]
-    write_lines(corpus_folder / public_data.SPEC_BENCH_FILE, records)
-    found = public_data.read_data(corpus_folder)
-    assert set(found) == {"dialogue", "arithmetic", "qa", "multi_turn", "code", "copying"}
-    assert {p.turns for p in found["dialogue"]} == {("A bus to Fresno, please.",)}
-    assert [p.text for p in found["multi_turn"]] == ["Why?"]
-    seen, unseen = corpus.arithmetic(corpus_folder / public_data.GSM8K_FILE)
-    assert len(found["arithmetic"]) == len(unseen) > 0
-    assert not any(prompt.text in document for prompt in found["arithmetic"] for document in seen)
-
-
-def test_code_prompts_are_of_library_files_that_training_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    names = [f"module{index}.py" for index in range(80)]
-    for name in names:
-        code = f'def find_{name[:-3]}(text):\n    """Look for {name}.\n\n    More."""\n    return text.find("{name}")\n'
-        (tmp_path / name).write_text(code)
-    (tmp_path / "broken.py").write_text("def (:")
-    prompts = list(public_data.library_prompts())
-    unseen = [name for name in names if public_data.is_held_out(name)]
-    assert 0 < len(unseen) < len(names)
-    expected = [f"Write a Python function `find_{name[:-3]}(text)`: Look for {name}." for name in sorted(unseen)]
-    assert [prompt.text for prompt in prompts if prompt.domain == "code"] == expected
-    train, _ = corpus.standard_library(seed=0)
-    assert not any(text in document for document in train for text in expected)
 
 
 def test_a_smaller_number_is_a_prefix_and_another_seed_differs():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -17,17 +16,16 @@ from edgespec.cli.race import OTHER_COLOUR, Lap, Mark, coloured, legend, panels
 from edgespec.reports import TokenEvent
 
 FIXED = ("--reproducible", "-n", "24", "--drafter", "model", "--draft-length", "4", "--seed", "7")
-SIDE = {"text", "token_ids", "drafters", "at_s", "stats"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 run = partial(command_line.run, "race")
 
 
-def lap(drafters: list[str | None], token_s: float = 0.1, rate: float = 10.0) -> Lap:
+def lap(drafters: list[str | None], token_s: float = 0.1) -> Lap:
     """A made-up lap: one token every `token_s`, the first with the prompt at 1 s."""
     events = [TokenEvent(i, f"t{i} ", i, drafter) for i, drafter in enumerate(drafters)]
-    return Lap("plain", [Mark(event, 1.0 + i * token_s) for i, event in enumerate(events)], rate)
+    return Lap("plain", [Mark(event, 1.0 + i * token_s) for i, event in enumerate(events)], is_done=True)
 
 
 # the picture
@@ -46,7 +44,7 @@ def test_the_legend_counts_tokens_by_drafter() -> None:
     assert legend(marks).plain == "tokens: 4 the target's own, 9 drafted by model"
 
 
-@pytest.mark.parametrize("columns", [200, 80, 40, 20])
+@pytest.mark.parametrize("columns", [200, 80, 40])
 def test_panels_fit_the_terminal_and_show_the_end_of_a_long_text(columns: int) -> None:
     side = lap([None, *["model", None] * 400], 0.01)
     console = Console(width=columns, height=24, file=io.StringIO(), force_terminal=True)
@@ -54,40 +52,20 @@ def test_panels_fit_the_terminal_and_show_the_end_of_a_long_text(columns: int) -
     shown = ["".join(segment.text for segment in line) for line in lines]
     assert all(len(line) <= columns for line in shown)
     assert "t800" in "".join(shown) and "t0 " not in "".join(shown)
-    assert len(shown) == (8 if columns >= 64 else 16) + 1
+    assert len(shown) == 8 + 1
 
 
 # the command
 
 
-def test_one_object_has_the_report_and_both_sides() -> None:
-    result = run("demo", *FIXED, "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    plain, drafted = found["plain"], found["speculative"]
-    assert set(plain) == set(drafted) == SIDE
-    assert (found["num_trials"], found["num_identical"], found["reproducible"]) == (1, 1, True)
-    assert plain["token_ids"] == drafted["token_ids"] and set(plain["drafters"]) == {None}
-    assert drafted["drafters"].count("model") == drafted["stats"]["accepted_tokens"] > 0
-    assert plain["stats"]["drafted_tokens"] == 0
-    for side in (plain, drafted):
-        assert side["at_s"] == sorted(side["at_s"]) and side["at_s"][-1] <= side["stats"]["wall_s"]
-    said = found["explanation"]
-    assert re.match(r"\d+\.\d\dx: ", said[0]) and "identical" in said[1]
-    assert "draft tokens accepted" in said[2] and "a pass over" in said[3] and "noise" in said[-1]
-
-
-def test_the_text_is_what_generate_says() -> None:
-    options = ["demo", "-n", "16", "--seed", "7", "-p", "A bus to Fresno, please.", "--json"]
-    answer = json.loads(command_line.run("generate", *options).stdout)
-    found = json.loads(run(*options).stdout)
-    assert found["speculative"]["token_ids"] == answer["token_ids"]
-
-
 def test_through_a_pipe_there_are_no_control_codes() -> None:
     result = run(*FIXED)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[0] == "--- plain and speculative, 24 tokens"
+    first, *_, end = result.stdout.splitlines()
+    assert first == "--- plain and speculative, 24 tokens"
+    said = result.stdout.partition("\n---\n")[2].splitlines()
+    assert re.match(r"\d+\.\d\dx: ", said[0]) and "identical" in said[1]
+    assert "draft tokens accepted" in said[2] and "a pass over" in said[3] and "noise" in end
     assert "\x1b" not in result.stdout and "seed 7" in result.stderr
 
 

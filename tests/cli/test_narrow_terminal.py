@@ -39,13 +39,3 @@ def test_lines_end_at_words(typed: str, tmp_path: Path) -> None:
     assert len(lines) > len(wide.splitlines()), "nothing was broken"
     assert all(len(line) <= COLUMNS or " " not in line.strip() for line in lines)
     assert narrow.split() == wide.split()
-
-
-def test_a_list_says_what_is_damaged_where_descriptions_do_not_fit(tmp_path: Path) -> None:
-    gone = tmp_path / "models" / "gone"
-    gone.mkdir(parents=True)
-    (gone / "manifest.toml").write_text("format = 1\n")
-    narrow = " ".join(printed(["ls"], tmp_path, is_terminal=True).split())
-    assert "gone is damaged: " in narrow and "files.target" in narrow
-    assert "Qwen3 8B" not in narrow, "a piece of a name that the line has already"
-    assert "gone is damaged: " not in printed(["ls"], tmp_path, is_terminal=False)

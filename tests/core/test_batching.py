@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from threading import Thread
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -89,16 +88,6 @@ def test_drafts_of_all_take_one_pass_for_each_token(model: Model, drafter: Any) 
     assert all(result.stats.accepted_tokens for result in found)
 
 
-@pytest.mark.quiet
-def test_time_of_shared_passes_is_counted_once(model: Model) -> None:
-    options = replace(OPTIONS, drafter="model", draft_length=4)
-    model.generate_all(PROMPTS[:4], Sampling(), options)
-    started_s = perf_counter()
-    found = model.generate_all(PROMPTS[:4], Sampling(), options)
-    wall_s = perf_counter() - started_s
-    assert 0 < sum(result.stats.draft_s + result.stats.verify_s for result in found) < wall_s
-
-
 def test_long_prompts_do_not_hold_up_answers(model: Model) -> None:
     """A prompt is read in parts beside the passes of an answer that has begun."""
     long = [1, 2, 3, 4, 5] * 40
@@ -167,14 +156,6 @@ def test_a_text_that_gives_way_to_a_copy_is_parked(tmp_path: Path) -> None:
         while batch.num_running:
             batch.step()
     assert again.stats.reused_tokens == len(other)
-
-
-def test_a_failure_ends_all_answers_of_a_list(model: Model) -> None:
-    passes = Counting(model.target)
-    passes.broken_sequence = 1
-    with pytest.raises(EngineError, match="broken"):
-        model.generate_all([[1, 2], [3, 4], [5, 6]], Sampling(), replace(OPTIONS, drafter="none"))
-    assert len(passes.widths) < 10 < len(model.generate([1, 2], Sampling(), OPTIONS).token_ids)
 
 
 def test_a_failing_pass_ends_its_own_generation_only(model: Model) -> None:

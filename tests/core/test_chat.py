@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from edgespec.chat.conversation import Conversation, fit_context
@@ -200,21 +198,11 @@ def test_overflow_drops_the_oldest_and_leaves_room_to_reuse_the_cache():
     assert ten_per_message(conversation.messages) + 20 <= 75
 
 
-def test_what_the_context_had_no_room_for_stays_in_the_file(tmp_path):
-    path = tmp_path / "chat.json"
-    conversation = exchanges(4)
-    conversation.ask("question 4")
-    assert fit_context(conversation, ten_per_message, context_length=40, reserve=10) == 4
-    for _ in range(2):  # as saved, and as saved again after loading
-        conversation.save(path)
-        saved = json.loads(path.read_text())
-        contents = [message["content"] for message in saved["dropped"] + saved["messages"]]
-        assert contents == [f"{kind} {i}" for i in range(4) for kind in ("question", "answer")] + ["question 4"]
-        conversation = Conversation.load(path)
-        assert conversation.messages == [{"role": "user", "content": "question 4"}]
-    conversation.clear()
-    conversation.save(path)
-    assert "dropped" not in json.loads(path.read_text())
+def test_the_last_message_is_never_dropped():
+    conversation = exchanges(3)
+    conversation.ask("question 3")
+    assert fit_context(conversation, ten_per_message, context_length=15, reserve=10) == 3
+    assert conversation.messages == [{"role": "user", "content": "question 3"}]
 
 
 def test_a_message_that_alone_is_too_long_is_refused_and_nothing_is_lost():

@@ -22,7 +22,7 @@ OWNERS = {
 }
 # Fields that no flag sets: overridden per generation, or only by the Python API.
 # `parallel` is an option of `serve` alone
-WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "noise_offset", "prediction", "parallel"}
+WITHOUT_FLAG = {"logit_bias", "logprobs", "top_logprobs", "max_wait_s", "prediction", "parallel"}
 
 
 @pytest.fixture
@@ -91,14 +91,14 @@ def test_the_users_own_file_is_found_and_can_be_switched_off(tmp_path):
     [
         ("tmep = 1", "'tmep'; did you mean 'temp'"),
         ("draft-lenght = 6", "'draft-lenght'; did you mean 'draft-length'"),
-        ("temp = 'hot'", "temp: 'hot' has the wrong type; expected a number"),
+        ("temp = 'hot'", "temp: 'hot' is not a number"),
         ("top-k = 1.5", "expected a whole number"),
         ("top-k = true", "expected a whole number"),
         ("ignore-eos = 1", "expected true or false"),
-        ("memory = 0.5", "expected a number of bytes, or a text such as '6GiB'"),
-        ("draft-length = 1.5", "expected a whole number or auto"),
+        ("memory = 0.5", "expected a whole number or a text"),
+        ("draft-length = 1.5", "expected a whole number or a text"),
         ("heads = 1", "expected a text"),
-        ("stop = [1]", "must be a string"),
+        ("stop = [1]", "expected a text or a list of texts"),
         ("drafter = 'modle'", "'modle' is not known; allowed: auto, none, .*; did you mean 'model'"),
         ("temp = 1\ntemperature = 2", "'temperature' and 'temp' are the same setting"),
         ("[table]\nx = 1", "unknown setting 'table'"),
@@ -169,7 +169,7 @@ def test_the_table_and_the_dataclasses_agree():
 
 @pytest.mark.parametrize(
     ("typed", "near"),
-    [("--tmep", "--temp"), ("--temprature", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
+    [("--tmep", "--temp"), ("--modle", "--model"), ("genrate", ""), ("zzzz", "")],
 )
 def test_the_nearest_name(typed, near):
     hint = did_you_mean(typed, ["--temp", "--top-k", "--chat-template", "--model", "-m"])

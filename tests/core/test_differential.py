@@ -84,12 +84,12 @@ def made_run(rng: random.Random, prompt_ids: list[int], constraints: Constraints
     sampling, ends = made_sampling(rng), frozenset({END}) if rng.random() < 0.8 else frozenset[int]()
     stop = StopRules(ends, tuple(rng.sample(["ab", "c", "dd"], rng.choice([0, 0, 1]))), rng.choice([1, 5, None]))
     grammar = Grammar("regex", rng.choice(GRAMMARS)) if ends and rng.random() < 0.4 else None
-    offset, top = rng.choice([0, 7]), rng.choice([0, 3])
+    top = rng.choice([0, 3])
 
     def make(sequence: CachedSequence) -> Run:
         vocabulary = sequence.engine.vocabulary
         constraint = None if grammar is None else constraints.of(grammar, vocabulary, len(prompt_ids))
-        sampler = Sampler(sampling, VOCABULARY, offset, constraint)
+        sampler = Sampler(sampling, VOCABULARY, constraint)
         return Run(sequence, np.array(prompt_ids, np.int32), sampler, stop, top_logprobs=top)
 
     return make

@@ -39,7 +39,7 @@ def written(
     constraint = Constraints().of(Grammar("regex", regex), target.vocabulary, PROMPT.size)
     sequence = CachedSequence(target, 0)
     sequence.keep_layer_inputs(LAYERS)
-    sampler = Sampler(sampling, target.vocabulary.size, 0, constraint)
+    sampler = Sampler(sampling, target.vocabulary.size, constraint)
     run = Run(sequence, PROMPT, sampler, StopRules(target.vocabulary.end_ids, (), 60))
     rule = RULES["coupled"]
     events = autoregressive(run) if drafter is None else speculative(run, FixedLength(drafter, length), rule)

@@ -20,27 +20,14 @@ def test_servers_are_split_at_commas_and_keep_their_order():
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "text",
     [
-        ("", "does not name a server"),
-        (None, "does not name a server"),
-        ("host", "is not an address"),
-        (":50052", "is not an address"),
-        ("a b:1", "is not an address"),
-        ("host:", "port"),
-        ("host:0", "port"),
-        ("host:65536", "port"),
-        ("host:x", "port"),
-        ("host:\u0661", "port"),
-        ("[::1]:50052", "IPv4 only"),
-        ("::1", "IPv4 only"),
-        ("a:1,,b:2", "is not an address"),
-        ("a:1,b:2,a:01", "a:1 twice"),
-        (",".join(f"h{i}:1" for i in range(17)), "at most 16"),
+        *("", None, "host", ":50052", "a b:1", "host:", "host:0", "host:65536", "host:x", "host:\u0661"),
+        *("[::1]:50052", "::1", "a:1,,b:2", "a:1,b:2,a:01", ",".join(f"h{i}:1" for i in range(17))),
     ],
 )
-def test_what_is_no_list_of_servers_is_refused_with_the_form(text, reason):
-    with pytest.raises(ConfigError, match=reason):
+def test_what_is_no_list_of_servers_is_refused_with_the_form(text):
+    with pytest.raises(ConfigError, match="is no list of servers: give HOST:PORT"):
         parse_endpoints(text)
 
 
@@ -49,8 +36,8 @@ def test_options_refuse_it_too():
         LoadOptions(rpc="nowhere")
     with pytest.raises(ConfigError, match="is not a device"):
         LoadOptions(device="Vulkan0,,")
-    with pytest.raises(ConfigError, match="kv_offload must be True or False"):
-        LoadOptions(kv_offload=1)
+    with pytest.raises(ConfigError, match="corpus must be True or False"):
+        LoadOptions(corpus=1)
 
 
 @pytest.mark.parametrize(

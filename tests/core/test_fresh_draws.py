@@ -6,20 +6,18 @@ rejection, and the output distribution would no longer be the target's.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.control.base import Controller, FixedLength, Proposal
-from edgespec.drafters.base import Drafter, DraftRequest
+from edgespec.control.base import FixedLength
+from edgespec.drafters.base import Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.tree import TreeDrafter
-from edgespec.engines.sequence import CachedSequence, Passes
+from edgespec.engines.sequence import CachedSequence
 from edgespec.generation.decode import speculative
 from edgespec.generation.run_state import Run
 from edgespec.reports import Stats
@@ -58,29 +56,11 @@ def drafter_of(name: str, target: TableEngine) -> Drafter:
         return heads_drafter(table_heads(name, known), VOCABULARY)
     model = ModelDrafter(target.related(sigma=1.0))
     medium = HierarchicalDrafter(ModelDrafter(target.related(sigma=1.0)), target.related(sigma=0.5))
-    return {"model": model, "tree": TreeDrafter(model), "lookahead": LookaheadDrafter(), "hierarchical": medium}[name]
-
-
-class InTurn(FixedLength):
-    """Chains and trees of one draft model, as the automatic choice may mix them."""
-
-    def __init__(self, drafters: tuple[Drafter, ...]) -> None:
-        super().__init__(drafters[0], 8)
-        self._turn = itertools.cycle(drafters)
-
-    def proposing(self, request: DraftRequest) -> Passes[Proposal]:
-        self._drafter = next(self._turn)
-        return super().proposing(request)
-
-
-def controller_of(name: str, target: TableEngine) -> Controller:
-    if name == "in turn":
-        return InTurn((drafter_of("model", target), drafter_of("tree", target)))
-    return FixedLength(drafter_of(name, target), 8)
+    return {"model": model, "lookahead": LookaheadDrafter(), "hierarchical": medium}[name]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["model", "tree", "medusa", "eagle", "lookahead", "hierarchical", "in turn"])
+@pytest.mark.parametrize("name", ["model", "medusa", "eagle", "lookahead", "hierarchical"])
 def test_no_random_draw_is_used_twice(name: str, rule: str) -> None:
     target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     sampler = Sampler(PLAIN, VOCABULARY)
@@ -89,7 +69,7 @@ def test_no_random_draw_is_used_twice(name: str, rule: str) -> None:
     cached.keep_features(name in ("medusa", "eagle"))
     run = Run(cached, np.array([0, 1], np.int32), sampler, StopRules(frozenset(), (), 300), False)
     noise.stats = run.stats
-    list(speculative(run, controller_of(name, target), RULES[rule]))
+    list(speculative(run, FixedLength(drafter_of(name, target), 8), RULES[rule]))
     own = {draw: rounds for draw, rounds in noise.seen.items() if draw[0] is not Stream.TARGET}
     assert {draw[0] for draw in own} >= {Stream.ACCEPT, Stream.RESIDUAL}
     assert max(map(len, own.values())) == 1

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-import edgespec
 from bench_table import table_model
 from demo import ROOT, heed_interrupts
 from edgespec import Busy, EdgespecError, GenerateOptions, Generation, Model, Sampling
@@ -100,22 +99,6 @@ def test_a_bad_request_is_refused_before_its_turn(model: Model) -> None:
     with pytest.raises(EdgespecError, match="logit_bias"):
         model.stream("abc", Sampling(logit_bias={99: 1.0}))
     assert running.result().finish_reason == "length"
-
-
-def test_a_pool_of_threads_gets_every_text_and_its_own_figures(model: Model, expected: Callable[..., str]) -> None:
-    def ask(seed: int) -> edgespec.Result:
-        return model.generate(
-            "abc"[seed % 3 :] + "ab" * seed, Sampling(seed=seed), GenerateOptions(max_tokens=8 + seed)
-        )
-
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(ask, range(12)))
-    for seed, result in enumerate(results):
-        options = GenerateOptions(max_tokens=8 + seed)
-        assert result.text == expected("abc"[seed % 3 :] + "ab" * seed, seed, options)
-        assert result.stats.new_tokens == len(result.token_ids) == 8 + seed
-        assert result.stats.prompt_tokens == len(result.prompt_token_ids)
-        assert (result.seed, result.finish_reason) == (seed, "length")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -200,14 +183,6 @@ def test_an_abandoned_handle_gives_its_turn_back(model: Model, expected: Callabl
     del event
     gc.collect()
     assert model.generate("abc", Sampling(seed=2), SHORT).text == expected("abc", 2)
-
-
-def test_cancelled_before_it_began_it_emits_nothing(model: Model) -> None:
-    generation = model.stream("abc", options=SHORT)
-    generation.cancel()
-    result = generation.result()
-    assert (result.token_ids, result.text, result.finish_reason) == ((), "", "cancelled")
-    assert generation.stats.new_tokens == 0 and generation.is_over
 
 
 def test_a_cancelled_generation_ends_with_its_pass(model: Model, expected: Callable[..., str]) -> None:
@@ -472,15 +447,3 @@ def test_a_cancelled_task_ends_its_generation(tmp_path: Path) -> None:
 
     with table_model(tmp_path, 0.005, drafter="none") as model:
         asyncio.run(stopped(model))
-
-
-def test_a_handle_closes_in_its_async_block(model: Model) -> None:
-    async def partly() -> None:
-        async with model.stream("abc", options=LONG) as generation:
-            async for event in generation:
-                if event.position > 6:
-                    break
-        assert generation.is_over
-        assert (await model.stream("abc", options=SHORT).aresult()).finish_reason == "length"
-
-    asyncio.run(partly())

@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_files import HeldFiles
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.errors import EngineError

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from edgespec.config.options import Sampling
-from edgespec.corpus.database import joined
-from edgespec.corpus.index import SuffixIndex
+from edgespec.corpus.index import SuffixIndex, joined
 from edgespec.drafters.base import Drafter, DraftRequest
-from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.sampling import Sampler
@@ -43,16 +41,10 @@ def with_corpus(size: int) -> Drafter:
     return SuffixDrafter(corpora=[SuffixIndex.of(joined([made_text(size, 1)]))])
 
 
-def with_earlier(size: int) -> Drafter:
-    return CacheDrafter(32_000, [made_text(size, 2)])
-
-
 MAKERS: dict[str, Callable[[int], Drafter]] = {
     "ngram": lambda size: NgramDrafter(),
     "suffix": lambda size: SuffixDrafter(),
     "suffix, corpus": with_corpus,
-    "cache": lambda size: CacheDrafter(32_000),
-    "cache, earlier texts": with_earlier,
 }
 
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="the shell of POSIX quot
 def installed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if edgespec lay in site-packages, without a word of where it came from."""
     monkeypatch.setattr(installation, "_checkout", lambda: None)
-    monkeypatch.setattr(installation, "_folder_it_came_from", lambda: None)
     monkeypatch.setattr(installation, "requirements", lambda: DECLARED)
 
 
@@ -55,9 +54,9 @@ def test_the_gpu_build_takes_the_place_of_the_other(installed_elsewhere: None):
 
 
 def test_requirements_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch):
-    lines = ["onnx>=1.19", "torch>=2; extra == 'export'", "edgespec[export]; extra == 'all'", "m>=3; extra == 'all'"]
+    lines = ["onnx>=1.19", "torch>=2; extra == 'export'", "m>=3; extra == 'export'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
-    assert requirements.__wrapped__() == {"": ["onnx>=1.19"], "export": ["torch>=2"], "all": ["torch>=2", "m>=3"]}
+    assert requirements.__wrapped__() == {"": ["onnx>=1.19"], "export": ["torch>=2", "m>=3"]}
 
 
 @pytest.mark.parametrize(("engine", "name"), [("llamacpp", "llama.cpp"), ("onnx", "ONNX Runtime")])

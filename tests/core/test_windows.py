@@ -11,7 +11,7 @@ import pytest
 
 from edgespec import installation
 from edgespec.cli import main
-from edgespec.errors import ConfigError, ModelNotFound, StateError
+from edgespec.errors import ModelNotFound, StateError
 from edgespec.loading import own_models
 from edgespec.loading.catalogue import check_name
 
@@ -49,15 +49,6 @@ def test_a_device_is_no_name_of_a_model(name: str):
 def home(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("EDGESPEC_MODELS", str(tmp_path))
     return tmp_path
-
-
-def test_a_name_in_another_spelling_is_taken(home: Path, monkeypatch):
-    (home / "qwen3-0.6b").mkdir()
-    monkeypatch.setattr(own_models, "is_folder", lambda path: Path(path).name.lower() == "qwen3-0.6b")
-    with pytest.raises(ConfigError, match=r"is taken by qwen3-0\.6b"), own_models.one_writer("Qwen3-0.6B"):
-        pass
-    with own_models.one_writer("qwen3-0.6b") as folder:
-        assert folder == home / "qwen3-0.6b"
 
 
 def test_a_model_in_use_can_be_removed_later(home: Path, monkeypatch):

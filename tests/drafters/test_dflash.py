@@ -18,7 +18,7 @@ from edgespec.control.base import FixedLength
 from edgespec.drafters.heads import DFlashDrafter
 from edgespec.engines.features import WINDOW
 from edgespec.engines.head import BYTES_PER_FEATURE
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import MAX_BATCH
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError, ModelFileError
@@ -169,11 +169,11 @@ def test_what_is_given_as_draft_must_be_what_the_drafter_needs(
 ) -> None:
     head = write_dflash(tmp_path / "head.gguf")
     for drafter, fix in (("model", "a draft model"), ("eagle3", "an EAGLE-3 head")):
-        with pytest.raises(CapabilityError, match=f"is a DFlash head and drafter .* needs {fix}.*drafter='dflash'"):
+        with pytest.raises(CapabilityError, match=f"needs {fix} .* has head.gguf, a DFlash head, .*drafter='dflash'"):
             edgespec.load(str(target_path), draft=head, drafter=drafter, threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match="is a draft model and drafter 'dflash' needs a DFlash head"):
+    with pytest.raises(CapabilityError, match=r"drafter 'dflash' needs a DFlash head .*, a draft model, and runs on"):
         edgespec.load(str(target_path), draft=tiny_path, drafter="dflash", threads=TEST_THREADS)
-    with pytest.raises(CapabilityError, match="is a DFlash head, which needs a target on llamacpp"):
+    with pytest.raises(CapabilityError, match="drafter 'dflash' needs a DFlash head for a target on llamacpp"):
         edgespec.load(str(onnx_path), draft=head, threads=TEST_THREADS)
     with pytest.raises(CapabilityError, match="drafter 'dflash' needs a DFlash head"):
         edgespec.load(str(target_path), drafter="dflash", threads=TEST_THREADS)

@@ -13,7 +13,7 @@ import edgespec
 from demo import DEMO, TEST_THREADS
 from eagle3 import NumpyHead, compare_head, convert_head, plan_head
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence, at_once
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import (

@@ -18,7 +18,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.config.options import LoadOptions
 from edgespec.config.values import EngineName
 from edgespec.engines.head import DraftHead
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import head_footprint
 from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.model_use import ModelUse

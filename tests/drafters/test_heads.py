@@ -24,7 +24,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.eagle import AT_ONCE, EagleDrafter
 from edgespec.drafters.states import one_blas_thread
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ModelFileError, ModelNotFound
 from edgespec.formats.head_file import read_head_file, write_head_file
 from edgespec.formats.manifest import read_pair

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from edgespec.config.options import Sampling
-from edgespec.corpus.database import joined
-from edgespec.corpus.index import SuffixIndex
+from edgespec.corpus.index import SuffixIndex, joined
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from edgespec.sampling import Sampler

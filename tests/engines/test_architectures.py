@@ -15,7 +15,7 @@ pytest.importorskip("gguf", reason="tiny models are written by the package gguf:
 import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.base import Engine
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from demo import TEST_THREADS
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import BatchError, Cancelled, ContextFull, EngineError
 from edgespec.formats.gguf.heads import MAX_BLOCK
 from edgespec.types import Batch

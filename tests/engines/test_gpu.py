@@ -13,8 +13,8 @@ import pytest
 import edgespec
 from demo import TEST_THREADS
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp import LlamaCppEngine
 from edgespec.engines.llamacpp.devices import gpus
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.library import library, listening
 from edgespec.engines.model_use import ModelUse

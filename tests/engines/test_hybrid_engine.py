@@ -14,7 +14,7 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.cached_text import PROMPT_END
 from edgespec.engines.checkpoints import MOST_CHECKPOINTS
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.model_use import ModelUse
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.footprint import SESSION_BYTES, footprint

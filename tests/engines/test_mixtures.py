@@ -14,7 +14,7 @@ pytest.importorskip("gguf", reason="tiny models are written by the package gguf:
 
 import gguf
 
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.source import open_source

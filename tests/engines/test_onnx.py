@@ -15,7 +15,7 @@ import pytest
 
 from demo import DEMO, TEST_THREADS
 from edgespec.config.options import GenerateOptions, Sampling
-from edgespec.engines.llamacpp import VocabularyFile
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile
 from edgespec.engines.onnx import OnnxEngine
 from edgespec.engines.onnx.library import library, run_options
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, ModelNotFound, PromptError

@@ -171,7 +171,7 @@ def test_large_weights_are_hashed_while_the_model_loads(tmp_path: Path, monkeypa
 def test_a_sound_folder_is_tried_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = LoadOptions(model=str(folder), reproducible=False, threads=TEST_THREADS)
     open_models(options)[1].close()
-    monkeypatch.setattr(trial, "start_child", lambda paths: pytest.fail("tried again"))
+    monkeypatch.setattr(trial, "new_child", lambda paths: pytest.fail("tried again"))
     open_models(options)[1].close()
 
 

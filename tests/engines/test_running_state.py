@@ -13,13 +13,13 @@ import edgespec
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.cached_text import PROMPT_END
 from edgespec.engines.checkpoints import MOST_CHECKPOINTS
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.llamacpp.running_state import MOST_SNAPSHOTS, RunningState
 from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import read_header
-from edgespec.types import Batch, Logits
+from edgespec.types import Batch
 from hybrid_gguf import HybridShape, write_lfm2, write_qwen35
 from tiny_gguf import write_model, write_recurrent_model
 
@@ -35,45 +35,6 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def opened(path: Path, **given: object) -> LlamaCppEngine:
     return LlamaCppEngine.load(path, context_length=256, max_batch=64, threads=1, **given)
-
-
-def alike(ours: Logits, theirs: Logits) -> bool:
-    """But for the rounding of passes of different widths."""
-    return bool(np.abs(ours - theirs).max() < 1e-3 * theirs.std())
-
-
-def test_what_is_dropped_leaves_no_trace(hybrid: Path) -> None:
-    """Passes and rollbacks at random, against an engine that reads every text from its beginning."""
-    rng = np.random.default_rng(0)
-    with opened(hybrid) as engine, opened(hybrid, speculates=False) as fresh:
-        assert engine.facts.rollback_rows == MOST_SNAPSHOTS and fresh.facts.rollback_rows == 0
-        kept: list[int] = []
-        for _ in range(40):
-            row = rng.integers(0, 200, rng.integers(1, MOST_SNAPSHOTS + 2)).tolist()
-            if len(kept) + len(row) > 200:
-                engine.rollback(0)
-                kept = []
-            found = engine.forward(Batch.chain(row))[-1].copy()
-            kept += row
-            fresh.rollback(0)
-            assert alike(found, fresh.forward(Batch.chain(kept[-64:]))[-1]) or len(kept) > 64
-            dropped = int(rng.integers(0, len(row)))
-            if dropped:
-                engine.rollback(len(kept) - dropped)
-                kept = kept[:-dropped]
-
-
-def test_a_long_text_with_drops_is_the_text_without(hybrid: Path) -> None:
-    rng = np.random.default_rng(1)
-    text = rng.integers(0, 200, 150).tolist()
-    with opened(hybrid) as engine, opened(hybrid, speculates=False) as fresh:
-        for start in range(0, 150, 3):
-            engine.forward(Batch.chain([*text[start : start + 3], 7, 8, 9][: 3 + start % 4]))
-            if start % 4:
-                engine.rollback(start + 3)
-        for start in range(0, 150, 50):
-            fresh.forward(Batch.chain(text[start : start + 50]))
-        assert alike(engine.forward(Batch.chain([5]))[0], fresh.forward(Batch.chain([5]))[0])
 
 
 def test_no_more_is_dropped_than_there_are_snapshots_of(hybrid: Path) -> None:
@@ -93,18 +54,6 @@ def test_no_more_is_dropped_than_there_are_snapshots_of(hybrid: Path) -> None:
             engine.rollback(5)  # all rows of the last pass: the state before it is not kept
         engine.rollback(0)
         assert engine.forward(Batch.chain([1])).shape[0] == 1
-
-
-def test_a_state_is_saved_after_a_rollback(hybrid: Path) -> None:
-    with opened(hybrid) as engine:
-        engine.forward(Batch.chain(range(9)))
-        engine.rollback(6)
-        state = engine.save_state()
-        expected = engine.forward(Batch.chain([3]))[0].copy()
-        engine.rollback(0)
-        engine.load_state(state)
-        assert engine.length() == 6
-        assert np.array_equal(engine.forward(Batch.chain([3]))[0], expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -197,20 +146,6 @@ def test_a_prompt_that_goes_on_otherwise_is_read_from_a_checkpoint(hybrid: Path)
         model.forget()
         again = model.generate(other, Sampling(temperature=0), options)
         assert again.stats.reused_tokens == 0 and again.token_ids == found.token_ids
-
-
-def test_checkpoints_are_of_the_text_that_is_there(hybrid: Path) -> None:
-    with opened(hybrid) as engine:
-        engine.forward(Batch.chain(range(20)))
-        engine.checkpoint()
-        expected = engine.forward(Batch.chain([9]))[0].copy()
-        engine.forward(Batch.chain(range(30)))
-        assert [engine.reachable(length) for length in (51, 50, 30, 19)] == [51, 50, 20, 0]
-        engine.rollback(20)
-        assert np.array_equal(engine.forward(Batch.chain([9]))[0], expected)
-        engine.rollback(0)
-        engine.forward(Batch.chain(range(40, 70)))
-        assert engine.reachable(21) == 0
 
 
 def test_lookups_alone_do_not_make_plain_passes_slower(hybrid: Path) -> None:

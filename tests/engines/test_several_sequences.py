@@ -49,13 +49,6 @@ def test_reproducible_texts_do_not_depend_on_what_runs_beside_them(
     assert drafter == "none" or sum(result.stats.drafted_tokens for result in found) > 0
 
 
-def test_onnx_shares_passes_by_default() -> None:
-    with opened("onnx", parallel=2) as model:
-        assert model.target.facts.can_pack and not model.reproducible
-        texts = model.generate_all(PROMPTS[:2], Sampling(), OPTIONS)
-        assert all(result.stats.new_tokens == OPTIONS.max_tokens for result in texts)
-
-
 @pytest.mark.parametrize("engine", ["llamacpp", "onnx"])
 def test_fastest_mode_shares_passes(engine: Any) -> None:
     with opened(engine, reproducible=False, parallel=3) as model:

@@ -20,7 +20,7 @@ import edgespec
 from demo import DEMO
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.base import Engine
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import ConfigError
 from edgespec.types import Batch
 from lossless import PROMPTS

@@ -16,8 +16,7 @@ from edgespec import GenerateOptions, Sampling
 from edgespec.control.base import FixedLength
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engines import proof, widths
-from edgespec.engines.llamacpp import LlamaCppEngine
-from edgespec.engines.onnx import OnnxEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
 from edgespec.generation.decode import autoregressive, speculative
@@ -108,10 +107,6 @@ def test_a_lone_row_that_differs_on_real_tokens_only_is_kept_apart() -> None:
 def test_a_difference_that_shows_only_in_the_cache_is_seen() -> None:
     found = surveyed(table(in_cache=True))
     assert found[0] == (1, 1)
-
-
-def test_equal_widths_are_one_class() -> None:
-    assert surveyed(table(is_honest=True)) == ((1, 63),)
 
 
 def test_every_pass_of_a_width_is_exactly_that_wide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,17 +240,6 @@ def test_prompts_are_read_in_passes_of_proved_widths() -> None:
 
 
 # -- real kernels
-
-
-@pytest.mark.parametrize("kind", ["llamacpp", "onnx"])
-def test_the_demos_lone_rows_are_padded_or_proved(kind: str, target_path: Path, onnx_path: Path) -> None:
-    if kind == "onnx":
-        engine: LlamaCppEngine | OnnxEngine = OnnxEngine.load(onnx_path, reproducible=True, threads=1)
-    else:
-        engine = LlamaCppEngine.load(target_path, reproducible=True, threads=1)
-    with engine:
-        assert engine.facts.pinned_class is not None
-        assert engine.facts.pinned_class[0] <= 2 and engine.facts.pinned_class[1] == 63
 
 
 def test_keys_in_q8_0_spare_lone_rows_the_padding(target_path: Path) -> None:

@@ -13,30 +13,21 @@ pytest.importorskip("llama_cpp", reason="llama.cpp is not installed")
 
 import edgespec
 from edgespec import GenerateOptions, Sampling
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.footprint import footprint
 from edgespec.engines.model_use import ModelUse
-from edgespec.engines.sequence import CachedSequence
 from edgespec.errors import CapabilityError
-from edgespec.export.gguf.convert import convert
 from edgespec.types import Batch, TokenIds
-from tiny_checkpoints import write_checkpoint
 
 WINDOW, SIZE = 16, 300
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("windowed")
-    source = write_checkpoint(folder / "source", "gemma3", sliding_window=WINDOW, max_position_embeddings=512)
-    convert(source, folder / "windowed.gguf", "f32")
-    return folder / "windowed.gguf"
-
-
 @pytest.fixture
-def engine(windowed: Path) -> Iterator[LlamaCppEngine]:
-    with LlamaCppEngine.load(windowed, context_length=256, threads=1, max_sequences=2, reproducible=False) as found:
+def engine(windowed_path: Path) -> Iterator[LlamaCppEngine]:
+    with LlamaCppEngine.load(
+        windowed_path, context_length=256, threads=1, max_sequences=2, reproducible=False
+    ) as found:
         yield found
 
 
@@ -64,30 +55,10 @@ def test_a_loaded_text_is_continued_and_not_shortened(engine: LlamaCppEngine):
     assert engine.reachable(20) == 20
 
 
-def test_a_text_within_the_window_is_whole(engine: LlamaCppEngine):
-    ids = text(1, 40)
-    engine.forward(Batch.chain(ids[:WINDOW]))
-    state = engine.save_state()
-    engine.load_state(state, 1)
-    assert engine.reachable(3, 1) == 3
-    wanted = engine.forward(Batch.chain(ids[WINDOW:])).copy()
-    engine.rollback(3, 1)
-    assert np.array_equal(engine.forward(Batch.chain(ids[3:], sequence=1))[WINDOW - 3 :], wanted)
-
-
-def test_a_copy_of_a_loaded_text_is_as_incomplete(engine: LlamaCppEngine):
-    engine.forward(Batch.chain(text(2, 48)))
-    engine.load_state(engine.save_state(), 1)
-    engine.fork(1, 0)
-    assert engine.reachable(20, 0) == 0
-    other = CachedSequence(engine, 0)
-    assert other.length == 0 and engine.reachable(0, 0) == 0
-
-
-def test_sequences_have_cells_of_their_own_although_trees_are_wanted(windowed: Path):
+def test_sequences_have_cells_of_their_own_although_trees_are_wanted(windowed_path: Path):
     """In shared cells llama.cpp overwrites those behind a window; a rollback may return to them."""
     with LlamaCppEngine.load(
-        windowed, context_length=128, threads=1, max_sequences=2, max_branches=2, reproducible=False
+        windowed_path, context_length=128, threads=1, max_sequences=2, max_branches=2, reproducible=False
     ) as engine:
         assert engine.most_branches == 0
         ids = text(3, 100)
@@ -102,9 +73,9 @@ def test_sequences_have_cells_of_their_own_although_trees_are_wanted(windowed: P
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(windowed: Path, parallel: int):
+def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(windowed_path: Path, parallel: int):
     """A text that was parked for another one comes back without what lies behind its windows."""
-    with edgespec.load(str(windowed), parallel=parallel, context_length=256, reproducible=True) as model:
+    with edgespec.load(str(windowed_path), parallel=parallel, context_length=256, reproducible=True) as model:
         first, other = list(map(int, text(4, 120))), list(map(int, text(5, 120)))
         edited = first[:80] + list(map(int, text(6, 30)))
         options = GenerateOptions(max_tokens=8, ignore_eos=True)
@@ -120,11 +91,11 @@ def test_a_conversation_that_was_left_and_edited_is_answered_as_a_new_one(window
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_the_watch_over_the_width_class_shortens_no_loaded_state(windowed: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_watch_over_the_width_class_shortens_no_loaded_state(windowed_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It reads the last rows again in another width, for which a loaded text cannot always be rolled back."""
     monkeypatch.setattr("edgespec.engines.widths.SHARE", 1.0)
     options = GenerateOptions(max_tokens=20, ignore_eos=True)
-    with edgespec.load(str(windowed), context_length=256, reproducible=True, threads=1) as model:
+    with edgespec.load(str(windowed_path), context_length=256, reproducible=True, threads=1) as model:
         texts = [list(map(int, text(seed, 120))) for seed in (4, 5)]
         for _ in range(2):
             for ids in texts:
@@ -132,7 +103,9 @@ def test_the_watch_over_the_width_class_shortens_no_loaded_state(windowed: Path,
         assert model._executor.class_watch.rows_compared
 
 
-def test_the_plan_gives_every_text_cells_of_its_own(windowed: Path):
-    with_trees, without = (footprint(windowed, ModelUse(100, max_sequences=2, max_branches=most)) for most in (16, 0))
-    one = footprint(windowed, ModelUse(100))
+def test_the_plan_gives_every_text_cells_of_its_own(windowed_path: Path):
+    with_trees, without = (
+        footprint(windowed_path, ModelUse(100, max_sequences=2, max_branches=most)) for most in (16, 0)
+    )
+    one = footprint(windowed_path, ModelUse(100))
     assert with_trees.cache == without.cache == 2 * one.cache

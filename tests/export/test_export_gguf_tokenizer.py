@@ -14,7 +14,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="the comparison needs the 
 from gguf.gguf_reader import GGUFReader  # noqa: E402
 
 from demo import DEMO, change_json  # noqa: E402
-from edgespec.engines.llamacpp import VocabularyFile  # noqa: E402
+from edgespec.engines.llamacpp.tokenizer import VocabularyFile  # noqa: E402
 from edgespec.errors import ModelFileError  # noqa: E402
 from edgespec.export.gguf.convert import convert  # noqa: E402
 from edgespec.export.gguf.tokenizer import UNREACHABLE, check_tokenizer, merge_scores  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("gguf", reason="export needs the package gguf: scripts/run.py install export")
 
 from demo import DEMO, change_json, changed_copy
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.errors import CapabilityError, ConfigError, ModelFileError, StateError, UsageError
 from edgespec.export import room
 from edgespec.export.check import Comparison, ExportRefused, compare, limits_of, open_engine

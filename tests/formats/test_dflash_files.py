@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from demo import DEMO, TEST_THREADS
-from edgespec.engines.llamacpp import LlamaCppEngine
+from edgespec.engines.llamacpp.engine import LlamaCppEngine
 from edgespec.engines.llamacpp.heads import try_head
 from edgespec.engines.trial import check_model_files
 from edgespec.errors import CapabilityError, ModelFileError, VocabularyMismatch

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ def budgets(**options: Any) -> list[Fitted]:
         try:
             found.append(fitted(size, **options))
         except CapabilityError as exc:
-            assert "the budget is" in str(exc) and "The smallest possible setup" in str(exc)
+            assert "the budget is" in str(exc) and ("The smallest possible setup" in str(exc) or not found[-1].given_up)
             return found
 
 
@@ -57,7 +55,7 @@ def test_every_budget_down_to_the_smallest_is_kept() -> None:
         assert found.verdict.fit != "refused" and found.plan.own_bytes <= found.verdict.free_bytes
         assert not found.given_up or all(each.text in found.note for each in found.given_up)
         assert ("will page (slow)" in found.note) == (found.verdict.fit == "pages")
-    assert {what for found in rest for what in whats(found)} == {"context", "cache", "draft context", "draft"}
+    assert {what for found in rest for what in whats(found)} == {"context", "cache", "draft"}
     sizes = [found.plan.own_bytes for found in (whole, *rest)]
     assert sizes == sorted(sizes, reverse=True)  # less is given up where more may be kept
     assert rest[-1].options.context_length == 512 and rest[-1].pair.draft is None
@@ -68,12 +66,11 @@ def test_the_order_and_that_no_more_is_given_up_than_needed() -> None:
     found = [fitted(plenty - saved * MIB, engine="llamacpp", drafter="none") for saved in (0, 1, 5, 8)]
     assert [whats(each) for each in found] == [[], ["cache"], ["context"], ["context", "cache"]]
     assert found[1].options.cache_type_k == "q8_0" and found[1].options.context_length is None
-    assert found[1].options.cache_type_v is None and found[3].options.cache_type_v == "q8_0"  # keys alone first
 
 
 def test_options_that_were_given_stay() -> None:
     least = budgets(engine="llamacpp", context_length=2048, cache_type_k="f16", cache_type_v="f16", drafter="model")[-1]
-    assert set(whats(least)) <= {"draft context"}
+    assert not least.given_up
     options = least.options
     assert (options.context_length, options.cache_type_k, options.drafter) == (2048, "f16", "model")
 
@@ -87,7 +84,7 @@ def test_without_a_budget_only_the_draft_gives_way() -> None:
     alone = fitted(None, engine="llamacpp", drafter="none")
     room = (whole.plan.own_bytes + alone.plan.own_bytes) // 2
     found = fitted(None, Limit("memory", room, "the limit of this container"), engine="llamacpp")
-    assert set(whats(found)) <= {"draft", "draft context"} and found.given_up
+    assert whats(found) == ["draft"]
     assert "the limit of this container" in found.note
     with pytest.raises(CapabilityError, match=r"This would fit: .*-c \d+.* \(memory= auto chooses it\)"):
         fitted(None, Limit("memory", alone.plan.own_bytes - 6 * MIB, "a limit"), engine="llamacpp", drafter="none")
@@ -123,28 +120,12 @@ def test_unknown_free_memory_refuses_nothing() -> None:
     assert fit(chosen, resolve_pair(chosen), Room(None, ())).verdict.fit == "fits"
 
 
-def test_a_load_keeps_its_budget_and_says_what_it_gave_up() -> None:
-    """In a process of its own: what thousands of other tests leave behind counts as used memory."""
-    plenty = fitted(1 << 40, engine="llamacpp").plan.own_bytes
-    program = f"""
-import edgespec
-with edgespec.load("demo", engine="llamacpp", memory={plenty - 12 * MIB}, threads=2) as model:
-    assert model.memory is not None and model.memory.given_up
-    assert model.memory.note in model.notes
-    assert model.memory.plan.own_bytes <= {plenty - 12 * MIB}
-    result = model.generate("Once upon a time", options=edgespec.GenerateOptions(max_tokens=8))
-    assert result.stats.new_tokens and not result.stats.notes, result.stats.notes
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_nothing_is_opened_when_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_engine(*_: object, **__: object) -> None:
         raise AssertionError("an engine was opened")
 
     monkeypatch.setattr("edgespec.loading.opening.open_engine", no_engine)
-    monkeypatch.setattr("edgespec.engines.trial.start_child", no_engine)
+    monkeypatch.setattr("edgespec.engines.trial.new_child", no_engine)
     with pytest.raises(CapabilityError, match="the budget is 20 MiB"):
         edgespec.load("demo", memory="20MiB")
 
@@ -212,7 +193,7 @@ def test_auto_is_for_this_machines_memory() -> None:
     for options in ({"gpu_layers": "auto"}, {"gpu_layers": 4}, {"provider": "cuda"}, {"rpc": "host:1"}):
         with pytest.raises(ConfigError, match="context_length auto is chosen by this machine's memory"):
             LoadOptions(context_length="auto", **options)
-    for wrong in ("max", "4k", -1, 15, True, 2.5):
+    for wrong in ("most", "4k", -1, 15, True, 2.5):
         with pytest.raises(ConfigError, match="context_length"):
             LoadOptions(context_length=wrong)  # type: ignore[arg-type]
 

@@ -16,19 +16,16 @@ from edgespec.formats.manifest import ModelPair
 from edgespec.loading.requirements import resolve_pair, without_drafts
 from edgespec.memory.fit import COMFORTABLE_CONTEXT, Fitted, fit
 from edgespec.memory.plan import Plan, Room, planned
-from edgespec.platform.memory import Limit
 from llama_headers import LLAMA_8B, LLAMA_70B, write_header
 
 BUDGETS = 60
-CONTEXTS, DRAFT_CONTEXTS = (None, 2048, 1024, 512), (None, 1024, 512)
-Kept = tuple[bool, int, bool, float, bool, int]
+CONTEXTS = (None, 2048, 1024, 512)
+Kept = tuple[bool, int, bool, bool, int]
 
 
 def kept(fits: bool, options: LoadOptions, context: int, *, has_draft: bool) -> Kept:
     """The order of the documentation, the most important first."""
-    draft_context = (options.draft_context_length or float("inf")) if has_draft else 0
-    is_plain = options.cache_type_k is None
-    return fits, min(context, COMFORTABLE_CONTEXT), has_draft, draft_context, is_plain, context
+    return fits, min(context, COMFORTABLE_CONTEXT), has_draft, options.cache_type_k is None, context
 
 
 def kept_of(found: Fitted) -> Kept:
@@ -37,12 +34,11 @@ def kept_of(found: Fitted) -> Kept:
 
 
 def all_choices(given: dict[str, Any], pair: ModelPair) -> Iterator[tuple[LoadOptions, ModelPair]]:
-    """With a draft context of 0 for the target alone."""
     kind = "int8" if pair.files["target"].engine == "onnx" else "q8_0"
     caches: tuple[dict[str, Any], ...] = {}, {"cache_type_k": kind, "cache_type_v": kind}
-    for context, cache, draft in itertools.product(CONTEXTS, caches, (*DRAFT_CONTEXTS, 0)):
-        options = LoadOptions(**{**given, "context_length": context, **cache, "draft_context_length": draft or None})
-        yield without_drafts(options, pair) if draft == 0 else (options, pair)
+    for context, cache, is_alone in itertools.product(CONTEXTS, caches, (False, True)):
+        options = LoadOptions(**{**given, "context_length": context, **cache})
+        yield without_drafts(options, pair) if is_alone else (options, pair)
 
 
 @pytest.fixture(params=["demo, llama.cpp", "demo, ONNX", "70B and 8B"])
@@ -85,17 +81,3 @@ def test_the_best_that_fits_is_kept(given: dict[str, Any]) -> None:
     assert outcomes == sorted(outcomes, key=lambda each: (each is not None, each or ()))
     assert outcomes[0] is None and outcomes[-1] == max(found for found in outcomes if found is not None)
     assert len(set(outcomes)) > 6
-
-
-def test_without_a_budget_more_room_never_costs_the_draft() -> None:
-    pair = resolve_pair(LoadOptions(engine="llamacpp"), check_hashes=False)
-    with keeping_headers():
-        whole = planned(LoadOptions(engine="llamacpp"), pair)
-        alone = planned(*without_drafts(LoadOptions(engine="llamacpp"), pair))
-        found = []
-        for step in range(BUDGETS):
-            free = alone.own_bytes + (whole.total_bytes - alone.own_bytes) * step // (BUDGETS - 1)
-            fitted = fit(LoadOptions(engine="llamacpp"), pair, Room(None, (Limit("memory", free, "what is free"),)))
-            assert fitted.plan.context_length == whole.context_length and fitted.options.cache_type_k is None
-            found.append(kept_of(fitted)[2:4])
-    assert found == sorted(found) and len(set(found)) > 2

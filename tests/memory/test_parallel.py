@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import edgespec
-from edgespec.config.options import LoadOptions, keywords_of
+from edgespec.config.options import LoadOptions
 from edgespec.engines.llamacpp.library import library
 from edgespec.engines.llamacpp.settings import CELLS_MULTIPLE
 from edgespec.engines.model_use import WIDEST
@@ -48,19 +49,10 @@ def test_the_planned_cells_are_those_of_the_load(drafter: Any, reproducible: boo
         OPTIONS, engine="llamacpp", drafter=drafter, draft=None, threads=1, parallel=3, context_length=500
     )
     options = replace(options, reproducible=reproducible)
-    with edgespec.load(**keywords_of(options)) as model:
+    with edgespec.load(**dataclasses.asdict(options)) as model:
         assert model.target.facts.own_cells == (reproducible or drafter == "suffix")
         loaded = library().llama_n_ctx(model.target._context)  # type: ignore[attr-defined]
     assert cells_of(options) == loaded
-
-
-@pytest.mark.parametrize("elsewhere", [{"gpu_layers": -1}, {"rpc": "127.0.0.1:50052"}])
-def test_what_runs_elsewhere_has_cells_of_its_own_in_reproducible_mode_too(elsewhere: Any) -> None:
-    options = replace(OPTIONS, engine="llamacpp", drafter="suffix", parallel=3, context_length=500)
-    options = replace(options, kv_offload=False, **elsewhere)
-    own, shared = (cells_of(replace(options, reproducible=wanted)) for wanted in (True, False))
-    assert own == 3 * -(-(500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
-    assert shared == -(-(3 * 500 + WIDEST) // CELLS_MULTIPLE) * CELLS_MULTIPLE
 
 
 @pytest.mark.skipif(library_path() is None, reason="the kernels are not built: scripts/run.py test builds them")
@@ -73,7 +65,7 @@ def test_there_is_room_for_as_many_answers_as_fit_with_full_texts() -> None:
         found = fit(replace(options, memory=budget), pair, Room(budget, ()))
         assert found.options.parallel == count and found.plan == plan and not found.given_up
     assert fit(options, pair, Room(1 << 40, ())).options.parallel == MOST_SEQUENCES == len(plans)
-    with edgespec.load(**keywords_of(options)) as model:
+    with edgespec.load(**dataclasses.asdict(options)) as model:
         assert model.target.facts.max_sequences == model.options.parallel == MOST_SEQUENCES
 
 

@@ -121,7 +121,7 @@ def test_tensors_are_counted_where_they_are_put(mixture):
         ("=CPU", "does not say which"),
         ("exps=", "does not say which"),
         ("exps=CPU,", "does not say which"),
-        ("a(=CPU", "is no regular expression"),
+        ("a(=CPU", "no regular expression"),
     ],
 )
 def test_a_bad_pattern_is_refused_before_anything_is_opened(text: str, said: str):

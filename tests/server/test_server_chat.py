@@ -358,7 +358,7 @@ def test_it_goes_on(client: TestClient, path: str, body: dict[str, Any], noted: 
 
 
 def test_the_model_sees_what_was_written(model: Model) -> None:
-    assert BROKEN in model.decode(model.encode_chat(chat(content="no")["messages"]))
+    assert json.dumps({"arguments": BROKEN}) in model.decode(model.encode_chat(chat(content="no")["messages"]))
 
 
 # -- `return_progress`: how much of the prompt is read, told in a stream while it is

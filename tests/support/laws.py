@@ -19,10 +19,8 @@ import numpy as np
 
 from edgespec import Sampling
 from edgespec.control.base import FixedLength
-from edgespec.corpus.database import joined
-from edgespec.corpus.index import SuffixIndex
+from edgespec.corpus.index import SuffixIndex, joined
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.cache import CacheDrafter
 from edgespec.drafters.early_exit import EarlyExitDrafter
 from edgespec.drafters.heads import DFlashDrafter, Eagle3Drafter
 from edgespec.drafters.hierarchical import HierarchicalDrafter
@@ -101,9 +99,9 @@ def texts_like(target: TableEngine) -> list[TokenIds]:
     return [np.array(each, np.int32) for each in (ids[:200], ids[200:], never)]
 
 
-def remembering(target: TableEngine) -> CacheDrafter:
+def remembering(target: TableEngine) -> SuffixDrafter:
     first, second, never = texts_like(target)
-    drafter = CacheDrafter(target.vocabulary.size, [first, never])
+    drafter = SuffixDrafter(corpora=[SuffixIndex.of(joined([first, never]))])
     drafter.learn(second)
     return drafter
 
@@ -124,7 +122,6 @@ MAKERS: dict[str, Callable[[TableEngine], Drafter]] = {
     "ngram": lambda target: NgramDrafter(min_ngram=1),
     "suffix": lambda target: SuffixDrafter(),
     "corpus": lambda target: SuffixDrafter(corpora=[SuffixIndex.of(joined(texts_like(target)))]),
-    "cache": lambda target: CacheDrafter(target.vocabulary.size),
     "kept answers": remembering,
     "lookahead": lambda target: LookaheadDrafter(ngram=3),
 }

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.formats.architectures import ARCHITECTURES, PERMUTE_K, PERMUTE_Q, Sizes, Tensor
 from edgespec.formats.gguf.tables import KINDS
-from tiny_gguf import Shape, add_tensor, replace_metadata, vocabulary, write_vocabulary
+from tiny_gguf import Shape, begin, finish, vocabulary, write_vocabulary
 
 Floats = NDArray[np.float32]
 TOKENS, EPSILON, BASE, LONG = len(vocabulary(40)[0]), 1e-5, 10000.0, 384
@@ -211,27 +211,12 @@ def tensors(case: Case) -> dict[str, Floats]:
 
 def write(path: Path, case: Case, weights: str = "F32", metadata: Mapping[str, Any] | None = None) -> Path:
     """`weights`: the type of the matrices; `metadata` replaces entries."""
-    kind, quant = case.kind, gguf.GGMLQuantizationType[weights]
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_name("tiny")
-    writer.add_context_length(case.context)
-    writer.add_embedding_length(case.width)
-    writer.add_block_count(case.layers)
-    writer.add_feed_forward_length(case.inner)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    sizes = {"context": case.context, "width": case.width, "layers": case.layers, "hidden": case.inner}
+    writer = begin(path, case.kind, **sizes, heads=4, kv_heads=2, epsilon=EPSILON)
     writer.add_rope_freq_base(BASE)
-    writer.add_layer_norm_rms_eps(EPSILON)
     write_vocabulary(writer, Shape(merges=40))
-    given = {f"{kind}.{key}": _unsigned(value) for key, value in {**case.metadata, **(metadata or {})}.items()}
-    replace_metadata(writer, given)
-    for name, values in tensors(case).items():
-        add_tensor(writer, name, values, quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    given = {f"{case.kind}.{key}": _unsigned(value) for key, value in {**case.metadata, **(metadata or {})}.items()}
+    return finish(writer, path, tensors(case), given, gguf.GGMLQuantizationType[weights])
 
 
 def _unsigned(value: Any) -> Any:

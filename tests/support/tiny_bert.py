@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from tiny_gguf import finish
+from tiny_gguf import begin, finish
 
 WORDS = ["find", "me", "a", "bus", "to", "hello", "world", "table", "for", "two"]
 LETTERS = [chr(ord("a") + i) for i in range(26)]
@@ -27,12 +26,7 @@ def write_bert(
     rng = np.random.default_rng(0)
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     tokens += [f"\u2581{word}" for word in dict.fromkeys((*WORDS, *LETTERS))] + [f"{letter}x" for letter in LETTERS]
-    writer = gguf.GGUFWriter(path, "bert")
-    writer.add_context_length(context)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(2 * width)
-    writer.add_block_count(layers)
-    writer.add_head_count(4)
+    writer = begin(path, "bert", context=context, width=width, layers=layers, hidden=2 * width, heads=4)
     writer.add_layer_norm_eps(1e-12)
     writer.add_causal_attention(False)
     if pooling is not None:

@@ -38,7 +38,7 @@ class Cells:
         self._last_position = llama.llama_memory_seq_pos_max
         self._branch_ids = range(settings.max_sequences, settings.scratch_id)
         self._scratch_id = settings.scratch_id
-        self._has_streams = settings.streams
+        self._has_streams, self._keeps_state = settings.streams, settings.keeps_state
         self._mirrors: dict[int, tuple[int, int]] = {}  # branch id -> (sequence, tokens mirrored)
         self._lengths = book.lengths
         self._branches: Branches = {}  # of unsettled trees
@@ -133,8 +133,12 @@ class Cells:
     def fork(self, source: int, destination: int) -> None:
         """Let `destination` share all cells of `source`; nothing is copied until they differ.
 
-        Sequences with streams of their own cannot share: `destination` gets a copy. Raises EngineError.
+        Sequences with streams of their own cannot share: `destination` gets a copy. Of a running state llama.cpp would
+        copy the latest, although the last rows were dropped: it goes through a saved one. Raises EngineError.
         """
+        if self._keeps_state:
+            self.load(self.save(source), self._lengths[source], destination)
+            return
         self.trim(source)
         self.forget(destination)
         self._copy(self._memory, source, destination, -1, END)
