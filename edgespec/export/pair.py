@@ -440,7 +440,9 @@ class _Export:
                 reference = engine_reference(engine, "llama.cpp on the same weights")
             usual = limits_of(weights.quant)
         else:
-            self.reporter.note(f"{role}: not compared, which needs llama.cpp: {install_command('llamacpp')}")
+            # Optimum's graph has no GGUF
+            lacking, extra = ("transformers", "export") if weights is None else ("llama.cpp", "llamacpp")
+            self.reporter.note(f"{role}: not compared, which needs {lacking}: {install_command(extra)}")
             return "nothing", {}
         figures = {}
         for done, (key, wanted, quant, path) in enumerate(files, 1):

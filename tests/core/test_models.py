@@ -128,9 +128,11 @@ def test_a_clone_of_a_repository_with_graphs_says_what_they_need(home: Path, tmp
         ({"head": "format = 1\nname = "}, r"cannot be read: .*line 2"),
         ({"head": "format = 2"}, "format is 2; this edgespec reads 1"),
         ({"head": 'name = "pair"'}, "format is None"),
+        ({"head": 'format = 1\ndescripton = "x"'}, "unknown field `descripton`"),
         ({"head": "format = 1\nbanner = 3"}, r"Expected `str`, got `int` - at `\$\.banner`"),
         ({"target": ""}, r"files\.target is missing"),
         ({"draft": "[files.drafft]"}, r"'drafft' - at `key` in `\$\.files`"),
+        ({"draft": '[files.draft]\npath = "d.gguf"\nbytes = 13'}, r"`sha256` - at `\$\.files"),
         (
             {"draft": '[files.draft]\npath = "d.gguf"\nbytes = 13\nsha256 = "00"'},
             r"\{64\}.* - at `\$\.files.*\.sha256`",
