@@ -130,7 +130,7 @@ class LoadOptions:
     )
     medium: Path | None = _model(None, "--medium", "Model between draft and target, for --drafter hierarchical")
     exit_layer: int | None = _model(
-        None, "--exit-layer", "Draft with the first N layers of an ONNX target (early-exit)", check=at_least(1)
+        None, "--exit-layer", "Draft with the first N layers of the target (early-exit)", check=at_least(1)
     )
     heads: Path | None = _model(None, "--heads", "Heads file for --drafter medusa or eagle")
     chat_template_file: Path | None = _model(

@@ -71,12 +71,9 @@ class DrafterPool:
         engine = self._target.engine
         if self._options.threads is not None or engine.facts.threads == 1:
             return None
-        if self._options.memory is not None and engine.thread_change_bytes:
-            return None  # that memory is not planned
         if not engine.set_threads(engine.facts.threads):
             return None
-        steps, change_s = engine.thread_steps(), engine.thread_change_s
-        return ThreadControl(steps, self.use_threads, change_s=change_s, is_settled=lambda: engine.is_settled)
+        return ThreadControl(engine.thread_steps(), self.use_threads)
 
     def use_threads(self, threads: int) -> None:
         """Set the threads of target and drafters from their next passes on."""
@@ -176,12 +173,6 @@ class DrafterPool:
             vocabulary = self._target.engine.vocabulary
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
         return self.drafters[name]
-
-    def measure(self) -> None:
-        """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
-        if not self.costs.is_measured:
-            self.keep()
-            self.costs.measure(self.threads)
 
     @property
     def draft_engine(self) -> Engine | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgespec.drafters.base import DraftRequest
 from edgespec.drafters.growth import DrawnChain
-from edgespec.drafters.model import ChainDrafter, ModelDrafter
+from edgespec.drafters.model import ModelDrafter
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import CachedSequence, Passes, restored_on_failure
 from edgespec.types import EMPTY_DRAFT, Draft, TokenIds
@@ -32,7 +32,7 @@ class HierarchicalDrafter(ModelDrafter):
 
     def __init__(
         self,
-        small: ChainDrafter,
+        small: ModelDrafter,
         medium: Engine,
         ahead: int = _AHEAD,
         cache: CachedSequence | None = None,

@@ -20,38 +20,14 @@ _LEAST_READ = 128  # tokens; a window of fewer says little about what the draft 
 _FREE = 32  # places of the context that a window leaves for drafts
 
 
-class ChainDrafter(Drafter):
-    """Drafts a chain with layers of `engine`, for the target or for another drafter that looks ahead with it."""
+class ModelDrafter(Drafter):
+    """Drafts a chain with `engine`, for the target or for another drafter that looks ahead with it.
 
-    prior = CHAIN_PRIOR
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def draft(self, request: DraftRequest) -> Draft:
-        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
-        return at_once(self.drafting(request))
-
-    def another(self, sequence: int) -> ChainDrafter | None:
-        return None
-
-    def set_threads(self, threads: int) -> None:
-        self._engine.set_threads(min(threads, self._engine.facts.threads))
-
-    def cancel(self) -> None:
-        self._engine.cancel()
-
-    def clear_cancel(self) -> None:
-        self._engine.clear_cancel()
-
-
-class ModelDrafter(ChainDrafter):
-    """Drafts with `engine`; `cache` translates another vocabulary into the target's.
-
-    It closes the engine if it owns it.
+    `cache` translates another vocabulary into the target's. It closes the engine if it owns it.
     """
 
     name = "model"
+    prior = CHAIN_PRIOR
 
     def __init__(
         self,
@@ -61,9 +37,7 @@ class ModelDrafter(ChainDrafter):
         *,
         owns_engine: bool = True,
     ) -> None:
-        super().__init__(engine)
-        self.notes = notes
-        self._owns_engine = owns_engine
+        self._engine, self._owns_engine, self.notes = engine, owns_engine, notes
         self._cache = CachedSequence(engine) if cache is None else cache
         self._window_start = 1  # first text position in the window behind the text's first token
         self._former_start = 1  # the same in an earlier generation
@@ -78,6 +52,10 @@ class ModelDrafter(ChainDrafter):
         # The prompt is fed with the first draft, off the path to the first token.
         if self._window_start > 1:  # drafters that share this one begin it as well
             self._former_start, self._window_start = self._window_start, 1
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """A chain sampled with the target's settings and, unless the rule needs distributions, the target's noise."""
+        return at_once(self.drafting(request))
 
     def drafting(self, request: DraftRequest) -> Passes[Draft]:
         room = self._engine.facts.context_length
@@ -179,9 +157,29 @@ class ModelDrafter(ChainDrafter):
         """A drafter like this one for another sequence of the engine, which it does not own."""
         return type(self)(self._engine, self._cache.another(sequence), owns_engine=False)
 
+    def set_threads(self, threads: int) -> None:
+        self._engine.set_threads(min(threads, self._engine.facts.threads))
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def clear_cancel(self) -> None:
+        self._engine.clear_cancel()
+
     def close(self) -> None:
         if self._owns_engine:
             self._engine.close()
+
+
+class EarlyExitDrafter(ModelDrafter):
+    """Drafts with `engine`, the target's own first layers and head over the same weights."""
+
+    name = "early-exit"
+
+    @property
+    def bytes_used(self) -> int:
+        facts = self._engine.facts
+        return facts.kv_bytes_per_token * facts.context_length
 
 
 def _from(token_ids: TokenIds, start: int) -> TokenIds:

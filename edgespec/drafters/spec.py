@@ -75,7 +75,7 @@ MTP_FILE = Need("a multi-token prediction layer", "draft", "-md/--model-draft", 
 # In a draft model's place. A layer of `mtp` is in the target's own file where the pair has no such file.
 HEAD_FILES: Mapping[DrafterName, Need] = {"eagle3": EAGLE3_HEAD, "dflash": DFLASH_HEAD, "mtp": MTP_FILE}
 MEDIUM = Need("a medium model", "medium", "--medium", "medium", must_be_asked=True)
-EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "draft", must_be_asked=True)
+EXIT = Need("an early exit of the target", "exit_layer", "--exit-layer", "target", must_be_asked=True)
 HEADS = Need("heads", "heads", "--heads")
 MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF or beside it", "drafter", "--drafter mtp")
 
@@ -84,8 +84,8 @@ MTP_LAYERS = Need("multi-token prediction layers in the target's own GGUF or bes
 class DrafterSpec:
     """One line of the table.
 
-    `needs`: beside the target; the last one is what it runs. `owns`: an engine of its own, some layers of the target,
-    or nothing that runs on an engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
+    `needs`: beside the target; the last one is what it runs. `owns`: an engine of its own, or nothing that runs on an
+    engine (tables and heads, or the draft model borrowed from drafter `model`). `cost` of
     drafting: next to nothing ("free"), passes of a model or a head ("passes"), or further rows of the
     target's pass, which pay only where a row costs next to nothing ("rows"). `engines`: of the target. `is_made`: on
     demand, from nothing or from drafter `model`; else it is opened when the pair is loaded. `auto` takes what was
@@ -94,7 +94,7 @@ class DrafterSpec:
     """
 
     needs: tuple[Need, ...] = ()
-    owns: Literal["nothing", "engine", "layers of the target"] = "nothing"
+    owns: Literal["nothing", "engine"] = "nothing"
     cost: Literal["free", "passes", "rows"] = "passes"
     engines: tuple[EngineName, ...] = ("llamacpp", "onnx")
     is_made: bool = False
@@ -113,8 +113,8 @@ class DrafterSpec:
 
     @property
     def is_pairs_draft(self) -> bool:
-        """Whether a pair's draft file becomes this drafter."""
-        return self.owns != "nothing" and self.roles[-1:] == ("draft",)
+        """Whether a pair's draft file, or the first layers of its target, become this drafter."""
+        return self.owns == "engine" and self.roles[-1:] in (("draft",), ("target",))
 
     @property
     def borrows_model(self) -> bool:
@@ -131,7 +131,7 @@ SPECS: dict[DrafterName, DrafterSpec] = {
     "eagle3": DrafterSpec((EAGLE3_HEAD,), "engine", engines=("llamacpp",)),
     "dflash": DrafterSpec((DFLASH_HEAD,), "engine", engines=("llamacpp",)),
     "mtp": DrafterSpec((MTP_LAYERS,), "engine"),
-    "early-exit": DrafterSpec((EXIT,), "layers of the target"),
+    "early-exit": DrafterSpec((EXIT,), "engine", engines=("onnx",)),
     "hierarchical": DrafterSpec((DRAFT, MEDIUM), "engine"),
     "medusa": DrafterSpec((HEADS,)),
     "eagle": DrafterSpec((HEADS,)),

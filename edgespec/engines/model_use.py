@@ -36,7 +36,7 @@ class ModelUse:
     has_mtp: bool = False  # with the multi-token prediction layers
     # of ONNX Runtime
     provider: str = "auto"  # auto, cpu, cuda, dml, webgpu
-    exit_layer: int | None = None  # cut the graph after this layer, for `early_exit`
+    exit_layer: int | None = None  # its first layers, so many, draft beside it, in a plan only
     hidden_states: bool = False  # allow `give_hidden_states`
 
 

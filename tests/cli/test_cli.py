@@ -158,8 +158,8 @@ def test_log_probabilities_are_in_the_json_where_they_are_asked_for(pair):
 
 
 def test_notes_of_an_answer_are_in_the_json(pair, monkeypatch):
-    """Such as advice, or a drafter that failed: a program that reads the JSON sees no stderr."""
-    monkeypatch.setattr("edgespec.generation.advisor.Advisor.judged", lambda *_: "a note")
+    """Such as memory that was freed, or a drafter that failed: a program that reads the JSON sees no stderr."""
+    monkeypatch.setattr("edgespec.memory.watch.Relief.relieve", lambda *_: "a note")
     result = run("generate", *pair, "-p", "hello", "-n", "2", "--json")
     assert json.loads(result.stdout)["notes"] == ["a note"]
     assert "note: a note" in result.stderr

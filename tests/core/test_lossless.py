@@ -12,7 +12,7 @@ from demo import DEMO, TEST_THREADS
 from edgespec import GenerateOptions, Sampling
 from edgespec.engines.sequence import CachedSequence
 from edgespec.formats.manifest import read_pair
-from laws import ALPHA_1E6, MAKERS, TableWithExit, law_score, sequence_for
+from laws import ALPHA_1E6, MAKERS, law_score, sequence_for
 from lossless import GREEDY, PENALISED_GREEDY, PROMPTS, SAMPLINGS, VOCABULARY, assert_same_text, run_once
 from table_engine import TableEngine
 
@@ -20,7 +20,7 @@ from table_engine import TableEngine
 @pytest.mark.parametrize("settings", (*SAMPLINGS, PENALISED_GREEDY))
 @pytest.mark.parametrize("name", MAKERS)
 def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, name: str) -> None:
-    target = TableWithExit.random(VOCABULARY, seed=1, context_length=400)
+    target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     plain, drafted = run_once(CachedSequence(target), None, "coupled", 0, settings, 150), 0
     for length in (1, 2, 3, 8, 12, 40):
         drafter = MAKERS[name](target)
@@ -34,7 +34,7 @@ def test_coupled_text_is_plain_text_token_by_token(settings: Sampling, name: str
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_greedy_rejection_is_plain_greedy(name: str) -> None:
-    target = TableWithExit.random(VOCABULARY, seed=1, context_length=400)
+    target = TableEngine.random(VOCABULARY, seed=1, context_length=400)
     plain = [event.token_id for event in run_once(CachedSequence(target), None, "coupled", 0, GREEDY, 150)]
     drafter = MAKERS[name](target)
     found = run_once(sequence_for(drafter, target), drafter, "rejection", 9, GREEDY, 150)

@@ -223,5 +223,5 @@ def test_heads_whose_products_overflow_say_so(kind: str, temperature: float, bra
     asked = asked._replace(sampler=Sampler(Sampling(temperature=temperature), VOCABULARY))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # numpy's own warning would be printed beside the answer
-        with pytest.raises(EngineError, match=f"the {kind} heads gave scores that are not finite"):
+        with pytest.raises(EngineError, match="heads gave scores that are not finite"):
             drafter.draft(asked)
