@@ -174,12 +174,6 @@ class DrafterPool:
             self.drafters[name] = made(name, self._options, vocabulary, self.drafters, self._pair.name)
         return self.drafters[name]
 
-    def measure(self) -> None:
-        """Measure what was not measured before. Empties the caches; what was learnt of drafts is kept."""
-        if not self.costs.is_measured:
-            self.keep()
-            self.costs.measure(self.threads)
-
     @property
     def draft_engine(self) -> Engine | None:
         """The draft model's engine; None without one that is not the target's."""

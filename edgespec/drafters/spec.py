@@ -185,6 +185,6 @@ def _suffix(options: LoadOptions, vocabulary: Vocabulary) -> Drafter:
     from edgespec.corpus.index import SuffixIndex, joined
     from edgespec.drafters.suffix import SuffixDrafter
 
-    earlier = learnt_texts(vocabulary).read() if options.recall else []
+    earlier = learnt_texts(vocabulary).read() if options.learn else []
     found = [user_corpus(vocabulary) if options.corpus else None, SuffixIndex.of(joined(earlier)) if earlier else None]
     return SuffixDrafter(corpora=[index for index in found if index is not None])

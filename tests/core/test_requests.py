@@ -124,7 +124,7 @@ def test_an_option_that_is_no_number(kind: Any, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, name", [*((LoadOptions, name) for name in ("reproducible", "corpus", "recall", "learn")),
+    "kind, name", [*((LoadOptions, name) for name in ("reproducible", "corpus", "learn")),
                    *((GenerateOptions, name) for name in ("ignore_eos", "logprobs")),
                    *((SessionOptions, name) for name in ("chat_template", "stats"))]
 )  # fmt: skip
