@@ -78,13 +78,6 @@ MUTANTS = (
         ("tests/core/test_fresh_draws.py",),
     ),
     Mutant(
-        "let the nodes of a head's tree see their siblings",
-        "drafters/heads.py",
-        "[rows[node.parent] for node in nodes]",
-        "[row - 1 for row in range(len(nodes))]",
-        ("tests/drafters/test_head_trees.py",),
-    ),
-    Mutant(
         "judge a position again by the draw of the round before",
         "sampling/acceptance.py",
         "choices.accept(chance, position + node, node)",
