@@ -511,29 +511,15 @@ def test_what_was_learnt_serves_the_next_run() -> None:
         {"kinds": {"greedy": {"model": 3}}},
         {"kinds": {"greedy": {"model": [[], []]}}},
         {"kinds": {"greedy": {"model": {"calibrator": 1}}}},
-        {"kinds": {"greedy": {"model": [[1, 2], [3]]}}},
+        *({"kinds": {"greedy": {"model": [[value], [1.0], 1.0]}}} for value in (float("nan"), float("inf"), "x", None)),
+        *({"kinds": {"greedy": {"model": [[1.0], [value], 1.0]}}} for value in (float("nan"), float("inf"), 0.0, "x")),
+        {"kinds": {"greedy": {"model": [[1, 2], [3], 1.0]}}},
         {"kinds": {"greedy": {"ngram": [["a", 1, 2, 3]]}}},
         {"kinds": {"greedy": {"ngram": [[2, 0, 50, 3]]}}},
         {"kinds": {"greedy": {"unknown": [1, 2]}, "nonsense": {"model": [1, 2]}}},
     ],
 )
 def test_a_corrupt_state_is_left_out(kept: object) -> None:
-    texts = TEXTS["dialogue"][0.0]
-    world, fresh = World(Machine(ORT_INT8)), World(Machine(ORT_INT8))
-    controller = world.auto()
+    untaught, controller = World(Machine(ORT_INT8)).auto(), World(Machine(ORT_INT8)).auto()
     controller.restore(kept)
-    assert world.run(controller, texts) == fresh.run(fresh.auto(), texts)
-
-
-@pytest.mark.parametrize("place", range(2))
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "x", None])
-def test_a_state_with_one_bad_number_is_left_out(place: int, value: object) -> None:
-    world = World(Machine(ORT_INT8))
-    controller = world.auto()
-    world.run(controller, TEXTS["dialogue"][0.0])
-    kept = json.loads(json.dumps(controller.to_json()))
-    kept["kinds"]["greedy"]["model"][place][0] = value
-    fresh = World(Machine(ORT_INT8)).auto()
-    fresh.restore(kept)
-    untaught = World(Machine(ORT_INT8)).auto()
-    assert fresh.to_json()["kinds"]["greedy"]["model"] == untaught.to_json()["kinds"]["greedy"]["model"]
+    assert controller.to_json()["kinds"]["greedy"]["model"] == untaught.to_json()["kinds"]["greedy"]["model"]
