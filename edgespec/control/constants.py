@@ -26,7 +26,6 @@ READING_ROUNDS = 16  # rounds over which a paid drafter's reading of missed text
 USUAL_CONFIDENCE = 0.8  # of a first draft's tokens
 # A second choice is rarely accepted more than one time in ten, and trying it costs time: trees need cheaper rows.
 CHEAP_ROW = 0.03  # most that a row may cost for trees, in plain passes
-EXIT_SHARE = 0.5  # share of a target's weights that an exit without files of its own is assumed to read
 
 # -- confidence: evidence to probability
 MOST_PROBABILITY = 0.995  # no token is certain, nor impossible

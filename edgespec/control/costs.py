@@ -13,7 +13,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from edgespec.config.values import DrafterName
-from edgespec.control import constants as c
 from edgespec.control.cost import WIDEST, CostCurve, DraftCost, guessed_plain_s
 from edgespec.control.prices import RunCosts
 from edgespec.drafters.base import Drafter
@@ -49,9 +48,8 @@ class ModelCosts:
 
     @cached_property
     def drafts(self) -> dict[str, DraftCost]:
-        """What the tokens of each drafter with a model, or with layers of the target, cost, as far as known."""
+        """What the tokens of each drafter with a model cost, as far as known."""
         costs = {name: self._known_draft(name, engine) for name, engine in self._engines()}
-        costs |= {name: DraftCost.guessed(c.EXIT_SHARE) for name in self._exits()}
         if self.curve.is_scaled:
             for cost in costs.values():
                 cost.scale(self.curve.at(1))
@@ -94,11 +92,6 @@ class ModelCosts:
         """The drafters with a model of their own."""
         found = ((name, drafter.engine) for name, drafter in self._drafters.items())
         return [(name, engine) for name, engine in found if engine is not None]
-
-    def _exits(self) -> list[DrafterName]:
-        """The opened drafters that run layers of the target and no model of their own."""
-        is_exit = {name: SPECS[name].owns == "layers of the target" for name in self._drafters}
-        return [name for name, drafter in self._drafters.items() if is_exit[name] and drafter.engine is None]
 
 
 def cost_key(engine: Engine, files: Iterable[Path | FileVersion]) -> str:

@@ -25,7 +25,6 @@ from edgespec.control.base import Controller
 from edgespec.control.cost import WIDEST
 from edgespec.control.prices import RunCosts
 from edgespec.control.threads import Started
-from edgespec.drafters.spec import SPECS
 from edgespec.engines.base import Engine
 from edgespec.engines.sequence import PassRequest
 from edgespec.errors import Cancelled, EdgespecError
@@ -108,7 +107,6 @@ class ContinuousBatch:
         self._members: list[Member] = []
         self._num_passes = 0
         self._can_pack = False
-        self._has_exit = any(SPECS[name].owns == "layers of the target" for name in executor.pool.drafters)
 
     @property
     def _costs(self) -> RunCosts:
@@ -332,7 +330,7 @@ class ContinuousBatch:
             engine.give_layer_inputs(layers)
         batches = [request.batch for request in requests]
         logits = engine.forward(packed(batches))
-        if engine.class_key or self._has_exit:  # bits may be checked again, or the target's first layers run
+        if engine.class_key:  # bits may be checked again
             logits = logits.copy()
         states = engine.hidden_states() if gives_states else None
         inputs = engine.layer_inputs() if layers else None

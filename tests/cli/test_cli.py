@@ -267,19 +267,6 @@ def test_a_tilde_behind_an_option_is_the_home_folder(arguments, said, tmp_path: 
     assert said in result.stderr
 
 
-@pytest.mark.parametrize(("kind", "flag"), [("corpus", "--all"), ("learnt", "--learnt")])
-def test_a_file_that_is_no_database_names_what_removes_it(kind: str, flag: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    (tmp_path / "notes.txt").write_text("Some text of mine.")
-    assert run("corpus", "add", str(tmp_path / "notes.txt")).exit_code == 0
-    (found,) = (tmp_path / "texts").iterdir()
-    found.with_name(found.name.replace("corpus", kind)).write_bytes(b"no database at all")
-    refused = run("corpus", "ls")
-    assert refused.exit_code == 1 and f"{flag} " in refused.stderr.partition("edgespec corpus rm ")[2]
-    assert run("corpus", "rm", flag).exit_code == 0
-    assert run("corpus", "ls").exit_code == 0
-
-
 # help
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,17 +19,15 @@ from edgespec.engines.model_use import ModelUse
 from edgespec.errors import CapabilityError
 from edgespec.formats.gguf.header import read_header
 from edgespec.types import Batch
-from hybrid_gguf import HybridShape, write_lfm2, write_qwen35
 from tiny_gguf import write_model, write_recurrent_model
 
-SHAPE = HybridShape(hidden=512)  # with weights enough to pay for snapshots
-WRITERS: dict[str, Callable[[Path, HybridShape], Path]] = {"lfm2": write_lfm2, "qwen35": write_qwen35}
 PROMPT = "the cat sat on the mat, the cat sat on the"
 
 
-@pytest.fixture(scope="module", params=WRITERS)
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return WRITERS[request.param](tmp_path_factory.mktemp("hybrid") / f"{request.param}.gguf", SHAPE)
+@pytest.fixture(params=["lfm2", "qwen35"])
+def hybrid(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(f"{request.param}_path")
+    return found
 
 
 def opened(path: Path, **given: object) -> LlamaCppEngine:
